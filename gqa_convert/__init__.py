@@ -1,0 +1,34 @@
+"""Turn a multi-head-attention checkpoint into a grouped-query one.
+
+The public names below load on first use, so that importing the package costs nothing and never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "open_checkpoint": "gqa_convert.checkpoint.source",
+    "Checkpoint": "gqa_convert.checkpoint.source",
+    "make_plan": "gqa_convert.plan",
+    "Plan": "gqa_convert.plan",
+    "convert_checkpoint": "gqa_convert.convert",
+    "verify_checkpoint": "gqa_convert.verify",
+    "GQAConvertError": "gqa_convert.errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+    from gqa_convert.convert import convert_checkpoint
+    from gqa_convert.errors import GQAConvertError
+    from gqa_convert.plan import Plan, make_plan
+    from gqa_convert.verify import verify_checkpoint
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

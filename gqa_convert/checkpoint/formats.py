@@ -1,0 +1,82 @@
+"""What kinds of weight files there are, which set is read, and which kinds are refused."""
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from gqa_convert.errors import SourceNotFoundError, UnsupportedFormatError
+
+SAFETENSORS_SINGLE = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+_PREFERENCE = (SAFETENSORS_SINGLE, SAFETENSORS_INDEX, TORCH_SINGLE, TORCH_INDEX)
+"""The order in which transformers looks for weights."""
+
+_WEIGHT_PATTERNS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
+    "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
+)  # fmt: skip
+"""Weights in any format, and the state of an interrupted training: none of it may survive beside converted weights."""
+
+_WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
+
+_QUANTISED_TENSORS = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
+    r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks|[\w]+_blocks|[\w]+_scales)$"
+)
+_QUANTISED_DTYPES = {"F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U8", "I8", "F4", "F6_E2M3", "F6_E3M2"}
+
+_MERGE_FIRST = "load it in its own library and save it in bf16, then convert that"
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether the file at this relative path holds weights or training state, in whatever format."""
+    base = name.rsplit("/", 1)[-1]
+    return any(fnmatch(base, pattern) for pattern in _WEIGHT_PATTERNS) or any(fnmatch(name, folder) for folder in _WEIGHT_FOLDERS)
+
+
+def choose_weights(files: Iterable[str], where: str) -> str:
+    """The one file that stands for the set of weights to read, as transformers would choose it.
+
+    Raises:
+        UnsupportedFormatError: only an adapter, a training checkpoint or a foreign format was found.
+        SourceNotFoundError: there are no weights at all.
+    """
+    names = set(files)
+    for name in _PREFERENCE:
+        if name in names:
+            return name
+    refusals = (
+        (("adapter_config.json", "adapter_model.*"), "an adapter, not a whole model: merge it into its base model first (PEFT's merge_and_unload)"),
+        (("*.distcp", ".metadata"), "a distributed training checkpoint: consolidate it first (torch.distributed.checkpoint.format_utils)"),
+        (("global_step*/*", "zero_to_fp32.py"), "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py"),
+        (("*.gguf",), "a GGUF file: convert the Hugging Face checkpoint it was made from"),
+        (("*.h5", "*.msgpack", "*.ckpt.index"), "weights for TensorFlow or Flax only: save them as safetensors first"),
+        (("consolidated*.safetensors", "consolidated*.pth"), "weights in the vendor's own layout: use the Hugging Face version"),
+    )  # fmt: skip
+    for patterns, text in refusals:
+        found = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
+        if found:
+            raise UnsupportedFormatError(f"{where} holds {text} (found {found[0]})")
+    raise SourceNotFoundError(
+        f"{where} holds no weights: none of {', '.join(_PREFERENCE)} is there; name the folder that save_pretrained wrote"
+    )
+
+
+def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedFormatError if the config or a config inside it is that of quantised weights."""
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config") and value:
+            method = value.get("quant_method", "unnamed method") if isinstance(value, Mapping) else value
+            raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {_MERGE_FIRST}")
+        if isinstance(value, Mapping):
+            refuse_quantised_config(value, where)
+
+
+def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
+    """Raise UnsupportedFormatError if a tensor's name or type is that of quantised weights."""
+    if _QUANTISED_TENSORS.search(name) or (dtype in _QUANTISED_DTYPES and name.endswith("weight")):
+        raise UnsupportedFormatError(f"{where} holds quantised weights (tensor {name}, type {dtype}): {_MERGE_FIRST}")

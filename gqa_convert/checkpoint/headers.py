@@ -1,0 +1,161 @@
+"""The safetensors header: read with every check, written byte for byte as the safetensors library writes it.
+
+A file is 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes. The reader trusts nothing: a header
+may come from anywhere, and the converter copies byte ranges that it names.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.errors import CorruptCheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+
+LENGTH_BYTES = 8
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits an element takes, by the safetensors name of its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: its type, its shape and its byte range counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header. `tensors` is in the order of the bytes in the file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
+    """The length in bytes of the JSON header, from a file's first 8 bytes.
+
+    Raises:
+        CorruptCheckpointError: the file is too short for the length it states, or the length is absurd.
+    """
+    if len(first_bytes) < LENGTH_BYTES:
+        raise CorruptCheckpointError(f"{where} has {file_size} bytes, too few for a safetensors file: download or copy it again")
+    length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{where} states a header of {length:,} bytes, over the format's limit of {MAX_HEADER_BYTES:,}: "
+            "it is damaged or no safetensors file"
+        )
+    if LENGTH_BYTES + length > file_size:
+        raise CorruptCheckpointError(
+            f"{where} is truncated: its header alone needs {LENGTH_BYTES + length:,} bytes and the file has {file_size:,}: "
+            "download or copy it again"
+        )
+    return length
+
+
+def parse_header(raw: bytes, file_size: int, where: str) -> Header:
+    """Parse and check a JSON header (without its 8 length bytes).
+
+    Args:
+        raw: the header's bytes.
+        file_size: size of the whole file in bytes.
+        where: what to call the file in an error message.
+
+    Raises:
+        CorruptCheckpointError: anything but a header whose tensors tile the rest of the file exactly.
+    """
+
+    def corrupt(problem: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{where} has a damaged header ({problem}): download or copy the file again")
+
+    if not raw.startswith(b"{"):
+        raise corrupt("it does not begin with '{'")
+    fields = parse_object(raw, f"the header of {where}")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise corrupt("its __metadata__ is no map of strings")
+    data_start = LENGTH_BYTES + len(raw)
+    tensors = {name: _entry(name, field, data_start, corrupt) for name, field in fields.items()}
+    try:
+        "".join([*tensors, *metadata, *metadata.values()]).encode("utf-8")
+    except UnicodeEncodeError:
+        raise corrupt("a name holds half a surrogate pair") from None
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)))
+    expected = data_start
+    for name, entry in ordered.items():
+        if entry.start != expected:
+            kind = "overlaps the tensor before it" if entry.start < expected else "leaves a hole before it"
+            raise corrupt(f"tensor {name!r} {kind}")
+        expected = entry.start + entry.nbytes
+    if expected > file_size:
+        raise CorruptCheckpointError(
+            f"{where} is truncated: its tensors end at byte {expected:,} and the file has {file_size:,}: download or copy it again"
+        )
+    if expected < file_size:
+        raise corrupt(f"{file_size - expected:,} bytes behind the last tensor belong to none")
+    return Header(ordered, metadata, data_start)
+
+
+def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise corrupt(f"tensor {name!r} lacks dtype, shape or data_offsets, or has more")
+    dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise corrupt(f"tensor {name!r} has the unknown type {dtype!r}")
+    if not _naturals(shape) or len(shape) > 64:
+        raise corrupt(f"tensor {name!r} has an impossible shape")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise corrupt(f"tensor {name!r} has impossible offsets")
+    entry = TensorEntry(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+    if entry.elements * DTYPE_BITS[dtype] != entry.nbytes * 8:
+        raise corrupt(f"tensor {name!r} of shape {list(shape)} and type {dtype} does not take the {entry.nbytes} bytes it is given")
+    return entry
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
+    metadata: Mapping[str, str],
+    *,
+    data_start_modulo: tuple[int, int] = (0, 8),
+) -> bytes:
+    """The 8 length bytes and the header of a new file whose tensors follow one another without holes.
+
+    Args:
+        tensors: name, type, shape and size in bytes of each, in file order.
+        metadata: the `__metadata__` map; left out when empty.
+        data_start_modulo: (remainder, modulus) that the first data byte's offset must satisfy; the header is padded with spaces
+            until it does. A filesystem that shares blocks needs the source's own remainder modulo its block size.
+    """
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape, nbytes in tensors:
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    remainder, modulus = data_start_modulo
+    raw += b" " * ((remainder - LENGTH_BYTES - len(raw)) % modulus)
+    return len(raw).to_bytes(LENGTH_BYTES, "little") + raw

@@ -1,0 +1,45 @@
+"""Where a checkpoint's files come from: a local folder here; `hub.py` adds a repository on the Hub with the same two methods."""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from gqa_convert.errors import CorruptCheckpointError
+
+
+class FileStore(Protocol):
+    """A set of files that can be read in pieces."""
+
+    files: dict[str, int]
+    """Path relative to the checkpoint, with forward slashes -> size in bytes."""
+
+    folder: Path | None
+    """The local folder that holds the files, or None if they are remote."""
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """`length` bytes of a file from byte `start` on; fewer at the file's end."""
+        ...
+
+
+class FolderStore:
+    """The files of a local folder, hidden ones and Python caches left out; links are followed, as the Hub's cache needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Path | None = folder
+        self.files: dict[str, int] = {}
+        for root, folders, names in os.walk(folder, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            if Path(root).resolve() in (parent.resolve() for parent in Path(root).parents if parent.is_relative_to(folder)):
+                folders.clear()  # a link that leads back up
+            for name in sorted(names):
+                path = Path(root, name)
+                if not name.startswith(".") and path.is_file():
+                    self.files[path.relative_to(folder).as_posix()] = path.stat().st_size
+                elif path.is_symlink() and not path.exists():
+                    raise CorruptCheckpointError(f"{path} is a link to nothing: download or copy the checkpoint again")
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        assert self.folder is not None
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)

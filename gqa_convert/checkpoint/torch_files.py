@@ -1,0 +1,88 @@
+"""`pytorch_model.bin` files as byte ranges.
+
+torch writes a tensor's bytes uncompressed into a zip file, so that they can be copied like those of a safetensors file once their
+offsets are known. `torch.load` under FakeTensorMode yields the offsets without reading a weight, and `weights_only=True` keeps a
+pickle from running code. What has no usable offset (the format before torch 1.6, transposed tensors) is spilled to a plain file.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.headers import Header, TensorEntry
+from gqa_convert.errors import CorruptCheckpointError, UnsupportedFormatError
+
+_NAMES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
+    "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+    "torch.complex64": "C64", "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+def _load(path: Path, **options: Any) -> dict[str, Any]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, **options)
+    except Exception as problem:  # torch raises its own, pickle's, zip's and OSError alike
+        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+        detail = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else repr(problem))
+        raise CorruptCheckpointError(
+            f"{path} cannot be read as plain tensors ({detail[:160]}): it is damaged or holds code, which is never run"
+        ) from None
+    if not isinstance(state, dict):
+        raise UnsupportedFormatError(f"{path} holds a {type(state).__name__} where a map of tensors belongs: save model.state_dict()")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UnsupportedFormatError(
+                f"{path} holds {name!r}, a {type(tensor).__name__} where a tensor belongs: save model.state_dict() alone"
+            )
+    return state
+
+
+def read_torch_header(path: Path) -> tuple[Header, bool]:
+    """The tensors of a `.bin` file, and whether it must be spilled.
+
+    With True, the entries' offsets are those of the file that `spill` writes, not of `path` itself.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged or holds more than tensors.
+        UnsupportedFormatError: it holds something other than a map of names to tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        state = _load(path)
+    size = path.stat().st_size
+    tensors: dict[str, TensorEntry] = {}
+    for name, tensor in state.items():
+        if str(tensor.dtype) not in _NAMES:
+            raise UnsupportedFormatError(f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first")
+        base = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        nbytes = tensor.numel() * tensor.element_size()
+        if base is None or not tensor.is_contiguous():
+            return _spill_header(state), True
+        start = base + tensor.storage_offset() * tensor.element_size()
+        if start + nbytes > size:
+            raise CorruptCheckpointError(f"{path} is truncated: tensor {name!r} ends behind the file: download or copy it again")
+        tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), start, nbytes)
+    return Header(dict(sorted(tensors.items(), key=lambda item: item[1].start)), {}, 0), False
+
+
+def _spill_header(state: dict[str, Any]) -> Header:
+    tensors: dict[str, TensorEntry] = {}
+    offset = 0
+    for name, tensor in state.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), offset, nbytes)
+        offset += nbytes
+    return Header(tensors, {}, 0)
+
+
+def spill(path: Path, destination: Path) -> None:
+    """Write the tensors of a `.bin` file one behind the other, in the order and at the offsets that `read_torch_header` gave."""
+    import torch
+
+    with destination.open("xb") as file:
+        for tensor in _load(path).values():
+            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -1,0 +1,335 @@
+"""Runs a plan: streams the source's bytes into a new checkpoint folder that appears whole or not at all.
+
+Only the K/V heads are read; everything else travels inside the kernel. Memory does not depend on the model's size.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gqa_convert import __version__
+from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.copying import BLOCK, RangeCopier, can_share_blocks, read_exactly, write_all
+from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, NoSpaceError
+from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
+from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan, make_plan
+
+PROVENANCE = "gqa_conversion.json"
+
+_BLOCK_NUMBERS = 1 << 16
+"""Numbers merged at a time, over all heads of a group: what fits a core's cache in float32."""
+
+Progress = Callable[[int], None]
+
+
+def convert_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    groups: int,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    revision: str | None = None,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    command: list[str] | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    progress: Progress = lambda nbytes: None,
+) -> dict[str, Any]:
+    """Convert a checkpoint to grouped-query attention.
+
+    Args:
+        source: a local folder or a Hub id.
+        out: the folder to make.
+        groups: K/V heads per layer in the result.
+        method: `mean`, `first` or `random`.
+        seed: for `random`.
+        revision: branch, tag or commit on the Hub.
+        max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
+        overwrite: replace an existing checkpoint folder once the new one is complete.
+        command: the command line, for the provenance file.
+        on_plan: called with the plan before anything is written.
+        progress: called with every number of weight bytes written.
+
+    Returns:
+        The plan's summary with the result's path, its size in bytes and the merge error of every changed tensor.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
+    """
+    out = Path(out)
+    checkpoint = _open_local(source, revision, groups, method)
+    plan = make_plan(checkpoint, groups, method=method, seed=seed, max_shard_size=max_shard_size)
+    check_destination(out, checkpoint.folder, overwrite=overwrite)
+    on_plan(plan)
+    sweep(Path(os.path.abspath(out)).parent)
+    with StagedFolder(out) as staged:
+        _check_space(plan, staged.path)
+        errors = _write_weights(plan, staged.path, progress)
+        _write_companions(plan, staged.path, errors, command)
+        staged.publish(overwrite=overwrite)
+    total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return {**plan.summary(), "out": str(out), "out_bytes": total, "merge_error": errors}
+
+
+def _open_local(source: str | Path, revision: str | None, groups: int, method: str) -> Checkpoint:
+    """The source as a local folder; one on the Hub is downloaded only once its headers show that it can be converted."""
+    if Path(source).expanduser().exists():
+        return open_checkpoint(source, revision=revision)
+    remote = open_checkpoint(source, revision=revision)
+    if remote.folder is not None:
+        return remote
+    make_plan(remote, groups, method=method)
+    return open_checkpoint(source, revision=remote.revision, download=True)
+
+
+def _check_space(plan: Plan, folder: Path) -> None:
+    spilled = sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
+    needed, free = plan.disk_bytes + spilled, shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpaceError(f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: make room or name another disk")
+
+
+def _write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, float]:
+    """All output shards and the index; returns each changed tensor's relative merge error."""
+    with ExitStack() as stack:
+        sources = _SourceFiles(plan.checkpoint, folder, stack)
+        share = _shares_blocks(plan, sources, folder)
+        writer = _ShardWriter(plan, sources, RangeCopier(progress, read_ahead=not share), progress)
+        for shard in plan.shards:
+            with (folder / shard.file).open("xb") as file:
+                writer.write(shard, file.fileno(), BLOCK if share else 8)
+                os.fsync(file.fileno())
+    _write_index(plan, folder)
+    return writer.errors()
+
+
+class _SourceFiles:
+    """Descriptors of the source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
+
+    def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
+        self._checkpoint = checkpoint
+        self._work = work
+        self._stack = stack
+        self._open: dict[int, int] = {}
+
+    def __getitem__(self, number: int) -> int:
+        if number not in self._open:
+            shard = self._checkpoint.shards[number]
+            assert self._checkpoint.folder is not None
+            path = self._checkpoint.folder / shard.file
+            if path.stat().st_size != shard.size:
+                raise CorruptCheckpointError(f"{path} has changed its size since it was planned: leave the source alone meanwhile")
+            if shard.spilled:
+                from gqa_convert.checkpoint.torch_files import spill
+
+                spilled = self._work / f".spilled-{number}"
+                spill(path, spilled)
+                self._stack.callback(spilled.unlink)
+                path = spilled
+            handle = os.open(path, os.O_RDONLY)
+            self._stack.callback(os.close, handle)
+            self._open[number] = handle
+        return self._open[number]
+
+
+def _shares_blocks(plan: Plan, sources: _SourceFiles, folder: Path) -> bool:
+    probe = folder / ".share-probe"
+    if any(shard.spilled for shard in plan.checkpoint.shards):
+        return False
+    with probe.open("xb") as file:
+        shared = can_share_blocks(sources[0], file.fileno())
+    probe.unlink()
+    return shared
+
+
+class _ShardWriter:
+    """Writes output shards piece by piece; neighbouring copies are joined into one."""
+
+    def __init__(self, plan: Plan, sources: _SourceFiles, copier: RangeCopier, progress: Progress) -> None:
+        self._plan = plan
+        self._sources = sources
+        self._copier = copier
+        self._progress = progress
+        self._mergers: dict[tuple[int, str], BlockMerger] = {}
+        self._squares: dict[str, tuple[float, float]] = {}
+
+    def errors(self) -> dict[str, float]:
+        """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
+        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
+
+    def write(self, shard: OutputShard, file: int, alignment: int) -> None:
+        """Write a whole file: header, then tensors.
+
+        Args:
+            shard: what to write.
+            file: descriptor, empty and open for writing.
+            alignment: modulus in which the tensors start where the source's do.
+        """
+        if shard.whole_copy_of is not None:
+            self._copy(shard.whole_copy_of, 0, file, 0, self._plan.checkpoint.shards[shard.whole_copy_of].size)
+            return
+        metadata = {"format": "pt"} | shard.metadata
+        start = shard.tensors[0].pieces[0].ranges[0][1] if shard.tensors else 0
+        described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
+        header = build_header(described, metadata, data_start_modulo=(start % alignment if alignment == BLOCK else 0, alignment))
+        write_all(file, header, 0)
+        at = len(header)
+        pending: tuple[int, int, int, int] | None = None  # source shard, start, position in the output, bytes
+        for tensor in shard.tensors:
+            fresh = self._fresh(tensor)
+            for piece in tensor.pieces:
+                if piece.method is None:
+                    number, start = piece.ranges[0]
+                    if pending and pending[0] == number and pending[1] + pending[3] == start and pending[2] + pending[3] == at:
+                        pending = (*pending[:3], pending[3] + piece.nbytes)
+                    else:
+                        self._flush(pending, file)
+                        pending = (number, start, at, piece.nbytes)
+                else:
+                    self._flush(pending, file)
+                    pending = None
+                    self._merge(tensor, piece, file, at, fresh)
+                at += piece.nbytes
+        self._flush(pending, file)
+
+    def _flush(self, pending: tuple[int, int, int, int] | None, file: int) -> None:
+        if pending and pending[3]:
+            number, start, at, nbytes = pending
+            self._copy(number, start, file, at, nbytes)
+
+    def _copy(self, number: int, start: int, file: int, at: int, nbytes: int) -> None:
+        try:
+            self._copier.copy(self._sources[number], start, file, at, nbytes)
+        except EOFError:
+            raise self._shrunk(number) from None
+
+    def _shrunk(self, number: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._plan.checkpoint.shards[number].file} became shorter while it was read: copy it again")
+
+    def _merge(self, tensor: OutputTensor, piece: Piece, file: int, at: int, fresh: "_Fresh | None") -> None:
+        assert piece.method is not None
+        heads, dtype = len(piece.ranges), DTYPES[tensor.dtype]
+        key = (heads, tensor.dtype)
+        if key not in self._mergers:
+            self._mergers[key] = BlockMerger(heads, dtype, max(1024, _BLOCK_NUMBERS // heads))
+        merger = self._mergers[key]
+        merger.squared_error = merger.squared_norm = 0.0
+        step = merger.source.shape[1]
+        for first in range(0, piece.nbytes // dtype.itemsize, step):
+            count = min(step, piece.nbytes // dtype.itemsize - first)
+            offset = first * dtype.itemsize
+            for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
+                try:
+                    read_exactly(self._sources[number], memoryview(row[:count].view(np.uint8)), start + offset)
+                except EOFError:
+                    raise self._shrunk(number) from None
+            merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
+            write_all(file, memoryview(merged.view(np.uint8)), at + offset)
+            self._progress(count * dtype.itemsize)
+        error, norm = self._squares.get(tensor.name, (0.0, 0.0))
+        self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
+
+    def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
+        """The random numbers of a tensor, one stream for each of its roles' runs of heads."""
+        if not any(piece.method == "random" for piece in tensor.pieces):
+            return None
+        dtype = DTYPES[tensor.dtype]
+        deviation = standard_deviation(self._blocks(tensor, dtype), f"tensor {tensor.name}")
+        return _Fresh(self._plan.seed, tensor.name, deviation, dtype)
+
+    def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
+        for piece in tensor.pieces:
+            if piece.method is None:
+                continue
+            for number, start in piece.ranges:
+                for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
+                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
+                    read_exactly(self._sources[number], memoryview(block), start + offset)
+                    yield block.view(dtype)
+
+
+class _Fresh:
+    """`fresh_numbers` as something to take from."""
+
+    def __init__(self, seed: int, name: str, deviation: float, dtype: np.dtype[Any]) -> None:
+        self._count = 0
+        self._numbers = fresh_numbers(seed, name, deviation, dtype, iter(lambda: self._count, -1))
+
+    def take(self, count: int) -> Any:
+        self._count = count
+        return next(self._numbers)
+
+
+def _write_index(plan: Plan, folder: Path) -> None:
+    """The index of a sharded result; its totals are those of the new tensors."""
+    if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
+        return
+    metadata = dict(plan.checkpoint.index_metadata or {})
+    metadata["total_size"] = plan.weight_bytes_after
+    metadata["total_parameters"] = plan.parameters_after
+    weight_map = {tensor.name: shard.file for shard in plan.shards for tensor in shard.tensors}
+    _write_text(folder / formats.SAFETENSORS_INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}))
+
+
+def _write_companions(plan: Plan, folder: Path, errors: dict[str, float], command: list[str] | None) -> None:
+    """Config, provenance, and every other file of the source byte for byte."""
+    source = plan.checkpoint.folder
+    assert source is not None
+    for name in plan.checkpoint.carried:
+        if name == PROVENANCE:
+            continue
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+        sync(target)
+    _write_text(folder / CONFIG, _json(plan.config))
+    _write_text(folder / PROVENANCE, _json(_provenance(plan, errors, command)))
+
+
+def _provenance(plan: Plan, errors: dict[str, float], command: list[str] | None) -> dict[str, Any]:
+    checkpoint = plan.checkpoint
+    assert checkpoint.folder is not None
+    earlier = checkpoint.folder / PROVENANCE
+    return {
+        "format_version": 1,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command,
+        "versions": {"gqa_convert": __version__, "python": platform.python_version(), "numpy": np.__version__},
+        "source": {
+            "id": checkpoint.source_id,
+            "revision": checkpoint.revision,
+            "files": {name: {"bytes": checkpoint.sizes[name]} for name in sorted(checkpoint.sizes)},
+        },
+        "model_type": plan.family.model_type,
+        "method": plan.effective_method,
+        "seed": plan.seed if plan.effective_method == "random" else None,
+        "heads": plan.heads,
+        "source_kv_heads": plan.source_kv_heads,
+        "groups": plan.groups,
+        "kv_bytes_per_token": {"before": plan.cache_bytes_per_token(False), "after": plan.cache_bytes_per_token(True)},
+        "merge_error": errors,
+        "uptraining_tokens": 0,
+        "previous": json.loads(earlier.read_bytes()) if PROVENANCE in checkpoint.carried else None,
+    }
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    sync(path)

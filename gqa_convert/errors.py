@@ -1,0 +1,67 @@
+"""One exception per mistake a user can make.
+
+Code of conduct: a message is one line that says what is wrong, what was found and what to do about it. The command line prints
+it and exits with the class's `exit_code`: 2 for a mistake in what was asked or given, 1 for work or a check that failed.
+"""
+
+
+class GQAConvertError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 2
+
+
+class SourceNotFoundError(GQAConvertError):
+    """No such folder or Hub repository, or it holds no checkpoint."""
+
+
+class CorruptCheckpointError(GQAConvertError):
+    """A file of the checkpoint is missing, truncated or contradicts itself."""
+
+
+class ConfigError(GQAConvertError):
+    """`config.json` cannot be read, or the tensors' shapes contradict it."""
+
+
+class UnsupportedFamilyError(GQAConvertError):
+    """The model type is unknown, or its attention cannot hold fewer K/V heads."""
+
+
+class UnsupportedFormatError(GQAConvertError):
+    """The weights are quantised, an adapter, a training checkpoint or in a foreign format."""
+
+
+class GroupsError(GQAConvertError):
+    """The number of groups does not fit the number of heads."""
+
+
+class NonFiniteError(GQAConvertError):
+    """A tensor that would be merged holds NaN or Inf."""
+
+
+class OutputError(GQAConvertError):
+    """The output folder exists already, or lies where it must not."""
+
+
+class NoSpaceError(GQAConvertError):
+    """The disk cannot hold the result."""
+
+
+class OptionError(GQAConvertError):
+    """A command-line value that makes no sense by itself or beside another."""
+
+
+class MissingExtraError(GQAConvertError):
+    """A part of the program needs a package that is not installed."""
+
+
+class VerificationError(GQAConvertError):
+    """A converted checkpoint does not match its source."""
+
+    exit_code = 1
+
+
+class InterruptedRunError(GQAConvertError):
+    """The user or the system asked the program to stop."""
+
+    exit_code = 130

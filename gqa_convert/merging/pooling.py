@@ -1,0 +1,124 @@
+"""Baselines of GQA conversion: mean pooling, the first head, fresh initialisation (Ainslie et al. 2023, section 2.1).
+
+A K/V head's rows are contiguous in memory, so a block of numbers per head is all that is needed; shapes do not matter.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.errors import NonFiniteError
+
+Array = npt.NDArray[Any]
+Method = Literal["mean", "first", "random"]
+METHODS: Final[tuple[Method, ...]] = ("mean", "first", "random")
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""The types that can be merged, by their safetensors names."""
+
+
+def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """float32 for the half precisions, float64 for float32 and float64: sums are always kept wider than what they are made of."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 else np.dtype(np.float64)
+
+
+class BlockMerger:
+    """Merges blocks of up to `capacity` numbers from `heads` heads, in buffers that are allocated once.
+
+    Args:
+        heads: how many source heads share a group.
+        dtype: the type of the numbers, in and out.
+        capacity: numbers per head and block, at most.
+    """
+
+    def __init__(self, heads: int, dtype: np.dtype[Any], capacity: int) -> None:
+        self.source: Array = np.empty((heads, capacity), dtype)
+        """Fill `source[:, :n]` with a block of each head, then call `merge(n, ...)`."""
+        wide = accumulation_dtype(dtype)
+        self._wide = np.empty((heads, capacity), wide)
+        self._mean = np.empty(capacity, wide)
+        self._result = np.empty(capacity, dtype)
+        self.squared_error = 0.0
+        """Sum over all blocks so far of |head - result|^2, the merge error."""
+        self.squared_norm = 0.0
+        """Sum over all blocks so far of |head|^2."""
+
+    def merge(self, count: int, method: Method, what: str, fresh: Array | None = None) -> Array:
+        """Merge the first `count` numbers of every head.
+
+        mean: the sum in head order, divided by the number of heads, in the accumulation type, then rounded to nearest even.
+        first: head 0. random: `fresh`, rounded.
+
+        Args:
+            count: numbers per head in this block.
+            method: how to merge.
+            what: name of the tensor, for the error.
+            fresh: for `random`, `count` numbers of the accumulation type.
+
+        Returns:
+            `count` merged numbers of the source's type, in a buffer that the next call reuses.
+
+        Raises:
+            NonFiniteError: a number is NaN or Inf.
+        """
+        wide, result = self._wide[:, :count], self._result[:count]
+        np.copyto(wide, self.source[:, :count])
+        norm = float(np.einsum("hn,hn->", wide, wide))
+        if not np.isfinite(norm) and not np.isfinite(wide).all():  # a float32 sum of squares may overflow where every number is finite
+            raise NonFiniteError(f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first")
+        if method == "mean":
+            mean = self._mean[:count]
+            np.copyto(mean, wide[0])
+            for head in wide[1:]:
+                np.add(mean, head, out=mean)
+            np.divide(mean, len(wide), out=mean)
+            np.copyto(result, mean, casting="same_kind")
+        elif method == "first":
+            np.copyto(result, self.source[0, :count])
+        else:
+            assert fresh is not None
+            np.copyto(result, fresh, casting="same_kind")
+        self.squared_norm += norm
+        np.subtract(wide, result.astype(wide.dtype), out=wide)
+        self.squared_error += float(np.einsum("hn,hn->", wide, wide))
+        return result
+
+
+def fresh_numbers(seed: int, name: str, deviation: float, dtype: np.dtype[Any], counts: Iterator[int]) -> Iterator[Array]:
+    """Normal numbers for method `random`: for each count asked for, so many of them, in the accumulation type of `dtype`.
+
+    The stream depends on the seed and the tensor's name alone, not on the order of tensors or the sizes of the blocks.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    wide = accumulation_dtype(dtype)
+    for count in counts:
+        yield generator.standard_normal(count, dtype=wide.type) * wide.type(deviation)
+
+
+def standard_deviation(blocks: Iterator[Array], what: str) -> float:
+    """The population standard deviation of all numbers in `blocks`, in float64 and one pass (Chan's update of mean and squares).
+
+    Raises:
+        NonFiniteError: a number is NaN or Inf.
+    """
+    count, mean, squares = 0, 0.0, 0.0
+    for block in blocks:
+        wide = block.astype(np.float64)
+        if not np.isfinite(wide).all():
+            raise NonFiniteError(f"{what} holds NaN or Inf: repair the checkpoint first")
+        delta = float(wide.mean()) - mean
+        total = count + wide.size
+        squares += float(((wide - wide.mean()) ** 2).sum()) + delta * delta * count * wide.size / total
+        mean += delta * wide.size / total
+        count = total
+    return float(np.sqrt(squares / count)) if count else 0.0

@@ -1,0 +1,520 @@
+"""From a checkpoint's config and tensor headers to a complete plan: every output byte is named before the first one is written.
+
+Everything that can be refused without reading weights is refused here. The plan holds no arrays and needs no torch.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gqa_convert import layouts
+from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.errors import ConfigError, GroupsError, OptionError, UnsupportedFormatError
+from gqa_convert.families import Family, find_family
+from gqa_convert.layouts import Role, Section
+from gqa_convert.merging.pooling import DTYPES, METHODS, Method
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of output bytes: copied from one source range, or merged from several of the same length.
+
+    `ranges` holds (shard number, byte offset in that file); `method` is None for a copy.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+    method: Method | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the result and the pieces whose bytes, one behind the other, are its own."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor whose K/V heads change in number: what it is, and its shape before and after."""
+
+    name: str
+    module: str
+    roles: tuple[Role, ...]
+    dtype: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    method: str
+    """mean, first, random, repeat or copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The geometry of one attention module: K/V heads in the source, width of a key head and of a value head."""
+
+    module: str
+    kv_heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """One output file."""
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+    metadata: dict[str, str]
+    whole_copy_of: int | None = None
+    """The number of the source shard that this file equals byte for byte, if it does."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do."""
+
+    checkpoint: Checkpoint
+    family: Family
+    groups: int
+    method: Method
+    seed: int
+    heads: int
+    source_kv_heads: int
+    layers: tuple[AttentionLayer, ...]
+    changes: tuple[TensorChange, ...]
+    shards: tuple[OutputShard, ...]
+    config: dict[str, Any]
+    """The result's config.json."""
+    warnings: tuple[str, ...]
+
+    @property
+    def effective_method(self) -> str:
+        """What really happens: `copy` at the source's own count, `repeat` above it, else the method asked for."""
+        if self.groups == self.source_kv_heads:
+            return "copy"
+        return "repeat" if self.groups > self.source_kv_heads else self.method
+
+    @property
+    def weight_bytes_after(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def parameters_before(self) -> int:
+        return sum(entry.elements for _, _, entry in self.checkpoint.tensors())
+
+    @property
+    def parameters_after(self) -> int:
+        return self.parameters_before + sum(_count(change.after) - _count(change.before) for change in self.changes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the result takes on disk, headers and carried files included, to within a few KiB."""
+        headers = sum(len(tensor.name) + 120 for shard in self.shards for tensor in shard.tensors)
+        return self.weight_bytes_after + headers + sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried) + 65536
+
+    def cache_bytes_per_token(self, after: bool) -> int:
+        """K/V-cache bytes that one token takes over all attention layers, in the type of the projections."""
+        return sum(
+            (self.groups if after else layer.kv_heads)
+            * (layer.key_width + layer.value_width)
+            * DTYPES[layer.dtype].itemsize
+            for layer in self.layers
+        )  # fmt: skip
+
+    def tensor_parallel_degrees(self) -> tuple[list[int], list[int]]:
+        """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V heads."""
+        degrees = [degree for degree in range(1, self.heads + 1) if self.heads % degree == 0]
+        split = [degree for degree in degrees if self.groups % degree == 0]
+        copied = [degree for degree in degrees if degree > self.groups and degree % self.groups == 0]
+        return split, copied
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as plain data for `--json`."""
+        split, copied = self.tensor_parallel_degrees()
+        return {
+            "source": self.checkpoint.source_id,
+            "revision": self.checkpoint.revision,
+            "model_type": self.family.model_type,
+            "weights_format": self.checkpoint.weights_format,
+            "heads": self.heads,
+            "source_kv_heads": self.source_kv_heads,
+            "groups": self.groups,
+            "method": self.effective_method,
+            "attention_layers": len(self.layers),
+            "changes": [
+                {"name": c.name, "before": list(c.before), "after": list(c.after), "dtype": c.dtype, "method": c.method}
+                for c in self.changes
+            ],
+            "parameters": {"before": self.parameters_before, "after": self.parameters_after},
+            "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
+            "kv_bytes_per_token": {"before": self.cache_bytes_per_token(False), "after": self.cache_bytes_per_token(True)},
+            "disk_bytes": self.disk_bytes,
+            "loads_in": sorted(self.family.engines),
+            "tensor_parallel": {"split": split, "with_copied_kv_heads": copied},
+            "left_behind": list(self.checkpoint.left_behind),
+            "warnings": list(self.warnings),
+        }  # fmt: skip
+
+
+def make_plan(
+    checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed: int = 0, max_shard_size: int | None = None
+) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        checkpoint: the opened source.
+        groups: K/V heads per layer in the result (the paper's GQA-N).
+        method: `mean`, `first` or `random`.
+        seed: for `random`.
+        max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input file has
+            one output file of the same name.
+
+    Raises:
+        UnsupportedFamilyError: the model type is unknown or cannot be converted.
+        ConfigError: the tensors' shapes contradict the config.
+        GroupsError: `groups` does not fit the heads.
+        UnsupportedFormatError: the K/V projections have a type that can't be merged.
+        OptionError: an unknown method or an impossible shard size.
+    """
+    if method not in METHODS:
+        raise OptionError(f"--method {method!r} is unknown: choose one of {', '.join(METHODS)}")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise OptionError(f"--max-shard-size {max_shard_size} holds nothing: give it a size such as 5GB")
+    chosen: Method = next(name for name in METHODS if name == method)
+    family = find_family(checkpoint.config.get("model_type"))
+    finder = _AttentionFinder(checkpoint, family)
+    _check_groups(groups, finder.kv_heads, finder.heads, family.model_type)
+    shards, changes = _plan_tensors(checkpoint, finder, groups, chosen)
+    if checkpoint.weights_format == "torch":
+        shards = [replace(shard, file=_safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
+    if max_shard_size is not None:
+        shards = _reshard(shards, max_shard_size)
+    return Plan(
+        checkpoint=checkpoint, family=family, groups=groups, method=chosen, seed=seed, heads=finder.heads,
+        source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards),
+        config=_converted_config(checkpoint.config, family, groups), warnings=tuple(_warnings(checkpoint)),
+    )  # fmt: skip
+
+
+def config_value(config: dict[str, Any], dotted: str) -> Any:
+    """The value at a dotted key, or None."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _converted_config(config: dict[str, Any], family: Family, groups: int) -> dict[str, Any]:
+    """The source's config with the family's own keys and ChatGLM2's convention set to the new count."""
+    result = copy.deepcopy(config)
+    for dotted in family.kv_heads_keys:
+        *parents, last = dotted.split(".")
+        place = result
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = groups
+    result["multi_query_attention"] = True
+    result["multi_query_group_num"] = groups
+    return result
+
+
+class _AttentionFinder:
+    """Finds every attention module and checks its shapes against the config and against one another."""
+
+    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+        self.family = family
+        self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
+        self.where = f"{checkpoint.source_id}/config.json"
+        config = checkpoint.config
+        self.heads = self._count(config, family.heads_key)
+        modules = self._modules()
+        if not modules:
+            raise ConfigError(
+                f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight, "
+                f"though its model type {family.model_type} has them: the config and the weights do not belong together"
+            )
+        stated = config_value(config, family.kv_heads_keys[0])
+        self.kv_heads = self._stated_kv_heads(stated) if stated is not None else self._kv_heads_from_shapes(modules[0])
+        self.stated_width = config_value(config, family.head_width_key) if family.head_width_key else None
+        self.layers = tuple(self._layer(module) for module in modules)
+
+    def _count(self, config: dict[str, Any], key: str) -> int:
+        value = config_value(config, key)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
+        return value
+
+    def _stated_kv_heads(self, value: Any) -> int:
+        if type(value) is not int or value < 1 or self.heads % value:
+            raise ConfigError(
+                f"{self.where} has {self.family.kv_heads_keys[0]} = {value!r}, which does not divide {self.heads} query heads: repair the config"
+            )
+        return value
+
+    def _modules(self) -> list[str]:
+        family = self.family
+        ending = "|".join(re.escape(name) for name in family.attention)
+        pattern = re.compile(rf"^(.*\b(?:{ending}))\.{re.escape(family.fused or family.key)}\.weight$")
+        return [match[1] for name in self.entries if (match := pattern.match(name))]
+
+    def _kv_heads_from_shapes(self, module: str) -> int:
+        """For configs older than the key: as many K/V heads as the key rows hold query-head widths."""
+        if self.family.fused:
+            raise ConfigError(f"{self.where} lacks {self.family.kv_heads_keys[0]}, which a fused projection needs: add it")
+        width = self._query_width(module)
+        rows = self._rows(f"{module}.{self.family.key}.weight")
+        if rows % width or self.heads % (rows // width):
+            raise ConfigError(f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not tell it: add it")
+        return rows // width
+
+    def _query_width(self, module: str) -> int:
+        rows = self._rows(f"{module}.{self.family.query}.weight")
+        factor = self.family.query_outputs[0]
+        if rows % (self.heads * factor):
+            raise ConfigError(
+                f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {self.heads} heads in {self.where}: "
+                "the config and the weights do not belong together"
+            )
+        return rows // (self.heads * factor)
+
+    def _rows(self, name: str) -> int:
+        if name not in self.entries:
+            raise ConfigError(f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, download or copy it again")
+        shape = self.entries[name].shape
+        if not shape or shape[0] == 0:
+            raise ConfigError(f"tensor {name} has shape {list(shape)}: the checkpoint is damaged")
+        return shape[0]
+
+    def _layer(self, module: str) -> AttentionLayer:
+        family = self.family
+        if family.fused:
+            name = f"{module}.{family.fused}.weight"
+            width = self._fused_width(name)
+            self._check_output(module, width)
+            return AttentionLayer(module, self.kv_heads, width, width, self._mergeable(name))
+        key, value = f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"
+        widths = []
+        for name in (key, value):
+            rows = self._rows(name)
+            if rows % self.kv_heads:
+                raise self._contradiction(name, rows, f"{self.kv_heads} K/V heads")
+            widths.append(rows // self.kv_heads)
+        query_width = self._query_width(module)
+        if widths[0] != query_width:
+            raise self._contradiction(key, self._rows(key), f"{self.kv_heads} K/V heads of width {query_width} (the query heads' width)")
+        if self.stated_width is not None and widths[0] != self.stated_width:
+            raise self._contradiction(key, self._rows(key), f"{family.head_width_key} = {self.stated_width}")
+        self._check_output(module, widths[1])
+        return AttentionLayer(module, self.kv_heads, widths[0], widths[1], self._mergeable(key, value))
+
+    def _check_output(self, module: str, value_width: int) -> None:
+        """The output projection reads what the query heads bring: [d, H * value width]."""
+        name = f"{module}.{self.family.output}.weight"
+        entry = self.entries.get(name)
+        if entry is None or len(entry.shape) != 2 or entry.shape[1] != self.heads * value_width:
+            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            raise ConfigError(
+                f"{name} {found} where {self.heads} heads of width {value_width} belong ({self.where}): "
+                "the config and the weights do not belong together"
+            )
+
+    def _fused_width(self, name: str) -> int:
+        rows = self._rows(name)
+        total = self.heads + 2 * self.kv_heads
+        if rows % total or (self.stated_width is not None and rows // total != self.stated_width):
+            raise self._contradiction(name, rows, f"{self.heads} query heads and twice {self.kv_heads} K/V heads")
+        return rows // total
+
+    def _contradiction(self, name: str, rows: int, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{name} has {rows} rows, which contradicts {expected} in {self.where}: the config and the weights do not belong together"
+        )
+
+    def _mergeable(self, *names: str) -> str:
+        dtypes = {self.entries[name].dtype for name in names}
+        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+            raise UnsupportedFormatError(f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type")
+        return dtypes.pop()
+
+    def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
+        """Every tensor of a layer whose leading axis counts K/V heads, with its cut into heads."""
+        family, module = self.family, layer.module
+        key, value = Section("key", layer.kv_heads, layer.key_width, True), Section("value", layer.kv_heads, layer.value_width, True)
+        for kind in ("weight", "bias"):
+            if family.fused:
+                cut = layouts.fused(self.heads * layer.key_width, layer.kv_heads, layer.key_width, layer.value_width)
+                candidates = [(f"{module}.{family.fused}.{kind}", cut)]
+            else:
+                candidates = [(f"{module}.{family.key}.{kind}", (key,)), (f"{module}.{family.value}.{kind}", (value,))]
+            norm = f"{module}.{family.key_norm_name}.{kind}"
+            if family.key_norm == "full":
+                candidates.append((norm, layouts.separate("key_norm", layer.kv_heads, layer.key_width)))
+            elif family.key_norm == "per_head":
+                candidates.append((norm, layouts.separate("key_norm", layer.kv_heads, 1)))
+            for name, cut in candidates:
+                if name in self.entries:
+                    rows = self._rows(name)
+                    if rows != sum(section.rows for section in cut):
+                        raise self._contradiction(name, rows, f"{layer.kv_heads} K/V heads of width {layer.key_width}")
+                    yield name, cut
+
+    def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
+        """Runs of tensors of which each belongs to one K/V head, in head order."""
+        if self.family.key_norm != "per_head_list":
+            return
+        for kind in ("weight", "bias"):
+            names = [f"{layer.module}.{self.family.key_norm_name}.{head}.{kind}" for head in range(layer.kv_heads)]
+            if names[0] in self.entries:
+                for name in names:
+                    self._rows(name)
+                yield names
+
+
+def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
+    down = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    up = [count for count in range(2 * kv_heads, heads + 1, kv_heads) if heads % count == 0]
+    if groups not in down and groups not in up:
+        choices = ", ".join(map(str, down)) + (f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else "")
+        raise GroupsError(
+            f"--groups {groups} does not fit this {model_type} checkpoint with {kv_heads} K/V heads and {heads} query heads: choose one of {choices}"
+        )
+
+
+def _plan_tensors(
+    checkpoint: Checkpoint, finder: _AttentionFinder, groups: int, method: Method
+) -> tuple[list[OutputShard], list[TensorChange]]:
+    """Every output tensor in the order of its source, and the list of those that change."""
+    homes = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    cuts: dict[str, tuple[AttentionLayer, tuple[Section, ...]]] = {}
+    planned: dict[str, OutputTensor | None] = {}
+    changes: list[TensorChange] = []
+    for layer in finder.layers:
+        for name, cut in finder.sections(layer):
+            cuts[name] = (layer, cut)
+            number, entry = homes[name]
+            output = _regrouped(name, number, entry, cut, groups, method)
+            planned[name] = output
+            roles = tuple(section.role for section in cut if section.merged)
+            changes.append(_change(name, layer, roles, entry, output.shape, groups, method))
+        for names in finder.head_lists(layer):
+            blocks = [(homes[name][0], homes[name][1].start) for name in names]
+            entry = homes[names[0]][1]
+            pieces = _regrouped_blocks(blocks, entry.nbytes, groups, _norm_method(method))
+            for index, name in enumerate(names):
+                planned[name] = OutputTensor(name, entry.dtype, entry.shape, (pieces[index],)) if index < groups else None
+            stem = names[0].rsplit(".0.", 1)[0]
+            changes.append(
+                _change(stem, layer, ("key_norm",), entry, (groups, *entry.shape), groups, method, before=(len(names), *entry.shape))
+            )
+            if groups > len(names):
+                raise GroupsError(f"{stem} has one tensor per K/V head, so that heads can't be repeated here: choose at most {len(names)} groups")
+    shards = []
+    for number, shard in enumerate(checkpoint.shards):
+        tensors = []
+        for name, entry in shard.header.tensors.items():
+            output = planned.get(name, OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),)))
+            if output is not None:
+                tensors.append(output)
+        untouched = groups == finder.kv_heads or not any(name in planned for name in shard.header.tensors)
+        shards.append(OutputShard(shard.file, tuple(tensors), dict(shard.header.metadata), number if untouched else None))
+    return shards, changes
+
+
+def _norm_method(method: Method) -> Method:
+    """Gains of a norm are no projection: fresh numbers would only destroy them, so that `random` averages them."""
+    return "mean" if method == "random" else method
+
+
+def _change(
+    name: str, layer: AttentionLayer, roles: tuple[Role, ...], entry: TensorEntry, after: tuple[int, ...], groups: int,
+    method: Method, before: tuple[int, ...] | None = None,
+) -> TensorChange:  # fmt: skip
+    used: str = _norm_method(method) if roles == ("key_norm",) else method
+    if groups >= layer.kv_heads:
+        used = "copy" if groups == layer.kv_heads else "repeat"
+    return TensorChange(name, layer.module, roles, entry.dtype, before or entry.shape, after, used)
+
+
+def _regrouped(
+    name: str, shard: int, entry: TensorEntry, cut: tuple[Section, ...], groups: int, method: Method
+) -> OutputTensor:
+    """The output tensor whose merged sections hold `groups` heads instead of the source's count."""
+    row_bytes = entry.nbytes // entry.shape[0]
+    pieces: list[Piece] = []
+    rows, offset = 0, entry.start
+    for section in cut:
+        head_bytes = section.width * row_bytes
+        if section.merged:
+            blocks = [(shard, offset + head * head_bytes) for head in range(section.heads)]
+            used = _norm_method(method) if section.role == "key_norm" else method
+            pieces += _regrouped_blocks(blocks, head_bytes, groups, used)
+            rows += groups * section.width
+        else:
+            pieces.append(Piece(((shard, offset),), section.rows * row_bytes))
+            rows += section.rows
+        offset += section.rows * row_bytes
+    return OutputTensor(name, entry.dtype, (rows, *entry.shape[1:]), tuple(pieces))
+
+
+def _regrouped_blocks(blocks: list[tuple[int, int]], nbytes: int, groups: int, method: Method) -> list[Piece]:
+    """One piece per group: contiguous heads share a group, as every native implementation has it."""
+    if groups >= len(blocks):
+        copies = groups // len(blocks)
+        return [Piece((block,), nbytes) for block in blocks for _ in range(copies)]
+    size = len(blocks) // groups
+    return [Piece(tuple(blocks[first : first + size]), nbytes, method) for first in range(0, len(blocks), size)]
+
+
+def _safetensors_name(file: str) -> str:
+    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+
+
+def _reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
+    """The same tensors in files of at most `limit` bytes of tensors; a larger tensor has a file of its own."""
+    runs: list[list[OutputTensor]] = [[]]
+    filled = 0
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        metadata |= shard.metadata
+        for tensor in shard.tensors:
+            if runs[-1] and filled + tensor.nbytes > limit:
+                runs.append([])
+                filled = 0
+            runs[-1].append(tensor)
+            filled += tensor.nbytes
+    if len(runs) == 1:
+        return [OutputShard("model.safetensors", tuple(runs[0]), metadata)]
+    count = len(runs)
+    return [
+        OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(run), metadata) for number, run in enumerate(runs, 1)
+    ]
+
+
+def _warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.left_behind:
+        names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
+        yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
+    if any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config:
+        yield "the checkpoint brings Python code of its own: it is copied and never run; look whether it reads num_key_value_heads"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
