@@ -18,7 +18,7 @@ import numpy as np
 
 from gqa_convert import __version__
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.copying import BLOCK, RangeCopier, can_share_blocks, read_exactly, write_all
+from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile, can_share_blocks
 from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
@@ -103,29 +103,30 @@ def _check_space(plan: Plan, folder: Path) -> None:
 
 
 def _write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, float]:
-    """All output shards and the index; returns each changed tensor's relative merge error."""
+    """All output shards and the index; returns each merged tensor's relative merge error."""
     with ExitStack() as stack:
         sources = _SourceFiles(plan.checkpoint, folder, stack)
-        share = _shares_blocks(plan, sources, folder)
-        writer = _ShardWriter(plan, sources, RangeCopier(progress, read_ahead=not share), progress)
+        writer = _ShardWriter(plan, sources, progress)
         for shard in plan.shards:
-            with (folder / shard.file).open("xb") as file:
-                writer.write(shard, file.fileno(), BLOCK if share else 8)
-                os.fsync(file.fileno())
+            writer.write(shard, folder / shard.file)
     _write_index(plan, folder)
     return writer.errors()
 
 
 class _SourceFiles:
-    """Descriptors of the source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
+    """The source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
 
     def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
         self._checkpoint = checkpoint
         self._work = work
         self._stack = stack
-        self._open: dict[int, int] = {}
+        self._open: dict[int, SourceFile] = {}
+        self.shared = False
+        self.shared = not any(shard.spilled for shard in checkpoint.shards) and self._probe_sharing()
+        """Whether output files can share blocks with the source."""
+        self._open.clear()  # the probe's descriptor reads ahead, which would be wasted where blocks are shared
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number: int) -> SourceFile:
         if number not in self._open:
             shard = self._checkpoint.shards[number]
             assert self._checkpoint.folder is not None
@@ -139,29 +140,25 @@ class _SourceFiles:
                 spill(path, spilled)
                 self._stack.callback(spilled.unlink)
                 path = spilled
-            handle = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, handle)
-            self._open[number] = handle
+            file = SourceFile(path, read_ahead=not self.shared)
+            self._stack.callback(file.close)
+            self._open[number] = file
         return self._open[number]
 
-
-def _shares_blocks(plan: Plan, sources: _SourceFiles, folder: Path) -> bool:
-    probe = folder / ".share-probe"
-    if any(shard.spilled for shard in plan.checkpoint.shards):
-        return False
-    with probe.open("xb") as file:
-        shared = can_share_blocks(sources[0], file.fileno())
-    probe.unlink()
-    return shared
+    def _probe_sharing(self) -> bool:
+        probe = self._work / ".share-probe"
+        with probe.open("xb") as file:
+            shared = can_share_blocks(self[0], file.fileno())
+        probe.unlink()
+        return shared
 
 
 class _ShardWriter:
     """Writes output shards piece by piece; neighbouring copies are joined into one."""
 
-    def __init__(self, plan: Plan, sources: _SourceFiles, copier: RangeCopier, progress: Progress) -> None:
+    def __init__(self, plan: Plan, sources: _SourceFiles, progress: Progress) -> None:
         self._plan = plan
         self._sources = sources
-        self._copier = copier
         self._progress = progress
         self._mergers: dict[tuple[int, str], BlockMerger] = {}
         self._squares: dict[str, tuple[float, float]] = {}
@@ -170,56 +167,53 @@ class _ShardWriter:
         """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
-    def write(self, shard: OutputShard, file: int, alignment: int) -> None:
-        """Write a whole file: header, then tensors.
+    def write(self, shard: OutputShard, path: Path) -> None:
+        """Write and sync a whole file: header, then tensors."""
+        header, copied = b"", 0
+        if shard.whole_copy_of is None:
+            header = self._header(shard)
+        else:
+            copied = self._plan.checkpoint.shards[shard.whole_copy_of].size
+        reserved = 0 if self._sources.shared else copied or len(header) + shard.nbytes
+        out = OutputFile(path, reserved, self._progress)
+        try:
+            if shard.whole_copy_of is None:
+                out.write(header)
+                self._write_tensors(shard, out)
+            else:
+                out.copy(self._sources[shard.whole_copy_of], 0, copied)
+        finally:
+            out.close()
 
-        Args:
-            shard: what to write.
-            file: descriptor, empty and open for writing.
-            alignment: modulus in which the tensors start where the source's do.
-        """
-        if shard.whole_copy_of is not None:
-            self._copy(shard.whole_copy_of, 0, file, 0, self._plan.checkpoint.shards[shard.whole_copy_of].size)
-            return
-        metadata = {"format": "pt"} | shard.metadata
-        start = shard.tensors[0].pieces[0].ranges[0][1] if shard.tensors else 0
+    def _header(self, shard: OutputShard) -> bytes:
+        """The header, padded so that the tensors start where blocks can be shared with the source, if they can be shared at all."""
         described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
-        header = build_header(described, metadata, data_start_modulo=(start % alignment if alignment == BLOCK else 0, alignment))
-        write_all(file, header, 0)
-        at = len(header)
-        pending: tuple[int, int, int, int] | None = None  # source shard, start, position in the output, bytes
+        alignment = (0, 8)
+        if self._sources.shared and shard.tensors:
+            alignment = (shard.tensors[0].pieces[0].ranges[0][1] % BLOCK, BLOCK)
+        return build_header(described, {"format": "pt"} | shard.metadata, data_start_modulo=alignment)
+
+    def _write_tensors(self, shard: OutputShard, out: OutputFile) -> None:
+        joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             fresh = self._fresh(tensor)
             for piece in tensor.pieces:
-                if piece.method is None:
-                    number, start = piece.ranges[0]
-                    if pending and pending[0] == number and pending[1] + pending[3] == start and pending[2] + pending[3] == at:
-                        pending = (*pending[:3], pending[3] + piece.nbytes)
-                    else:
-                        self._flush(pending, file)
-                        pending = (number, start, at, piece.nbytes)
-                else:
-                    self._flush(pending, file)
-                    pending = None
-                    self._merge(tensor, piece, file, at, fresh)
-                at += piece.nbytes
-        self._flush(pending, file)
+                number, start = piece.ranges[0]
+                if piece.method is None and joined and joined[0] == number and joined[1] + joined[2] == start:
+                    joined = (number, joined[1], joined[2] + piece.nbytes)
+                    continue
+                self._flush(joined, out)
+                joined = (number, start, piece.nbytes) if piece.method is None else None
+                if piece.method is not None:
+                    self._merge(tensor, piece, out, fresh)
+        self._flush(joined, out)
 
-    def _flush(self, pending: tuple[int, int, int, int] | None, file: int) -> None:
-        if pending and pending[3]:
-            number, start, at, nbytes = pending
-            self._copy(number, start, file, at, nbytes)
+    def _flush(self, joined: tuple[int, int, int] | None, out: OutputFile) -> None:
+        if joined:
+            number, start, nbytes = joined
+            out.copy(self._sources[number], start, nbytes)
 
-    def _copy(self, number: int, start: int, file: int, at: int, nbytes: int) -> None:
-        try:
-            self._copier.copy(self._sources[number], start, file, at, nbytes)
-        except EOFError:
-            raise self._shrunk(number) from None
-
-    def _shrunk(self, number: int) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self._plan.checkpoint.shards[number].file} became shorter while it was read: copy it again")
-
-    def _merge(self, tensor: OutputTensor, piece: Piece, file: int, at: int, fresh: "_Fresh | None") -> None:
+    def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
         assert piece.method is not None
         heads, dtype = len(piece.ranges), DTYPES[tensor.dtype]
         key = (heads, tensor.dtype)
@@ -228,22 +222,18 @@ class _ShardWriter:
         merger = self._mergers[key]
         merger.squared_error = merger.squared_norm = 0.0
         step = merger.source.shape[1]
+        self._sources[piece.ranges[-1][0]].expect(piece.ranges[-1][1])
         for first in range(0, piece.nbytes // dtype.itemsize, step):
             count = min(step, piece.nbytes // dtype.itemsize - first)
-            offset = first * dtype.itemsize
             for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
-                try:
-                    read_exactly(self._sources[number], memoryview(row[:count].view(np.uint8)), start + offset)
-                except EOFError:
-                    raise self._shrunk(number) from None
+                self._sources[number].read_into(memoryview(row[:count].view(np.uint8)), start + first * dtype.itemsize)
             merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
-            write_all(file, memoryview(merged.view(np.uint8)), at + offset)
-            self._progress(count * dtype.itemsize)
+            out.write(memoryview(merged.view(np.uint8)))
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
 
     def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
-        """The random numbers of a tensor, one stream for each of its roles' runs of heads."""
+        """The random numbers of a tensor, or None if it needs none."""
         if not any(piece.method == "random" for piece in tensor.pieces):
             return None
         dtype = DTYPES[tensor.dtype]
@@ -252,12 +242,10 @@ class _ShardWriter:
 
     def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
         for piece in tensor.pieces:
-            if piece.method is None:
-                continue
-            for number, start in piece.ranges:
+            for number, start in piece.ranges if piece.method else ():
                 for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
                     block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
-                    read_exactly(self._sources[number], memoryview(block), start + offset)
+                    self._sources[number].read_into(memoryview(block), start + offset)
                     yield block.view(dtype)
 
 

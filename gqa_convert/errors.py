@@ -4,11 +4,22 @@ Code of conduct: a message is one line that says what is wrong, what was found a
 it and exits with the class's `exit_code`: 2 for a mistake in what was asked or given, 1 for work or a check that failed.
 """
 
+_LONGEST = 1000
+
 
 class GQAConvertError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
+
+def _one_line(message: str) -> str:
+    """The message on one printable line of bearable length: the names it quotes come from files that nobody vouches for."""
+    line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[:_LONGEST])
+    return line if len(message) <= _LONGEST else f"{line} ... {_one_line(message[-200:])}"
 
 
 class SourceNotFoundError(GQAConvertError):

@@ -7,6 +7,8 @@ may come from anywhere, and the converter copies byte ranges that it names.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import parse_object
@@ -16,6 +18,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
 
 LENGTH_BYTES = 8
+
+_LARGEST = (1 << 64) - 1
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -90,8 +94,9 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 
     if not raw.startswith(b"{"):
         raise corrupt("it does not begin with '{'")
-    fields = parse_object(raw, f"the header of {where}")
-    metadata = fields.pop("__metadata__", {})
+    fields = parse_object(raw, f"the header of {where}", parse_int=_natural)
+    metadata = fields.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt("its __metadata__ is no map of strings")
     data_start = LENGTH_BYTES + len(raw)
@@ -127,13 +132,21 @@ def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise corrupt(f"tensor {name!r} has impossible offsets")
     entry = TensorEntry(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+    if max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST:  # also [2**62, 2**62, 0], as the safetensors library has it
+        raise corrupt(f"tensor {name!r} has an impossible shape")
     if entry.elements * DTYPE_BITS[dtype] != entry.nbytes * 8:
         raise corrupt(f"tensor {name!r} of shape {list(shape)} and type {dtype} does not take the {entry.nbytes} bytes it is given")
     return entry
 
 
+def _natural(digits: str) -> int:
+    if digits.startswith("-") or len(digits) > 20:
+        raise ValueError(f"{digits[:24]} is no count")
+    return int(digits)
+
+
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    return isinstance(value, list) and all(type(item) is int and item <= _LARGEST for item in value)
 
 
 def build_header(

@@ -1,6 +1,7 @@
 """JSON that must mean one thing only: no duplicate keys, the expected top-level type, errors that name the file."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
@@ -21,19 +22,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError) -> dict[str, Any]:
+def parse_object(
+    raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError, parse_int: Callable[[str], int] | None = None
+) -> dict[str, Any]:
     """The JSON object in `raw`.
 
     Args:
         raw: UTF-8 text.
         where: what to call the file in an error message.
         error: the class to raise.
+        parse_int: turns a number's digits into an integer, or raises ValueError.
 
     Raises:
         error: the text is no UTF-8, no JSON, no object, nested too deeply, or repeats a key.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):

@@ -1,0 +1,170 @@
+"""The commands. Each one reads like its help text; the work is done elsewhere and imported when it is called."""
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Never
+
+import typer
+
+from gqa_convert import __version__
+from gqa_convert.errors import GQAConvertError, InterruptedRunError
+
+app = typer.Typer(
+    name="gqa-convert",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Turn a multi-head-attention checkpoint into a grouped-query one, prove it, and use it.
+
+    [bold]Try it[/bold] (offline, under two minutes):  gqa-convert demo
+
+    [bold]A real one[/bold]:
+
+      gqa-convert plan    ./Llama-2-7b --groups 8
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
+      gqa-convert verify  ./Llama-2-7b-gqa8 --source ./Llama-2-7b""",
+)
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
+Groups = Annotated[int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)]
+Method = Annotated[str, typer.Option("--method", "-m", help="How heads are merged: mean, first or random.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
+Seed = Annotated[int, typer.Option("--seed", help="For --method random.")]
+ShardSize = Annotated[
+    str | None,
+    typer.Option("--max-shard-size", metavar="SIZE", help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.", show_default=False),
+]  # fmt: skip
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gqa-convert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def plan(
+    source: Source, groups: Groups, method: Method = "mean", revision: Revision = None, max_shard_size: ShardSize = None,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Show what a conversion would do, from the config and the tensor headers alone.
+
+    Nothing is written; of a Hub id only the headers travel. Whatever would make [bold]convert[/bold] refuse is found here.
+
+      gqa-convert plan ./Llama-2-7b --groups 8
+
+      gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
+    """
+    from gqa_convert import console
+    from gqa_convert.checkpoint.source import open_checkpoint
+    from gqa_convert.plan import make_plan
+
+    made = make_plan(
+        open_checkpoint(source, revision=revision), groups, method=method, max_shard_size=_bytes(max_shard_size, "--max-shard-size")
+    )
+    if as_json:
+        console.print_json(made.summary())
+    if not quiet and not as_json:
+        console.show_plan(made)
+
+
+@app.command()
+def convert(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
+    groups: Groups, method: Method = "mean", seed: Seed = 0, revision: Revision = None, max_shard_size: ShardSize = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
+
+    Weights stream from disk to disk: memory stays small whatever the model's size, and no GPU is needed.
+
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
+
+      gqa-convert convert org/model ./model-mqa --groups 1 --revision main
+
+      gqa-convert convert ./gqa4 ./gqa16 --groups 16          (repeats heads exactly, for tensor parallelism)
+    """
+    from contextlib import ExitStack
+
+    from gqa_convert import console
+    from gqa_convert.convert import convert_checkpoint
+
+    with ExitStack() as stack:
+        bar: list[Any] = []
+
+        def begin(made: Any) -> None:
+            bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
+
+        result = convert_checkpoint(
+            source, out, groups, method=method, seed=seed, revision=revision, overwrite=overwrite,
+            max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
+            progress=lambda nbytes: bar[0](nbytes),
+        )  # fmt: skip
+    if as_json:
+        console.print_json(result)
+    if not quiet:
+        console.show_conversion(result)
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    """"5GB", "500 MiB" or a plain number of bytes."""
+    import re
+
+    from gqa_convert.errors import OptionError
+
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?\s*", text)
+    if match is None:
+        raise OptionError(f"{option} {text!r} is no size: write it like 5GB or 500MiB")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def main() -> Never:
+    """Run the command line; every mistake becomes one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        code = app(standalone_mode=False)
+    except GQAConvertError as mistake:
+        sys.exit(_report(str(mistake), mistake.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(_report("interrupted: nothing was left behind", InterruptedRunError.exit_code))
+    except Exception as problem:
+        # typer brings its own copy of click's exceptions or uses click's, depending on its version
+        if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
+            text = " ".join(problem.format_message().split()).rstrip(".")
+            sys.exit(_report(f"{text}: see gqa-convert --help", problem.exit_code) if text else problem.exit_code)
+        if isinstance(problem, OSError):
+            sys.exit(_report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1))
+        raise
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise InterruptedRunError(f"stopped by signal {number}: nothing was left behind")
+
+
+def _report(message: str, code: int) -> int:
+    sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+    if "--json" in sys.argv[1:]:
+        from gqa_convert import console
+
+        console.print_json({"error": message, "exit_code": code})
+    return code

@@ -1,0 +1,135 @@
+"""What a person sees, on stderr: progress, tables, summaries. Scripts read stdout, where only `--json` writes."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gqa_convert.plan import Plan
+
+
+def stderr_console() -> "Console":
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # files and pipes have no width; long lines must not break names apart
+    return console
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one JSON object on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them: 1.2 GB, 98.3 kB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000 or unit == "GB":
+            return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+@contextmanager
+def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar in bytes with rate and time left; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def show_plan(plan: "Plan") -> None:
+    """The plan as tables: what changes per layer, then what it brings."""
+    from rich.table import Table
+
+    console = stderr_console()
+    console.print(
+        f"[bold]{plan.checkpoint.source_id}[/bold]: {plan.family.model_type}, {plan.heads} query heads, "
+        f"{plan.source_kv_heads} -> [bold]{plan.groups}[/bold] K/V heads in {len(plan.layers)} attention layers"
+    )
+    changes = Table("layers", "tensor", "before", "after", "type", "method", title="What changes", title_justify="left")
+    for layers, tensor, before, after, dtype, method in _runs_of_layers(plan):
+        changes.add_row(layers, tensor, before, after, dtype, method)
+    console.print(changes)
+    totals = Table("", "before", "after", "ratio", title="What it brings", title_justify="left")
+    for label, before, after, shown in (
+        ("parameters", plan.parameters_before, plan.parameters_after, lambda n: f"{n:,}"),
+        ("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size),
+        ("K/V cache per token", plan.cache_bytes_per_token(False), plan.cache_bytes_per_token(True), size),
+    ):
+        totals.add_row(label, shown(before), shown(after), f"{after / before:.3f}" if before else "")
+    console.print(totals)
+    split, copied = plan.tensor_parallel_degrees()
+    console.print(f"disk needed:      {size(plan.disk_bytes)}")
+    console.print(f"loads in:         {', '.join(sorted(plan.family.engines, key=str.lower))}, without custom code")
+    degrees = ", ".join(map(str, split))
+    if copied:
+        degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"
+    console.print(f"tensor parallel:  {degrees}")
+    for warning in plan.warnings:
+        console.print(f"[yellow]note:[/yellow] {warning}")
+
+
+def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Rows of the plan's table; layers in which the same tensor changes in the same way share a row."""
+    rows: dict[tuple[str, str, str, str, str], list[str]] = {}
+    for change in plan.changes:
+        number = next((part for part in reversed(change.module.split(".")) if part.isdigit()), "-")
+        tensor = change.name.removeprefix(change.module.rsplit(".", 1)[0] + ".")
+        key = (tensor, str(list(change.before)), str(list(change.after)), change.dtype, change.method)
+        rows.setdefault(key, []).append(number)
+    for key, numbers in rows.items():
+        yield (_ranges(numbers), *key)
+
+
+def _ranges(numbers: list[str]) -> str:
+    """["0", "1", "2", "5"] -> "0-2, 5"."""
+    if not all(number.isdigit() for number in numbers):
+        return ", ".join(numbers)
+    ordered = sorted(map(int, numbers))
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def show_conversion(result: dict[str, Any]) -> None:
+    """The one summary at the end of a conversion."""
+    console = stderr_console()
+    cache, weights = result["kv_bytes_per_token"], result["weight_bytes"]
+    console.print(
+        f"[green]done[/green]  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in "
+        f"{result['attention_layers']} layers, {len(result['changes'])} tensors changed"
+    )
+    console.print(f"      K/V cache per token  {size(cache['before'])} -> {size(cache['after'])}")
+    console.print(f"      weights              {size(weights['before'])} -> {size(weights['after'])}")
+    console.print(f"      where                {result['out']}")
+    command = shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])
+    console.print(f"      next                 {command}", soft_wrap=True)
+
+
+def show_verification(report: dict[str, Any]) -> None:
+    """Every check with its outcome."""
+    console = stderr_console()
+    for check in report["checks"]:
+        mark = "[green]ok  [/green]" if check["passed"] else "[red]FAIL[/red]"
+        console.print(f"{mark}  {check['name']:<22} {check['detail']}", soft_wrap=True)
+    if report.get("loss"):
+        console.print(f"      loss, nats per token   source {report['loss']['source']:.4f}, converted {report['loss']['converted']:.4f}")
+    console.print("[green]verified[/green]" if report["passed"] else "[red]not verified: do not use this checkpoint[/red]")

@@ -1,0 +1,195 @@
+"""Proves a converted checkpoint against its source.
+
+Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and compared bit
+for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once its own K/V heads are
+replaced by the merged ones. The claims in OUT say what to check and are checked themselves.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, SourceNotFoundError
+from gqa_convert.families import Family, find_family
+from gqa_convert.verify import folder as folders
+from gqa_convert.verify.geometry import Geometry, read_geometry
+from gqa_convert.verify.reading import Weights, first_line, read_object
+from gqa_convert.verify.report import Check, Failure, VerificationReport
+from gqa_convert.verify.tensors import TensorComparison
+
+__all__ = ["Check", "VerificationReport", "verify_checkpoint"]
+
+OnCheck = Callable[[Check], None]
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (tensors, logits, text), what is done of it and its total: bytes, forward passes, tokens."""
+
+
+def verify_checkpoint(
+    out: str | Path,
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    logits: bool = True,
+    text: Path | None = None,
+    max_text_tokens: int | None = None,
+    seed: int = 0,
+    on_check: OnCheck = lambda check: None,
+    progress: Progress = lambda stage, done, total: None,
+) -> VerificationReport:
+    """Check that `out` is the right conversion of `source`.
+
+    Args:
+        out: the converted folder.
+        source: the folder or Hub id that it was made from.
+        revision: branch, tag or commit on the Hub.
+        logits: also load and run both models.
+        text: a UTF-8 file on which the loss of both is measured; needs `logits`.
+        max_text_tokens: measure on the text's first tokens only.
+        seed: of the random tokens that the models are run on.
+        on_check: called as each check ends.
+        progress: called as work goes on.
+
+    Returns:
+        A report; damage to `out`, of whatever kind, is a failed check in it.
+
+    Raises:
+        SourceNotFoundError: `out` is no folder, or `source` holds no checkpoint.
+        ConfigError: the config of `source` is damaged.
+        CorruptCheckpointError: a tensor of `source` cannot be read.
+        UnsupportedFamilyError: its model type is not one that can be converted.
+        OptionError: the text cannot be read.
+    """
+    out = Path(out).expanduser()
+    if not out.is_dir():
+        raise SourceNotFoundError(f"{out} is no folder: name the converted checkpoint")
+    if text is not None:
+        if not logits:
+            raise OptionError("a text needs the models to be run: leave out either")
+        _read_text(text)
+    origin = _resolve(source, revision)
+    original = _source_config(origin)
+    family = find_family(original.get("model_type"))
+    weights = Weights(origin, CorruptCheckpointError)
+    run = _Run(VerificationReport(str(out), str(source)), on_check)
+    geometry = _check_data(run, out, family, original, weights, progress)
+    if logits:
+        from gqa_convert.verify.behaviour import check_behaviour
+
+        check_behaviour(
+            run.check, run.report, out, origin, family, geometry,
+            parameters=sum(map(weights.numbers, weights.homes)), method=run.method, seed=seed,
+            text=None if text is None else _read_text(text), max_text_tokens=max_text_tokens, progress=progress,
+        )  # fmt: skip
+    return run.report
+
+
+class _Run:
+    """Runs checks one by one and turns whatever they raise into findings."""
+
+    def __init__(self, report: VerificationReport, on_check: OnCheck) -> None:
+        self.report = report
+        self.method: Any = None
+        self._on_check = on_check
+
+    def check(self, name: str, function: Callable[[], str]) -> bool:
+        """Run a check; it returns its detail, or raises Failure or, on a damaged OUT, anything else."""
+        try:
+            check = Check(name, True, function())
+        except Failure as failure:
+            check = Check(name, False, str(failure))
+        except (CorruptCheckpointError, ConfigError):  # raised for SOURCE only: the user's mistake
+            raise
+        except Exception as problem:
+            check = Check(name, False, first_line(problem))
+        self.report.checks.append(check)
+        self._on_check(check)
+        return check.passed
+
+
+def _check_data(
+    run: _Run, out: Path, family: Family, original: dict[str, Any], source: Weights, progress: Progress
+) -> Geometry | None:
+    """All checks on files; returns the geometry unless OUT is too damaged to have one."""
+    opened: list[Weights] = []
+    claims: dict[str, Any] = {}
+
+    def files() -> str:
+        opened.append(Weights(out, Failure))
+        return folders.check_files(opened[0], source)
+
+    run.check("files", files)
+    found: list[Geometry] = []
+    if opened:
+        ours = opened[0]
+
+        def heads() -> str:
+            found.append(read_geometry(family, original, source, ours))
+            return f"{found[0].heads} query heads, {found[0].before} -> {found[0].after} K/V heads in {len(found[0].modules)} layers"
+
+        run.check("heads", heads)
+    if found:
+        geometry, ours = found[0], opened[0]
+        total = 0
+        try:
+            claims = folders.read_provenance(out)
+            total = sum(map(ours.nbytes, ours.homes))
+        except Failure:
+            pass  # found again, and reported, by the checks below
+        run.method = folders.true_method(claims.get("method", "mean"), geometry)
+        seed = claims.get("seed")
+        comparison = TensorComparison(
+            source, ours, geometry, run.method, seed if type(seed) is int else 0, _counted(progress, total)
+        )  # fmt: skip
+        run.check("tensor names", comparison.census)
+        run.check("untouched tensors", comparison.untouched)
+        same = run.check("merged tensors", comparison.merged)
+        run.check("index", lambda: folders.check_index(ours, source))
+        run.check("config", lambda: folders.check_config(read_object(out / folders.CONFIG), original, family, geometry))
+        run.check(
+            "provenance",
+            lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, source, comparison.errors() if same else None),
+        )
+    run.check("carried files", lambda: folders.check_carried(out, source.folder))
+    return found[0] if found else None
+
+
+def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress("tensors", done, total)
+
+    return add
+
+
+def _resolve(source: str | Path, revision: str | None) -> Path:
+    """The source's local folder; one on the Hub is downloaded."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
+        return path
+    from gqa_convert.checkpoint.source import open_checkpoint
+
+    folder = open_checkpoint(source, revision=revision, download=True).folder
+    assert folder is not None
+    return folder
+
+
+def _source_config(folder: Path) -> dict[str, Any]:
+    path = folder / folders.CONFIG
+    if not path.is_file():
+        raise SourceNotFoundError(f"{folder} has no config.json: name the folder that OUT was made from")
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise OptionError(f"{path} cannot be read as UTF-8 text ({first_line(problem)}): name a plain text file") from None

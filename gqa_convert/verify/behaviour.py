@@ -1,0 +1,345 @@
+"""The checks on what the models compute, loaded by transformers: never with code from a checkpoint."""
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.families import Family
+from gqa_convert.verify.geometry import Geometry
+from gqa_convert.verify.merging import merge
+from gqa_convert.verify.reading import first_line
+from gqa_convert.verify.report import Failure, VerificationReport
+
+Progress = Callable[[str, int, int], None]
+
+FLOAT32_LIMIT = 3_000_000_000
+"""Models of more parameters are run in the checkpoint's own type, to fit in memory."""
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
+"""Largest difference of two logits over the logits' standard deviation."""
+HALF_TOLERANCE = 5e-2
+"""The same for half precisions, of the root mean square: single logits may be off by more, as where a router tips over."""
+
+_LENGTH, _STEPS = 32, 4
+_CONTEXT = 2048
+_PASSES = 2 + _STEPS + 1
+
+
+def check_behaviour(
+    check: Callable[[str, Callable[[], str]], bool],
+    report: VerificationReport,
+    out: Path,
+    source: Path,
+    family: Family,
+    geometry: Geometry | None,
+    *,
+    parameters: int,
+    method: Any,
+    seed: int,
+    text: str | None,
+    max_text_tokens: int | None,
+    progress: Progress,
+) -> None:
+    """Run both models, one in memory at a time.
+
+    Args:
+        check: runs a named check.
+        report: receives the losses.
+        out: the converted folder.
+        source: the source's folder.
+        family: of both.
+        geometry: of both; without it only loading is tried.
+        parameters: how many numbers SOURCE has.
+        method: how the heads were merged.
+        seed: of the random tokens.
+        text: to measure the loss on.
+        max_text_tokens: of it, at most.
+        progress: called as work goes on.
+    """
+    state: dict[str, Any] = {}
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress("logits", done, _PASSES)
+
+    def load() -> str:
+        import transformers
+
+        model = load_model(out, parameters)
+        state["out"], state["probe"] = model, Probe(model, seed)
+        state["logits"] = state["probe"].logits(model)
+        step()
+        return f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')}, transformers {transformers.__version__}"
+
+    def load_source() -> str:
+        state["source"] = load_model(source, parameters)
+        return type(state["source"]).__name__
+
+    def score(which: str, offset: int) -> str:
+        ids = state["ids"]
+        losses[which] = loss(state[which], ids, lambda n, of: progress("text", offset * of + n, 2 * of))
+        return f"{losses[which]:.4f} nats per token over {len(ids) - 1:,} tokens"
+
+    def text_of_out() -> str:
+        state["ids"] = tokenize(out, text or "", max_text_tokens)
+        return score("out", 0)
+
+    def same_logits() -> str:
+        probe, model = state["probe"], state["source"]
+        replaced = replace_heads(model, state["parameters"], family, geometry, method) if geometry else 0
+        theirs = probe.logits(model)
+        step()
+        error = probe.difference(state["logits"], theirs)
+        if not error <= probe.tolerance:
+            raise Failure(f"{_relative(error)}, over the tolerance of {probe.tolerance:g}: {probe.describe()}")
+        return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced"
+
+    losses: dict[str, float] = {}
+    if not check("loads", load) or geometry is None:
+        return
+    check("cache heads", lambda: state["probe"].cache_heads(state["out"], geometry, step))
+    cached, reason = state["probe"].decoding_error(state["out"], step)
+    if text is not None:
+        check("loss of OUT", text_of_out)
+    state["parameters"] = {name: parameter for name, parameter in state["out"].named_parameters() if _kv(name, family)}
+    del state["out"]
+    if not check("source loads", load_source):
+        return
+    if "out" in losses and check("loss of SOURCE", lambda: score("source", 1)):
+        report.losses = {"source": losses["source"], "out": losses["out"], "tokens": len(state["ids"]) - 1}
+    own = 0.0
+    if not cached <= state["probe"].tolerance:  # a model that can't do it either way is no fault of the conversion
+        own, _ = state["probe"].decoding_error(state["source"], lambda: None)
+    check("logits", same_logits)
+    check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
+
+
+def load_model(folder: Path, parameters: int) -> Any:
+    """A causal language model on the CPU, in evaluation mode: in float32 unless it has too many parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32 if parameters <= FLOAT32_LIMIT else "auto", trust_remote_code=False, local_files_only=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as problem:
+        raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+    if missing:
+        raise Failure(f"transformers finds no fitting tensor for {min(missing)} ({len(missing)} such) in {folder}")
+    return model.eval()
+
+
+class Probe:
+    """Random tokens, three rows with left padding of different lengths, and what models make of them."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        import torch
+
+        config = model.config.get_text_config()
+        generator = torch.Generator().manual_seed(seed)
+        longest = getattr(config, "max_position_embeddings", None)
+        length = min(_LENGTH, longest) if isinstance(longest, int) and longest > _STEPS + 4 else _LENGTH
+        self._ids = torch.randint(0, config.vocab_size, (3, length), generator=generator)
+        self._mask = torch.ones_like(self._ids)
+        for row, padding in ((1, length // 8), (2, length // 3)):
+            self._mask[row, :padding] = 0
+            pad = config.pad_token_id
+            self._ids[row, :padding] = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else 0
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._real = self._mask.bool()
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._exact = dtype in TOLERANCE
+        self.tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
+
+    def describe(self) -> str:
+        return f"{int(self._real.sum())} random tokens, left padding"
+
+    def _forward(self, model: Any, start: int, stop: int, **options: Any) -> Any:
+        import torch
+
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            options["position_ids"] = self._positions[:, start:stop]
+        with torch.no_grad():
+            return model(input_ids=self._ids[:, start:stop], attention_mask=self._mask[:, :stop], **options)
+
+    def logits(self, model: Any) -> Any:
+        """Logits of every token that is no padding, without a cache."""
+        return self._forward(model, 0, self._ids.shape[1], use_cache=False).logits[self._real].double()
+
+    def difference(self, ours: Any, theirs: Any) -> float:
+        """Distance of logits, as a share of their standard deviation; NaN counts as infinite."""
+        if ours.shape != theirs.shape:
+            return math.inf
+        distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
+        error = float(distance / theirs.std().clamp(min=1e-30))
+        return error if math.isfinite(error) else math.inf
+
+    def decoding_error(self, model: Any, step: Callable[[], None]) -> tuple[float, str]:
+        """Difference of logits from a prefill and single steps on its cache to those of one pass; infinite, and why, if it can't run."""
+        import torch
+
+        length = self._ids.shape[1]
+        prefill = length - _STEPS
+        try:
+            result = self._forward(model, 0, prefill, use_cache=True)
+            parts = [result.logits]
+            step()
+            for at in range(prefill, length):
+                result = self._forward(model, at, at + 1, use_cache=True, past_key_values=result.past_key_values)
+                parts.append(result.logits)
+                step()
+            return self.difference(torch.cat(parts, dim=1)[self._real].double(), self.logits(model)), ""
+        except Exception as problem:  # judged as any other difference: unless SOURCE can do it, OUT need not
+            return math.inf, first_line(problem)
+
+    def cache_heads(self, model: Any, geometry: Geometry, step: Callable[[], None]) -> str:
+        """The live cache holds as many heads as OUT has, in every layer that keeps keys."""
+        cache = self._forward(model, 0, self._ids.shape[1], use_cache=True).past_key_values
+        step()
+        shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) or 0
+        return count_cache_heads(cache, geometry.after, len(geometry.modules) - shared)
+
+
+def count_cache_heads(cache: Any, heads: int, layers: int) -> str:
+    """Check a cache: `layers` layers with keys and values of shape [batch, heads, length, width]."""
+    import torch
+
+    if hasattr(cache, "layers"):
+        states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    elif hasattr(cache, "key_cache"):
+        states = list(zip(cache.key_cache, cache.value_cache, strict=True))
+    elif isinstance(cache, tuple):
+        states = [(layer[0], layer[1]) for layer in cache]
+    else:
+        raise Failure(f"the model's cache is a {type(cache).__name__}, which has no keys to look at")
+    held = [pair for pair in states if all(isinstance(x, torch.Tensor) and x.dim() == 4 and x.numel() for x in pair)]
+    for number, pair in enumerate(held):
+        for what, tensor in zip(("keys", "values"), pair, strict=True):
+            if tensor.shape[1] != heads:
+                raise Failure(f"attention layer {number} caches {what} of shape {list(tensor.shape)} where {heads} heads belong")
+    if len(held) != layers:
+        raise Failure(f"{len(held)} layers keep keys and values where {layers} attention layers belong")
+    return f"{heads} heads in {len(held)} of {len(states)} layers"
+
+
+def _judge_decoding(error: float, own: float, tolerance: float, reason: str) -> str:
+    if error <= tolerance:
+        return f"{_relative(error)}: prefill and {_STEPS} steps against one pass"
+    if own > tolerance and error <= 2 * own:
+        return f"{_relative(error)}, but SOURCE's own is off by {own:.2g}, so that the model is to blame and not the conversion"
+    raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: prefill and {_STEPS} steps against one pass {reason}".rstrip())
+
+
+def _relative(error: float) -> str:
+    return f"largest difference {error:.2g} of the logits' spread"
+
+
+def _kv(name: str, family: Family) -> bool:
+    """Whether a parameter in memory belongs to K/V heads. Prefixes differ from those on disk; the ends are the same."""
+    parts = (family.fused,) if family.fused else (family.key, family.value)
+    endings = tuple(f"{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+    in_attention = any(f".{module}." in f".{name}" for module in family.attention)
+    return in_attention and (name.endswith(endings) or (family.key_norm != "none" and f".{family.key_norm_name}." in name))
+
+
+def replace_heads(model: Any, ours: dict[str, Any], family: Family, geometry: Geometry, method: Any) -> int:
+    """Give every K/V head of the loaded source the merged head of its group; returns how many parameters changed.
+
+    The merged heads are made of the loaded source's own heads, except for `random`, where they can only be OUT's.
+    """
+    import torch
+
+    size = geometry.size
+    if size <= 1:
+        return 0
+    theirs = {name: parameter for name, parameter in model.named_parameters() if _kv(name, family)}
+    replaced: set[str] = set()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            if name in replaced:
+                continue
+            if family.key_norm == "per_head_list" and f".{family.key_norm_name}." in name:
+                stem, _, kind = name.rpartition(f".{family.key_norm_name}.")
+                kind = kind.split(".", 1)[1]
+                names = [f"{stem}.{family.key_norm_name}.{head}.{kind}" for head in range(geometry.before)]
+                heads = [theirs[one].data for one in names]
+                made = [_made(heads[g * size : (g + 1) * size], method, ours.get(names[g])) for g in range(geometry.after)]
+                for head, one in enumerate(names):
+                    theirs[one].copy_(made[head // size])
+                replaced.update(names)
+                continue
+            if name not in ours:
+                raise Failure(f"{name} exists in the loaded SOURCE and not in the loaded OUT")
+            if family.key_norm == "shared" and f".{family.key_norm_name}." in name:
+                continue
+            fused = family.fused is not None and f".{family.fused}." in name
+            first = 0
+            if fused:
+                width = parameter.shape[0] // (geometry.heads + 2 * geometry.before)
+                first = geometry.heads * width
+            sections = 2 if fused else 1
+            old = parameter[first:].reshape(sections, geometry.before, -1, *parameter.shape[1:])
+            new = ours[name][first:].reshape(sections, geometry.after, -1, *parameter.shape[1:])
+            if old.shape[2:] != new.shape[2:]:
+                raise Failure(f"{name} has shape {list(ours[name].shape)} in the loaded OUT, which does not fit {list(parameter.shape)}")
+            expanded = [
+                torch.stack([_made(list(section[g * size : (g + 1) * size]), method, merged[g]) for g in range(geometry.after)])
+                .repeat_interleave(size, dim=0)
+                for section, merged in zip(old.clone(), new, strict=True)
+            ]  # fmt: skip
+            parameter[first:] = torch.stack(expanded).reshape(parameter[first:].shape)
+            replaced.add(name)
+    if not replaced:
+        raise Failure("the loaded SOURCE has no parameters with K/V heads")
+    return len(replaced)
+
+
+def _made(heads: list[Any], method: Any, ours: Any) -> Any:
+    """A merged head. The one of `mean` has more digits than OUT's on disk, so that OUT's stands in once it is seen to be near."""
+    if method == "random":
+        return ours
+    made = merge(heads, method)
+    spread = float(max(head.abs().max() for head in heads))
+    if ours is None or not float((made - ours).abs().max()) <= 2.0**-8 * spread:
+        raise Failure("the loaded OUT holds a K/V head that is not the merge of the loaded SOURCE's")
+    return ours
+
+
+def tokenize(folder: Path, text: str, limit: int | None) -> list[int]:
+    """The text's token ids by the checkpoint's own tokenizer, at most `limit` of them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"][:limit]
+    if len(ids) < 2:
+        raise Failure(f"the text has {len(ids)} token(s), too few for a loss")
+    return ids
+
+
+def loss(model: Any, ids: list[int], progress: Callable[[int, int], None]) -> float:
+    """Nats per token. Blocks of up to the model's context overlap by one token, so that each token but the first is scored once."""
+    import torch
+
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = min(_CONTEXT, longest) if isinstance(longest, int) and longest > 1 else _CONTEXT
+    total, count = 0.0, len(ids) - 1
+    for start in range(0, count, context - 1):
+        block = torch.tensor([ids[start : start + context]])
+        with torch.no_grad():
+            logits = model(input_ids=block, use_cache=False).logits
+        total += float(torch.nn.functional.cross_entropy(logits[0, :-1].double(), block[0, 1:], reduction="sum"))
+        progress(start + block.shape[1] - 1, count)
+    return total / count

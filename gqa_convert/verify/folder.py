@@ -1,0 +1,215 @@
+"""The checks on files other than tensors: a complete folder, the config, the index, what is carried over, what is claimed."""
+
+import copy
+import json
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.families import Family
+from gqa_convert.verify.geometry import Geometry, config_value
+from gqa_convert.verify.reading import INDEX, SINGLE, Weights, first_line, read_object
+from gqa_convert.verify.report import Failure
+
+CONFIG = "config.json"
+PROVENANCE = "gqa_conversion.json"
+CONVENTION = ("multi_query_attention", "multi_query_group_num")
+
+_WEIGHTS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
+    "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
+)  # fmt: skip
+_FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
+_LEFTOVERS = (".spilled-*", ".share-probe", ".gqa-convert-unfinished")
+_PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
+"""Files that no software reads: a model card may be rewritten after the conversion."""
+
+
+def list_files(folder: Path) -> list[str]:
+    """Every file's path relative to the folder, hidden ones and Python's caches left out, but for leftovers of a conversion."""
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        for name in names:
+            if not name.startswith(".") or _matches(name, _LEFTOVERS):
+                found.append((Path(root) / name).relative_to(folder).as_posix())
+    return sorted(found)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns)
+
+
+def _is_weights(name: str) -> bool:
+    return _matches(name, _WEIGHTS) or name.startswith(_FOREIGN_FOLDERS)
+
+
+def check_files(out: Weights, source: Weights) -> str:
+    """One set of safetensors files that agrees with its index, and no weights beside it."""
+    if not out.files[0].endswith(".safetensors"):
+        raise Failure(f"the weights are in {out.chosen} where safetensors belong")
+    for folder_file in list_files(out.folder):
+        if _matches(folder_file, _LEFTOVERS):
+            raise Failure(f"{folder_file} is left over from an unfinished conversion")
+        if _is_weights(folder_file) and folder_file not in out.files and folder_file != out.chosen:
+            raise Failure(f"{folder_file} lies beside the weights that {out.chosen} names: stale weights may be loaded in their stead")
+    if out.index is not None:
+        stated = out.index["weight_map"]
+        wrong = sorted(name for name in set(stated) | set(out.homes) if stated.get(name) != out.homes.get(name))
+        if wrong:
+            name = wrong[0]
+            raise Failure(f"{INDEX} has {name} in {stated.get(name)}, the files have it in {out.homes.get(name)} ({len(wrong)} such)")
+    safe = all(file.endswith(".safetensors") and source.metadata(file).get("format") for file in source.files)
+    for file in out.files:
+        if (safe or not source.files[0].endswith(".safetensors")) and out.metadata(file).get("format") != "pt":
+            raise Failure(f"{file} lacks the metadata format = pt, which older clients demand")
+    size = sum((out.folder / file).stat().st_size for file in out.files)
+    return f"{len(out.files)} weight file(s), {size:,} bytes"
+
+
+def check_index(out: Weights, source: Weights) -> str:
+    """The totals in the index are those of the tensors; its other metadata is the source's."""
+    if out.index is None:
+        return f"none needed beside a single {SINGLE}"
+    metadata = out.index.get("metadata")
+    totals = {"total_size": sum(map(out.nbytes, out.homes)), "total_parameters": sum(map(out.numbers, out.homes))}
+    if not isinstance(metadata, dict):
+        raise Failure(f"{INDEX} has no metadata, which transformers needs")
+    for key, value in totals.items():
+        if metadata.get(key) != value or isinstance(metadata.get(key), bool):
+            raise Failure(f"{INDEX} states {key} = {metadata.get(key)!r} where the tensors make {value}")
+    theirs = (source.index or {}).get("metadata") or {}
+    for key in (set(metadata) | set(theirs)) - set(totals):
+        if _text(metadata.get(key)) != _text(theirs.get(key)):
+            raise Failure(f"{INDEX} has {key} = {metadata.get(key)!r} where SOURCE has {theirs.get(key)!r}")
+    return ", ".join(f"{key} {value:,}" for key, value in totals.items())
+
+
+def check_config(config: dict[str, Any], original: dict[str, Any], family: Family, geometry: Geometry) -> str:
+    """OUT's config is SOURCE's but for the count of K/V heads, which is that of the tensors."""
+    groups = geometry.after
+    expected = copy.deepcopy(original)
+    keys = (*family.kv_heads_keys, *CONVENTION)
+    for dotted, value in zip(keys, [groups] * len(family.kv_heads_keys) + [True, groups], strict=True):
+        *parents, last = dotted.split(".")
+        place = expected
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = value
+        if _text(config_value(config, dotted)) != _text(value):
+            raise Failure(f"{CONFIG} states {dotted} = {config_value(config, dotted)!r} where the tensors make {value!r}")
+    for key in sorted(set(config) | set(expected)):
+        if key not in config:
+            raise Failure(f"{CONFIG} lacks {key}, which SOURCE has")
+        if key not in expected:
+            raise Failure(f"{CONFIG} has {key} = {config[key]!r}, which SOURCE has not")
+        if _text(config[key]) != _text(expected[key]):
+            raise Failure(f"{CONFIG} has {key} = {config[key]!r} where {expected[key]!r} belongs")
+    return f"SOURCE's but for {', '.join(keys)} ({groups} groups)"
+
+
+def _text(value: Any) -> str:
+    """JSON, in which 1, 1.0 and true differ."""
+    return json.dumps(value, sort_keys=True)
+
+
+def check_carried(out: Path, source: Path) -> str:
+    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one that is read."""
+    own = {CONFIG, PROVENANCE}
+    theirs = [name for name in list_files(source) if not _is_weights(name) and name not in own]
+    ours = [name for name in list_files(out) if not _is_weights(name) and name not in own]
+    judged = [name for name in theirs if not _matches(name, _PROSE)]
+    for name in judged:
+        if not (out / name).is_file():
+            raise Failure(f"{name} of SOURCE is missing")
+        if not _same_file(out / name, source / name):
+            raise Failure(f"{name} differs from SOURCE's")
+    extra = [name for name in ours if name not in theirs and not _matches(name, _PROSE)]
+    if extra:
+        raise Failure(f"{extra[0]} is not in SOURCE ({len(extra)} such)")
+    return f"{len(judged)} file(s), byte for byte"
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    if a.stat().st_size != b.stat().st_size:
+        return False
+    with a.open("rb") as one, b.open("rb") as other:
+        while block := one.read(1 << 20):
+            if block != other.read(1 << 20):
+                return False
+    return True
+
+
+def read_provenance(out: Path) -> dict[str, Any]:
+    """What OUT claims of its making; Failure if there is nothing to read."""
+    try:
+        return read_object(out / PROVENANCE)
+    except (OSError, ValueError) as problem:
+        raise Failure(f"{PROVENANCE} cannot be read ({first_line(problem)})") from None
+
+
+def true_method(claimed: Any, geometry: Geometry) -> Any:
+    """What must have happened: heads that do not become fewer are copied or repeated, whatever was asked for."""
+    if geometry.after == geometry.before:
+        return "copy"
+    return "repeat" if geometry.after > geometry.before else claimed
+
+
+def check_provenance(
+    claims: dict[str, Any], family: Family, geometry: Geometry, source: Weights, errors: dict[str, float] | None
+) -> str:
+    """The claims against config and tensors.
+
+    Args:
+        claims: the provenance file of OUT.
+        family: of both checkpoints.
+        geometry: of both.
+        source: tensors of SOURCE.
+        errors: merge errors as recomputed, or None if the tensors themselves did not pass.
+    """
+    if claims.get("uptraining_tokens"):
+        raise Failure(f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, so that its tensors are its own")
+    truth = {
+        "model_type": family.model_type,
+        "heads": geometry.heads,
+        "source_kv_heads": geometry.before,
+        "groups": geometry.after,
+        "method": true_method(claims.get("method"), geometry),
+        "kv_bytes_per_token": {"before": _cache_bytes(geometry, source, geometry.before), "after": _cache_bytes(geometry, source, geometry.after)},
+    }
+    for key, value in truth.items():
+        if _text(claims.get(key)) != _text(value):
+            raise Failure(f"{PROVENANCE} claims {key} = {claims.get(key)!r} where {value!r} is true")
+    random = truth["method"] == "random"
+    if random != (type(claims.get("seed")) is int):
+        raise Failure(f"{PROVENANCE} claims seed = {claims.get('seed')!r} for method {truth['method']}")
+    origin = claims.get("source")
+    files = origin.get("files") if isinstance(origin, dict) else None
+    if not isinstance(files, dict):
+        raise Failure(f"{PROVENANCE} does not list the files of its source")
+    for name in source.files:
+        stated = files.get(name)
+        size = (source.folder / name).stat().st_size
+        if not isinstance(stated, dict) or stated.get("bytes") != size:
+            raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which has {size} bytes in this SOURCE")
+    if errors is not None:
+        _check_errors(claims.get("merge_error"), errors)
+    return f"{truth['method']}, {geometry.before} -> {geometry.after} K/V heads" + (f", seed {claims['seed']}" if random else "")
+
+
+def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
+    if not isinstance(claimed, dict) or set(claimed) != set(errors):
+        raise Failure(f"{PROVENANCE} has no merge_error for each of the {len(errors)} merged tensors, or has more")
+    for name, error in errors.items():
+        stated = claimed[name]
+        if not isinstance(stated, float | int) or not abs(stated - error) <= 0.01 * error + 1e-6:
+            raise Failure(f"{PROVENANCE} claims a merge error of {stated!r} for {name} where {error:.6f} is true")
+
+
+def _cache_bytes(geometry: Geometry, source: Weights, heads: int) -> int:
+    total = 0
+    for name, runs in geometry.runs.items():
+        if name.endswith(".weight"):
+            total += sum(heads * run.width * source.dtype(name).itemsize for run in runs if run.part in ("key", "value"))
+    return int(total)
