@@ -121,6 +121,62 @@ def convert(
         console.show_conversion(result)
 
 
+@app.command()
+def verify(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The converted checkpoint.", show_default=False)],
+    source: Annotated[str, typer.Option("--source", metavar="SOURCE", help="What it was made from: a folder or a Hub id.", show_default=False)],
+    revision: Revision = None,
+    logits: Annotated[bool, typer.Option("--logits/--no-logits", help="Also load both models and compare what they compute.")] = True,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Also report both models' loss on this text.", show_default=False)] = None,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Prove that OUT is SOURCE with its K/V heads merged, and nothing else. Exit code 1 if it is not.
+
+    Every tensor is compared or recomputed, by code that shares nothing with the converter; then both models are loaded and OUT must
+    compute what SOURCE computes once its K/V heads are replaced by the merged ones.
+
+      gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
+
+      gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits          (tensors only, small memory)
+    """
+    from gqa_convert import console
+    from gqa_convert.verify import verify_checkpoint
+
+    with console.stage_progress(quiet=quiet) as step:
+        report = verify_checkpoint(out, source, revision=revision, logits=logits, text=text, progress=step)
+    if as_json:
+        console.print_json(report.summary())
+    if not quiet:
+        console.show_verification(report.summary())
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Argument(metavar="[OUT]", help="Folder for the results.")] = Path("gqa-demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier demo.")] = False,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """The whole story offline: convert a small bundled model to several N, verify each, measure what is lost and what is gained.
+
+      gqa-convert demo
+
+      gqa-convert demo /tmp/gqa-demo --json
+    """
+    from gqa_convert import console
+    from gqa_convert.demo import run_demo
+
+    with console.stage_progress(quiet=quiet) as step:
+        summary = run_demo(out, overwrite=overwrite, on_plan=(lambda made: None) if quiet else console.show_plan, progress=step)
+    if as_json:
+        console.print_json(summary)
+    if not quiet:
+        console.show_demo(summary)
+    if not summary["passed"]:
+        raise typer.Exit(1)
+
+
 def _bytes(text: str | None, option: str) -> int | None:
     """"5GB", "500 MiB" or a plain number of bytes."""
     import re

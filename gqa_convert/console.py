@@ -51,6 +51,26 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
+@contextmanager
+def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar per stage of the work, each with its time left; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
 def show_plan(plan: "Plan") -> None:
     """The plan as tables: what changes per layer, then what it brings."""
     from rich.table import Table
@@ -133,3 +153,24 @@ def show_verification(report: dict[str, Any]) -> None:
     if report.get("loss"):
         console.print(f"      loss, nats per token   source {report['loss']['source']:.4f}, converted {report['loss']['converted']:.4f}")
     console.print("[green]verified[/green]" if report["passed"] else "[red]not verified: do not use this checkpoint[/red]")
+
+
+def show_demo(summary: dict[str, Any]) -> None:
+    """What each N loses and gains."""
+    from rich.table import Table
+
+    console = stderr_console()
+    table = Table(
+        "N", "method", "loss, nats per token", "lost", "K/V bytes per token", "weights", "verified",
+        title=f"Held-out loss over {summary['held_out_tokens']:,} tokens, before any uptraining", title_justify="left",
+    )  # fmt: skip
+    base = summary["results"][0]
+    for result in summary["results"]:
+        table.add_row(
+            str(result["groups"]), result["method"], f"{result['loss']:.3f}", f"{result['loss'] - base['loss']:+.3f}",
+            f"{result['kv_bytes_per_token']:,}", f"{result['parameters']:,}", "yes" if result["verified"] else "[red]NO[/red]",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"results  {summary['results_file']}", soft_wrap=True)
+    plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
+    console.print(f"plot     {plot}", soft_wrap=True, markup=False)

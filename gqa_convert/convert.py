@@ -22,7 +22,7 @@ from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile, can_sh
 from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, NoSpaceError
+from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, RemoteHeadersError
 from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
 from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan, make_plan
 
@@ -74,7 +74,7 @@ def convert_checkpoint(
     plan = make_plan(checkpoint, groups, method=method, seed=seed, max_shard_size=max_shard_size)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     on_plan(plan)
-    sweep(Path(os.path.abspath(out)).parent)
+    sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as staged:
         _check_space(plan, staged.path)
         errors = _write_weights(plan, staged.path, progress)
@@ -86,9 +86,10 @@ def convert_checkpoint(
 
 def _open_local(source: str | Path, revision: str | None, groups: int, method: str) -> Checkpoint:
     """The source as a local folder; one on the Hub is downloaded only once its headers show that it can be converted."""
-    if Path(source).expanduser().exists():
-        return open_checkpoint(source, revision=revision)
-    remote = open_checkpoint(source, revision=revision)
+    try:
+        remote = open_checkpoint(source, revision=revision)
+    except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
+        return open_checkpoint(source, revision=revision, download=True)
     if remote.folder is not None:
         return remote
     make_plan(remote, groups, method=method)
@@ -109,6 +110,7 @@ def _write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, fl
         writer = _ShardWriter(plan, sources, progress)
         for shard in plan.shards:
             writer.write(shard, folder / shard.file)
+        sources.check_unchanged()
     _write_index(plan, folder)
     return writer.errors()
 
@@ -131,8 +133,7 @@ class _SourceFiles:
             shard = self._checkpoint.shards[number]
             assert self._checkpoint.folder is not None
             path = self._checkpoint.folder / shard.file
-            if path.stat().st_size != shard.size:
-                raise CorruptCheckpointError(f"{path} has changed its size since it was planned: leave the source alone meanwhile")
+            self._check_unchanged(number)
             if shard.spilled:
                 from gqa_convert.checkpoint.torch_files import spill
 
@@ -144,6 +145,19 @@ class _SourceFiles:
             self._stack.callback(file.close)
             self._open[number] = file
         return self._open[number]
+
+    def check_unchanged(self) -> None:
+        """Raise CorruptCheckpointError if a file was written to since its header was read."""
+        for number in self._open:
+            self._check_unchanged(number)
+
+    def _check_unchanged(self, number: int) -> None:
+        shard = self._checkpoint.shards[number]
+        assert self._checkpoint.folder is not None
+        path = self._checkpoint.folder / shard.file
+        status = path.stat()
+        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
+            raise CorruptCheckpointError(f"{path} has changed since it was planned: leave the source alone meanwhile, and try again")
 
     def _probe_sharing(self) -> bool:
         probe = self._work / ".share-probe"

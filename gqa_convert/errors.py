@@ -42,6 +42,10 @@ class UnsupportedFormatError(GQAConvertError):
     """The weights are quantised, an adapter, a training checkpoint or in a foreign format."""
 
 
+class RemoteHeadersError(UnsupportedFormatError):
+    """The weights' format does not let their tensors be listed without downloading them."""
+
+
 class GroupsError(GQAConvertError):
     """The number of groups does not fit the number of heads."""
 

@@ -1,17 +1,19 @@
 """One frozen record per model type: where its K/V heads live, on disk and in the config. Data only.
 
-Names are those of the files, not of the loaded model; a layer's attention is found by the end of a tensor's name, since prefixes
-vary between checkpoints of one family.
+Names are those of the files, not of the loaded model; a layer's attention is found by the end of a tensor's name, since
+prefixes vary between checkpoints of one family.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gqa_convert.errors import UnsupportedFamilyError
 
 KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
-"""How keys are normalised behind their projection: not at all; with one gain vector [width] for every head; with a gain row per
-head [heads, width]; with one tensor per head (`norms.0.weight`, ...); over all heads at once, gain [heads * width]."""
+"""How keys are normalised behind their projection, always or where the config says so: not at all; each head by itself, with
+one gain vector [width] for every head or with no gain; with a gain row per head [heads, width]; with one tensor per head
+(`norms.0.weight`, ...); all heads at once, gain [heads * width]."""
 
 Rotary = Literal["none", "half", "interleaved"]
 """Which rows form a rotary pair: (j, j + rotated/2), or (2j, 2j + 1)."""
@@ -37,8 +39,10 @@ class Family:
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
     head_width_key: str | None = "head_dim"
-    query_outputs: tuple[int, ...] = (1,)
-    """How many times heads * width rows the query projection may have (2 where it also yields a gate)."""
+    query_outputs: int = 1
+    """How many times heads * width rows the query projection has (2 where it also yields a gate)."""
+    refused_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, make a checkpoint of the family unconvertible, each with the reason."""
     engines: frozenset[str] = frozenset({"transformers"})
     """Software that loads the family's grouped-query form without custom code."""
 
@@ -51,25 +55,122 @@ class Refusal:
     reason: str
 
 
-_ALL = frozenset({"transformers", "vLLM", "llama.cpp"})
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# An engine is named for a type only where it both knows the architecture and reads the K/V-head count: vLLM and llama.cpp know
+# `phi`, for one, with as many K/V heads as query heads only.
+_VLLM = _names(
+    """
+    afmoe apertus arcee bamba cohere cohere2 cwm dbrx dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 flex_olmo gemma gemma2
+    gemma3_text glm glm4 glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense
+    hunyuan_v1_moe internlm3 jais2 jamba lfm2 lfm2_moe llama minimax_m2 mistral mixtral nemotron nemotron_h olmo2 olmo3
+    olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss stablelm starcoder2
+    """
+)
+_LLAMA_CPP = _names(
+    """
+    afmoe apertus arcee cohere cohere2 dbrx dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2 gemma3_text glm4
+    glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe internlm3 jamba
+    lfm2 lfm2_moe llama minimax_m2 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2
+    """
+)
+
+
+def _families(model_types: str, **fields: Any) -> Iterator[Family]:
+    """A record for each of several model types that store attention alike."""
+    for model_type in model_types.split():
+        names = {"transformers": True, "vLLM": model_type in _VLLM, "llama.cpp": model_type in _LLAMA_CPP}
+        yield Family(model_type=model_type, engines=frozenset(name for name, loads in names.items() if loads), **fields)
+
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family(model_type="llama", engines=_ALL),
-        Family(model_type="cohere", rotary="interleaved", key_norm="per_head", engines=_ALL),
-        Family(model_type="stablelm", key_norm="per_head_list", key_norm_name="k_layernorm.norms", engines=_ALL),
-        Family(model_type="olmo2", key_norm="full", engines=_ALL),
-        Family(model_type="qwen3", key_norm="shared", engines=_ALL),
-        Family(model_type="phi3", fused="qkv_proj", engines=_ALL),
-        Family(
-            model_type="dbrx", attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
-            kv_heads_keys=("attn_config.kv_n_heads", "num_key_value_heads"), head_width_key=None, engines=_ALL,
+        *_families(
+            "arcee aria_text bamba bitnet cohere_compass_text cwm falcon_h1 gemma gemma2 gpt_oss granite granite_swa "
+            "granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax internlm3 iquestcoder jais2 llama "
+            "minimax ministral ministral3 mistral mixtral nemotron olmo phimoe qwen2 qwen2_moe seed_oss smollm3 solar_open "
+            "starcoder2 vaultgemma"
+        ),
+        *_families("cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium llama4_text", rotary="interleaved"),
+        *_families("jamba", rotary="none"),
+        *_families("nemotron_h", rotary="none", attention=("mixer",)),
+        *_families("zamba", rotary="none", head_width_key="attention_head_dim"),
+        *_families(
+            "zamba2", head_width_key="attention_head_dim",
+            refused_when=(("use_shared_attention_adapter", "adapters beside its projections write to every K/V head"),),
+        ),
+        *_families("recurrent_gemma", attention=("temporal_block",)),
+        *_families(
+            "afmoe apertus beam dots1 exaone4 exaone_moe flint gemma3_text gemma3n_text glm4_moe hy_v3 kolibri1 lfm3 mellum "
+            "nanochat qwen3 qwen3_moe",
+            key_norm="shared",
+        ),
+        *_families("qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2),
+        *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
+        *_families("lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj"),
+        *_families("phi", key_norm="shared", key_norm_name="k_layernorm", output="dense"),
+        *_families("cohere", rotary="interleaved", key_norm="per_head"),
+        *_families("stablelm", key_norm="per_head_list", key_norm_name="k_layernorm.norms"),
+        *_families("flex_olmo minimax_m2 olmo2 olmo3 olmo_hybrid olmoe", key_norm="full"),
+        *_families("phi3 phi4_multimodal", fused="qkv_proj"),
+        *_families(
+            "dbrx", attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
+            kv_heads_keys=("attn_config.kv_n_heads", "num_key_value_heads"), head_width_key=None,
         ),
     )
 }  # fmt: skip
 
-REFUSALS: dict[str, Refusal] = {}
+_PLANNED = "support through a modelling file of our own is planned"
+
+# Each reason ends the sentence "model type X can't be converted: ...". A planned type that gets its modelling file moves from here
+# to a record above.
+_REFUSED: dict[str, str] = {
+    f"its attention has no K/V-head count in transformers; {_PLANNED}": """
+        bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom chatglm codegen fsmt gpt-sw3 gpt2 gpt_neo gpt_neox
+        gpt_neox_japanese gptj led longt5 m2m_100 marian mbart mpt mt5 mvp nllb-moe opt pegasus pegasus_x persimmon plbart
+        prophetnet switch_transformers t5 trocr umt5 whisper xglm
+    """,
+    f"in transformers its K/V heads are repeated before they are cached, so that fewer save nothing; {_PLANNED}": "falcon",
+    f"in transformers it has one K/V head or as many as query heads, and nothing between; {_PLANNED}": "gpt_bigcode",
+    "its attention has no K/V-head count in transformers, and no support is planned": """
+        cpmant ctrl git hrm_text modernbert-decoder musicgen musicgen_melody openai-gpt reformer seamless_m4t
+        seamless_m4t_v2 xlm xlnet
+    """,
+    "it is an encoder, whose attention has no K/V-head count in transformers": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
+        roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
+    """,
+    "it has no attention, so that it keeps no K/V cache": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "its multi-head latent attention caches one latent vector per token and has no K/V heads to merge": """
+        axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4
+        kimi_linear longcat_flash minicpm3 youtu
+    """,
+    "it has a single K/V head already": "deepseek_v4",
+    "it holds several models with a config each, and only a language model by itself is read: save that one alone first": """
+        audioflamingo3 aya_vision blt chameleon dots3_note emu3 encoder-decoder fuyu gemma3 gemma3n gemma4
+        gemma4_assistant gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_speech granite_speech_plus
+        idefics3 internvl llama4 llava llava_next mistral3 mllama moshi moss_transcribe_diarize musicflamingo
+        nemo_speechlm paligemma pixtral qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl
+        qwen3_vl_moe qwen4_exp smolvlm t5gemma t5gemma2 vibevoice_asr voxtral voxtral_realtime
+    """,
+    "its layers differ in their K/V heads, which are counted by further config keys": """
+        gemma4_text gemma4_unified_text inkling2_text inkling_text mimo_v2_flash
+    """,
+    "its layers differ in their number of query heads": "laguna",
+    "its differential attention splits the values over pairs of K/V heads": "diffllama",
+    "its attention mask is computed from the values, with parameters for each K/V head": "doge",
+    "its query heads are experts, counted by the K/V heads": "jetmoe",
+    "its sparse attention selects blocks of keys once for each K/V head": "minimax_m3_vl_text",
+    "convolutions mix its queries and keys after the projections": "zaya",
+}  # fmt: skip
+
+REFUSALS: dict[str, Refusal] = {
+    model_type: Refusal(model_type, reason) for reason, model_types in _REFUSED.items() for model_type in model_types.split()
+}
 
 
 def find_family(model_type: object) -> Family:
@@ -85,6 +186,6 @@ def find_family(model_type: object) -> Family:
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type].reason}")
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that work and docs/adding-a-family.md "
-        "says how to add one"
+        f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that work and "
+        "docs/adding-a-family.md says how to add one"
     )

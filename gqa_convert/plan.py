@@ -12,7 +12,7 @@ from typing import Any
 from gqa_convert import layouts
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import ConfigError, GroupsError, OptionError, UnsupportedFormatError
+from gqa_convert.errors import ConfigError, GroupsError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import Family, find_family
 from gqa_convert.layouts import Role, Section
 from gqa_convert.merging.pooling import DTYPES, METHODS, Method
@@ -241,6 +241,9 @@ class _AttentionFinder:
         self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
         self.where = f"{checkpoint.source_id}/config.json"
         config = checkpoint.config
+        for key, reason in family.refused_when:
+            if config_value(config, key):
+                raise UnsupportedFamilyError(f"{self.where} sets {key}, and so it can't be converted: {reason}")
         self.heads = self._count(config, family.heads_key)
         modules = self._modules()
         if not modules:
@@ -284,7 +287,7 @@ class _AttentionFinder:
 
     def _query_width(self, module: str) -> int:
         rows = self._rows(f"{module}.{self.family.query}.weight")
-        factor = self.family.query_outputs[0]
+        factor = self.family.query_outputs
         if rows % (self.heads * factor):
             raise ConfigError(
                 f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {self.heads} heads in {self.where}: "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 12, 8, 40, 56, 24
+HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 12, 8, 60, 56, 24
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,

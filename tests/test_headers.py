@@ -20,7 +20,9 @@ from gqa_convert.checkpoint.source import read_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.checkpoints import CONFIG, llama_arrays
 
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 def parse_file(raw: bytes) -> Header:
@@ -138,7 +140,9 @@ class TestFuzz:
 
     @fuzz
     @given(files(), st.data())
-    def test_mutated_files_agree_with_the_library(self, tmp_path: Path, file: tuple[dict[str, Any], bytes], data: st.DataObject) -> None:
+    def test_mutated_files_agree_with_the_library(
+        self, tmp_path: Path, file: tuple[dict[str, Any], bytes], data: st.DataObject
+    ) -> None:
         raw = bytearray(as_file(file[0], file[1]))
         for _ in range(data.draw(st.integers(1, 3))):
             at = data.draw(st.integers(0, len(raw) - 1))
@@ -317,7 +321,7 @@ class TestBuild:
     def test_same_bytes_as_the_library(self, metadata: dict[str, str] | None) -> None:
         arrays = llama_arrays(layers=1)
         arrays |= {name: array.astype(np.float16) for name, array in arrays.items() if "norm" in name}
-        arrays["ünï\u2028/\"\\\x01"] = np.zeros((0, 3), np.int64)
+        arrays['ünï\u2028/"\\\x01'] = np.zeros((0, 3), np.int64)
         theirs = save_numpy(arrays, metadata=metadata)
         header = parse_file(theirs)
         described = [(name, entry.dtype, entry.shape, entry.nbytes) for name, entry in header.tensors.items()]

@@ -25,8 +25,9 @@ _WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", 
 
 _QUANTISED_TENSORS = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
-    r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks|[\w]+_blocks|[\w]+_scales)$"
+    r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
 )
+_QUANTISED_BYTES = re.compile(r"(weight|_blocks|_scales)$")
 _QUANTISED_DTYPES = {"F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U8", "I8", "F4", "F6_E2M3", "F6_E3M2"}
 
 _MERGE_FIRST = "load it in its own library and save it in bf16, then convert that"
@@ -78,5 +79,5 @@ def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
     """Raise UnsupportedFormatError if a tensor's name or type is that of quantised weights."""
-    if _QUANTISED_TENSORS.search(name) or (dtype in _QUANTISED_DTYPES and name.endswith("weight")):
+    if _QUANTISED_TENSORS.search(name) or (dtype in _QUANTISED_DTYPES and _QUANTISED_BYTES.search(name)):
         raise UnsupportedFormatError(f"{where} holds quantised weights (tensor {name}, type {dtype}): {_MERGE_FIRST}")

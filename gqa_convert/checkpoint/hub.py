@@ -1,14 +1,17 @@
 """A checkpoint on the Hugging Face Hub: its headers by range requests, or the whole of it through the Hub's cache."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.store import FileStore, FolderStore
-from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+from gqa_convert.checkpoint.store import FolderStore
+from gqa_convert.errors import SourceNotFoundError
 
 _CACHED_WHOLE_BYTES = 50_000_000
 """JSON files up to this size go through the Hub's cache; of everything else only the asked-for ranges travel."""
+
+_PATIENCE_SECONDS = 10
+_RETRIES = 2
 
 
 class HubStore:
@@ -26,72 +29,75 @@ class HubStore:
         if name.endswith(".json") and self.files[name] <= _CACHED_WHOLE_BYTES:
             from huggingface_hub import hf_hub_download
 
-            raw = _asking(self.repo_id, hf_hub_download, self.repo_id, name, revision=self.commit)
-            return Path(raw).read_bytes()[start : start + length]
+            path = _asking(self.repo_id, hf_hub_download, self.repo_id, name, revision=self.commit)
+            return Path(path).read_bytes()[start : start + length]
+        return bytes(_asking(self.repo_id, self._read_range, name, start, length))
+
+    def _read_range(self, name: str, start: int, length: int) -> bytes:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         url = hf_hub_url(self.repo_id, name, revision=self.commit)
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
-        answer: Any = _asking(self.repo_id, http_backoff, "GET", url, headers=headers, follow_redirects=True)
-        _asking(self.repo_id, hf_raise_for_status, answer)
-        if answer.status_code != 206 and len(answer.content) > length:
-            raise CorruptCheckpointError(f"the server of {self.repo_id} ignores range requests: download the repository and name the folder")
-        return bytes(answer.content)
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+        with http_stream_backoff(
+            "GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_SECONDS, max_retries=_RETRIES
+        ) as answer:
+            hf_raise_for_status(answer)
+            skipped = 0 if answer.status_code == 206 else start  # a server may ignore the range and send all from the start
+            result = bytearray()
+            for chunk in answer.iter_bytes(1 << 16):
+                result += chunk
+                if len(result) >= skipped + length:
+                    break
+            return bytes(result[skipped : skipped + length])
+
+    def download(self, leave_out: Iterable[str]) -> FolderStore:
+        """The repository in the Hub's cache, without the named files."""
+        from huggingface_hub import snapshot_download
+
+        patterns = [name.replace("[", "[[]") for name in leave_out] or None
+        folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.commit, ignore_patterns=patterns)
+        return FolderStore(Path(folder))
 
 
-def open_hub_store(source: str, revision: str | None, *, download: bool) -> tuple[FileStore, str | None]:
-    """The store for a Hub id and the commit it stands for.
-
-    Without network access a snapshot in the Hub's cache serves, if it is there.
+def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | FolderStore, str]:
+    """The store for a Hub id, and the commit it stands for; without network access a snapshot in the Hub's cache, if there is one.
 
     Raises:
         SourceNotFoundError: no such repository, revision or access; or no network and nothing in the cache.
     """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(source)
+        validate_repo_id(repo_id)
     except HFValidationError:
-        raise SourceNotFoundError(f"{source} is neither a folder nor a Hub id of the form org/name: check the path") from None
+        raise SourceNotFoundError(f"{repo_id} is neither a folder here nor a Hub id of the form org/name: check the path") from None
     try:
-        info = HfApi().model_info(source, revision=revision, files_metadata=True)
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
     except Exception as problem:
-        if not _is_unreachable(problem, OfflineModeIsEnabled):
-            raise _explained(source, problem) from None
-        try:
-            folder = Path(snapshot_download(source, revision=revision, local_files_only=True))
-        except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
-            raise SourceNotFoundError(
-                f"{source} is no folder, and as a Hub id it is neither in the cache nor can the Hub be reached: check the path or the network"
-            ) from None
+        status = problem.response.status_code if isinstance(problem, HfHubHTTPError) else None
+        if status is not None and status < 500:
+            raise _explained(repo_id, problem) from None
+        folder = _cached_snapshot(repo_id, revision)
+        if folder is None:
+            raise _explained(repo_id, problem) from None
         return FolderStore(folder), folder.name
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
-    if not download:
-        return HubStore(source, str(info.sha), files), info.sha
-    formats.choose_weights(files, source)
-    left_out = [name for name in files if formats.is_weight_file(name) and not _is_chosen_kind(name, files)]
-    folder = Path(_asking(source, snapshot_download, source, revision=info.sha, ignore_patterns=left_out or None))
-    return FolderStore(folder), info.sha
+    visible = {name: size for name, size in files.items() if not any(part.startswith(".") for part in name.split("/"))}
+    return HubStore(repo_id, str(info.sha), visible), str(info.sha)
 
 
-def _is_chosen_kind(name: str, files: dict[str, int]) -> bool:
-    """Whether a weight file belongs to the set that will be read: safetensors, or `.bin` where there is nothing else."""
-    chosen = formats.choose_weights(files, "")
-    if chosen in (formats.SAFETENSORS_SINGLE, formats.TORCH_SINGLE):
-        return name == chosen
-    if chosen == formats.SAFETENSORS_INDEX:
-        return "/" not in name and (name == chosen or name.endswith(".safetensors") and not name.startswith("consolidated"))
-    return "/" not in name and (name == chosen or name.endswith(".bin"))
+def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """The cache's folder for a revision; files may be lacking in it."""
+    from huggingface_hub import snapshot_download
 
-
-def _is_unreachable(problem: Exception, offline: type[Exception]) -> bool:
-    """Whether the Hub did not answer at all, as opposed to answering no."""
-    return isinstance(problem, (offline, ConnectionError, TimeoutError)) or any(
-        kind.__name__ in ("TransportError", "ConnectError") for kind in type(problem).__mro__
-    )
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except Exception as problem:  # the newer of the client's versions tell of an incomplete snapshot in this way
+        path = getattr(problem, "snapshot_path", None)
+        return Path(path) if path else None
 
 
 def _asking(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
@@ -103,13 +109,19 @@ def _asking(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(problem, GatedRepoError):
         return SourceNotFoundError(f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`")
     if isinstance(problem, RepositoryNotFoundError):
-        return SourceNotFoundError(f"{repo_id} is neither a folder here nor a repository on the Hub that you can see: check the name, or log in")
+        return SourceNotFoundError(
+            f"{repo_id} is neither a folder here nor a repository on the Hub that you can see: check the name, or log in"
+        )
     if isinstance(problem, RevisionNotFoundError):
-        return SourceNotFoundError(f"{repo_id} has no such revision: check --revision")
-    first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
-    return SourceNotFoundError(f"{repo_id} can't be read from the Hub ({first_line[:160]}): check the network and try again")
+        return SourceNotFoundError(f"{repo_id} has no such revision on the Hub: check --revision")
+    detail = " ".join(str(problem).split())[:160] or type(problem).__name__
+    if isinstance(problem, HfHubHTTPError):
+        return SourceNotFoundError(f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`")
+    return SourceNotFoundError(
+        f"{repo_id} is no folder here, and the Hub can't be reached, nor does its cache hold it ({detail}): check the path or the network"
+    )

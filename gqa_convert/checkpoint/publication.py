@@ -1,24 +1,26 @@
 """A folder that appears whole or not at all.
 
 Work happens in a sibling of the result with a temporary name, under a lock that the kernel drops when the process dies. Publication
-syncs everything and renames. The next run removes the leftovers of dead runs, and never those of a live one.
+syncs the folders and renames. The next run removes the leftovers of dead runs, and never those of a live one.
 """
 
 import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import weakref
 from pathlib import Path
 from types import TracebackType
 
-from gqa_convert.errors import OutputError
+from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
-_MARK = ".gqa-convert-"
-_MARKER = ".gqa-convert-unfinished"
+_LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
+_ATTEMPTS = 100
 
 
 def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> None:
@@ -27,7 +29,14 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     Raises:
         OutputError: OUT exists (without `overwrite`), is no checkpoint folder, is the source, or one lies within the other.
     """
-    real = out.resolve()
+    try:
+        _check_destination(out, source, overwrite)
+    except OSError as problem:
+        raise _explained(problem, out) from None
+
+
+def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
+    real = Path(os.path.realpath(out))
     if source is not None:
         origin = source.resolve()
         if real == origin:
@@ -36,6 +45,8 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
             raise OutputError(f"{out} lies inside the source {source}: name a folder outside it")
         if origin.is_relative_to(real):
             raise OutputError(f"{out} contains the source {source}: name another folder")
+        if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
+            raise OutputError(f"{out} contains files that {source} links to: name another folder")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputError(f"{out} is a {'link' if out.is_symlink() else 'file'}: name a folder")
     if out.exists():
@@ -46,64 +57,104 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove what dead runs left in a folder; returns what was removed."""
+    """Remove what dead runs left in a folder, as far as that is allowed; returns what was removed."""
     removed = []
-    for path in parent.glob(f".*{_MARK}*"):
-        if path.is_symlink() or not path.is_dir():
-            continue
-        handle = _lock(path)
-        if handle is None:
-            continue  # a live run's
+    try:
+        paths = sorted(path for path in parent.iterdir() if _LEFTOVER.fullmatch(path.name) and path.is_dir())
+    except OSError:
+        return []
+    for path in paths:
         try:
-            if (path / _MARKER).is_file() or not any(path.iterdir()):
-                shutil.rmtree(path)
+            handle = _lock(path)
+        except OSError:
+            continue
+        if handle is not None:  # else a live run's
+            if not _restore(path):
+                shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
-        finally:
             os.close(handle)
     return removed
 
 
-def _lock(folder: Path) -> int | None:
-    """An open descriptor that holds the folder's lock, or None if somebody else holds it or the folder is gone."""
+def _restore(path: Path) -> bool:
+    """Whether `path` was an old result, set aside by a run that died before its own stood there, and now has its name again."""
+    match = _LEFTOVER.fullmatch(path.name)
+    if match is None or not match["aside"] or (path.parent / match["out"]).exists():
+        return False
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        path.rename(path.parent / match["out"])
     except OSError:
+        pass
+    return True
+
+
+def _lock(folder: Path) -> int | None:
+    """An open descriptor that holds the folder's lock, or None if somebody else holds it or the folder is gone.
+
+    Raises:
+        OSError: the filesystem has no locks, or the folder belongs to somebody else.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(handle).st_nlink and os.stat(folder).st_ino == os.fstat(handle).st_ino:
+        if os.stat(folder).st_ino == os.fstat(handle).st_ino:
             return handle
-    except OSError:
+    except (BlockingIOError, FileNotFoundError):
         pass
+    except OSError:
+        os.close(handle)
+        raise
     os.close(handle)
     return None
 
 
 class StagedFolder:
-    """A context in which `path` is a new, locked, temporary sibling of `out`; leaving it without `publish` removes it."""
+    """A context in which `path` is a new, locked, temporary sibling of `out`; leaving it without `publish` removes it.
+
+    An OSError that leaves the context becomes a NoSpaceError or an OutputError.
+    """
 
     def __init__(self, out: Path) -> None:
-        self.out = Path(os.path.abspath(out))
-        self._handle: int | None = None
+        self.out = Path(os.path.realpath(out))
         self.path = self.out
+        self._handle: int | None = None
+        self._cleanup: weakref.finalize[..., StagedFolder] | None = None
 
     def __enter__(self) -> "StagedFolder":
         try:
+            new_parents = [parent for parent in self.out.parents if not parent.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            while self._handle is None:  # a sweep may take the new folder before it is locked
-                self.path = self.out.parent / f".{self.out.name}{_MARK}{secrets.token_hex(4)}"
+            for _ in range(_ATTEMPTS):
+                self.path = self.out.parent / f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}"
+                # for signals that come when no other code can catch them; it runs at the latest when the interpreter ends
+                self._cleanup = weakref.finalize(self, _discard, self.path, new_parents, os.getpid())
                 self.path.mkdir()
-                self._handle = _lock(self.path)
-            (self.path / _MARKER).touch()
-        except OSError as problem:
-            raise OutputError(f"{self.out.parent} can't be written to ({problem.strerror}): name another folder") from None
-        return self
+                try:
+                    self._handle = _lock(self.path)
+                except OSError:  # the filesystem has no locks; there, no sweep takes anything either
+                    return self
+                if self._handle is not None:  # else a sweep was faster and takes it away
+                    return self
+            raise OutputError(f"{self.out.parent} loses every folder that is made in it: name another folder")
+        except BaseException as problem:
+            if self._cleanup is not None:
+                self._cleanup()
+            if isinstance(problem, OSError):
+                raise _explained(problem, self.out) from None
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.path != self.out:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self._cleanup is not None and (pending := self._cleanup.peek()):
+            _discard(*pending[2])
+            self._cleanup.detach()
         if self._handle is not None:
             os.close(self._handle)
+            self._handle = None
+        if isinstance(error, OSError):
+            raise _explained(error, self.out) from error
 
     def publish(self, *, overwrite: bool) -> None:
         """Give the folder its name, at once. Its files must be synced; the folders are synced here.
@@ -111,16 +162,15 @@ class StagedFolder:
         Raises:
             OutputError: something has appeared at `out` meanwhile.
         """
-        (self.path / _MARKER).unlink()
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
-        if overwrite and self.out.exists():
+        check_destination(self.out, None, overwrite=overwrite)
+        if self.out.exists():
             self._replace()
         else:
             try:
                 _rename(self.path, self.out, _RENAME_NOREPLACE)
             except FileExistsError:
-                (self.path / _MARKER).touch()
                 raise OutputError(f"{self.out} has appeared meanwhile: name a new folder, or replace it with --overwrite") from None
             self.path = self.out
         sync(self.out.parent)
@@ -128,19 +178,41 @@ class StagedFolder:
     def _replace(self) -> None:
         """Exchange the two folders in one step, so that a complete one stands at `out` at every moment; the old one goes last."""
         _rename(self.path, self.out, _RENAME_EXCHANGE)
-        old, self.path = self.path, self.out
-        (old / _MARKER).touch()  # should this process die now, the next run removes it
-        shutil.rmtree(old)
+        sync(self.out.parent)
+        shutil.rmtree(self.path, ignore_errors=True)  # that is the old one now; should this process die, the next run removes it
+        self.path = self.out
+
+
+def _discard(path: Path, new_parents: list[Path], process: int) -> None:
+    """Remove a temporary folder, if it has not been given its name yet, and the folders above it that were made for it."""
+    if os.getpid() != process:
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    for parent in new_parents:
+        try:
+            parent.rmdir()
+        except OSError:
+            return
+
+
+def _explained(problem: OSError, out: Path) -> GQAConvertError:
+    """What the system says, as one line."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"the disk or quota of {out.parent} is full, nothing was left behind: make room or name another disk")
+    at = f" at {problem.filename}" if problem.filename else ""
+    detail = problem.strerror or str(problem) or type(problem).__name__
+    return OutputError(f"{out} can't be made ({detail}{at}), nothing was left behind: check the disk, or name another folder")
 
 
 def _rename(old: Path, new: Path, flag: int) -> None:
     """Linux's renameat2; where the filesystem lacks it, the nearest that plain renames can do."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
-        return
-    code = ctypes.get_errno()
-    if code not in (errno.EINVAL, errno.ENOSYS):
-        raise OSError(code, os.strerror(code), str(new))
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), str(new))
     if flag == _RENAME_NOREPLACE:
         if new.exists():
             raise FileExistsError(new)
@@ -148,7 +220,11 @@ def _rename(old: Path, new: Path, flag: int) -> None:
         return
     aside = old.with_name(old.name + "-old")
     new.rename(aside)
-    old.rename(new)
+    try:
+        old.rename(new)
+    except BaseException:
+        aside.rename(new)
+        raise
     aside.rename(old)
 
 

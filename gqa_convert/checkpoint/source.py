@@ -1,6 +1,7 @@
 """Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is read."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,10 +10,11 @@ from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.store import FileStore, FolderStore
 from gqa_convert.checkpoint.strict_json import parse_object
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, RemoteHeadersError, SourceNotFoundError, UnsupportedFormatError
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 200_000_000
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Shard:
     size: int
     header: Header
     spilled: bool = False
+    modified_ns: int | None = None
+    """When the local file was last written."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +77,53 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
         UnsupportedFormatError: quantised weights, an adapter, a training checkpoint or a foreign format.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = _local_path(source)
+    if path is not None and path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
         return read_checkpoint(FolderStore(path), str(source), None)
-    if path.exists():
+    if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
-    from gqa_convert.checkpoint.hub import open_hub_store
+    from gqa_convert.checkpoint.hub import HubStore, open_hub_store
 
-    store, commit = open_hub_store(str(source), revision, download=download)
+    store, commit = open_hub_store(str(source), revision)
+    if download and isinstance(store, HubStore):
+        store = store.download(_survey(store, str(source)).others)
     return read_checkpoint(store, str(source), commit)
 
 
-def read_checkpoint(store: FileStore, source_id: str, revision: str | None) -> Checkpoint:
-    """Read and check the config and all headers of the checkpoint in `store`; the errors are `open_checkpoint`'s."""
+def _local_path(source: str | Path) -> Path | None:
+    """The path that `source` names, or None if there is nothing."""
+    try:
+        path = Path(source).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, no permission, no such user, NUL
+        raise SourceNotFoundError(f"{source} can't be looked at ({problem}): check the path") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What the names of the files, the config and the index tell."""
+
+    config: dict[str, Any]
+    chosen: str
+    weight_map: dict[str, str] | None
+    index_metadata: dict[str, Any] | None
+    shard_files: list[str]
+    others: tuple[str, ...]
+    """Weight files that are not read."""
+
+
+def _survey(store: FileStore, source_id: str) -> _Survey:
     if CONFIG not in store.files:
         formats.choose_weights(store.files, source_id)  # an adapter or a foreign format has a better explanation than the next line
         raise ConfigError(f"{source_id} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(_read_json(store, CONFIG), f"{source_id}/{CONFIG}", ConfigError)
     formats.refuse_quantised_config(config, f"{source_id}/{CONFIG}")
     chosen = formats.choose_weights(store.files, source_id)
+    named = config.get("transformers_weights")
+    if named is not None and named != chosen:
+        raise UnsupportedFormatError(f"{source_id}/{CONFIG} names {named!r} as its weights, not {chosen}: save the model anew")
     weight_map: dict[str, str] | None = None
     index_metadata: dict[str, Any] | None = None
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
@@ -101,24 +131,33 @@ def read_checkpoint(store: FileStore, source_id: str, revision: str | None) -> C
         shard_files = sorted(set(weight_map.values()))
     else:
         shard_files = [chosen]
-    shards = []
     for file in shard_files:
         if file not in store.files:
             raise CorruptCheckpointError(f"{source_id}/{file} is missing, though {chosen} names it: download or copy it again")
-        shards.append(_read_shard(store, file, source_id))
-    _check_census(shards, weight_map, source_id, chosen)
+    read = {chosen, *shard_files}
+    others = tuple(name for name in store.files if formats.is_weight_file(name) and name not in read)
+    return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
+
+
+def read_checkpoint(store: FileStore, source_id: str, revision: str | None) -> Checkpoint:
+    """Read and check the config and all headers of the checkpoint in `store`; the errors are `open_checkpoint`'s."""
+    survey = _survey(store, source_id)
+    if store.folder is None:
+        with ThreadPoolExecutor(8) as pool:  # what takes time there is the way to the server and back
+            shards = list(pool.map(lambda file: read_shard(store, file, source_id), survey.shard_files))
+    else:
+        shards = [read_shard(store, file, source_id) for file in survey.shard_files]
+    _check_census(shards, survey.weight_map, source_id, survey.chosen)
     return Checkpoint(
         source_id=source_id,
         revision=revision,
         folder=store.folder,
-        config=config,
-        weights_format="torch" if chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX) else "safetensors",
+        config=survey.config,
+        weights_format="torch" if survey.chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX) else "safetensors",
         shards=tuple(shards),
-        index_metadata=index_metadata,
+        index_metadata=survey.index_metadata,
         carried=tuple(name for name in store.files if name != CONFIG and not formats.is_weight_file(name)),
-        left_behind=tuple(
-            name for name in store.files if formats.is_weight_file(name) and name != chosen and name not in shard_files
-        ),
+        left_behind=survey.others,
         sizes=dict(store.files),
     )
 
@@ -132,29 +171,38 @@ def _read_json(store: FileStore, name: str) -> bytes:
 def _read_index(store: FileStore, name: str, source_id: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The index's weight map (tensor -> file) and metadata, every entry checked to be a plain file name."""
     where = f"{source_id}/{name}"
+    suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
     index = parse_object(_read_json(store, name), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it")
+            raise CorruptCheckpointError(
+                f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it"
+            )
+        if not file.endswith(suffix):
+            raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again")
     return weight_map, metadata
 
 
-def _read_shard(store: FileStore, file: str, source_id: str) -> Shard:
+def read_shard(store: FileStore, file: str, source_id: str) -> Shard:
+    """One weight file's header, by itself."""
     where, size = f"{source_id}/{file}", store.files[file]
+    if size < 1024 and store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER:
+        raise CorruptCheckpointError(f"{where} is only a Git LFS pointer to the weights: fetch them with `git lfs pull`")
+    modified_ns = (store.folder / file).stat().st_mtime_ns if store.folder else None
     if file.endswith(".safetensors"):
         length = header_length(store.read(file, 0, LENGTH_BYTES), size, where)
-        return Shard(file, size, parse_header(store.read(file, LENGTH_BYTES, length), size, where))
+        return Shard(file, size, parse_header(store.read(file, LENGTH_BYTES, length), size, where), False, modified_ns)
     if store.folder is None:
-        raise UnsupportedFormatError(
+        raise RemoteHeadersError(
             f"{source_id} holds {file} and no safetensors, so that its tensors can't be listed from afar: download it and name the folder"
         )
     from gqa_convert.checkpoint.torch_files import read_torch_header
 
     header, spilled = read_torch_header(store.folder / file)
-    return Shard(file, size, header, spilled)
+    return Shard(file, size, header, spilled, modified_ns)
 
 
 def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
@@ -172,4 +220,6 @@ def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source
         if homes.get(name) != file:
             raise CorruptCheckpointError(f"{source_id}/{index_name} promises tensor {name!r} in {file}, which does not hold it: copy both again")
     stray = next(name for name in homes if name not in weight_map)
-    raise CorruptCheckpointError(f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again")
+    raise CorruptCheckpointError(
+        f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again"
+    )

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -27,19 +27,29 @@ class FolderStore:
     def __init__(self, folder: Path) -> None:
         self.folder: Path | None = folder
         self.files: dict[str, int] = {}
-        for root, folders, names in os.walk(folder, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
             if Path(root).resolve() in (parent.resolve() for parent in Path(root).parents if parent.is_relative_to(folder)):
                 folders.clear()  # a link that leads back up
+                continue
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
             for name in sorted(names):
                 path = Path(root, name)
-                if not name.startswith(".") and path.is_file():
+                if name.startswith("."):
+                    continue
+                if path.is_file():
                     self.files[path.relative_to(folder).as_posix()] = path.stat().st_size
                 elif path.is_symlink() and not path.exists():
                     raise CorruptCheckpointError(f"{path} is a link to nothing: download or copy the checkpoint again")
 
     def read(self, name: str, start: int, length: int) -> bytes:
         assert self.folder is not None
-        with (self.folder / name).open("rb") as file:
-            file.seek(start)
-            return file.read(length)
+        try:
+            with (self.folder / name).open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+        except OSError as problem:
+            _refuse(problem)
+
+
+def _refuse(problem: OSError) -> NoReturn:
+    raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): check its permissions and the disk") from None

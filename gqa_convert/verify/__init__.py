@@ -1,8 +1,8 @@
 """Proves a converted checkpoint against its source.
 
-Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and compared bit
-for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once its own K/V heads are
-replaced by the merged ones. The claims in OUT say what to check and are checked themselves.
+Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and compared
+bit for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once SOURCE's K/V heads
+are replaced by the merged ones. The claims in OUT say what to check and are checked themselves.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def verify_checkpoint(
     text: Path | None = None,
     max_text_tokens: int | None = None,
     seed: int = 0,
-    on_check: OnCheck = lambda check: None,
-    progress: Progress = lambda stage, done, total: None,
+    on_check: OnCheck = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> VerificationReport:
     """Check that `out` is the right conversion of `source`.
 
@@ -69,7 +69,7 @@ def verify_checkpoint(
     origin = _resolve(source, revision)
     original = _source_config(origin)
     family = find_family(original.get("model_type"))
-    weights = Weights(origin, CorruptCheckpointError)
+    weights = Weights(origin, lambda text: CorruptCheckpointError(f"{text}: download or copy the source again"))
     run = _Run(VerificationReport(str(out), str(source)), on_check)
     geometry = _check_data(run, out, family, original, weights, progress)
     if logits:
@@ -124,7 +124,8 @@ def _check_data(
 
         def heads() -> str:
             found.append(read_geometry(family, original, source, ours))
-            return f"{found[0].heads} query heads, {found[0].before} -> {found[0].after} K/V heads in {len(found[0].modules)} layers"
+            counts = f"{found[0].heads} query heads, {found[0].before} -> {found[0].after} K/V heads"
+            return f"{counts} in {len(found[0].modules)} layers"
 
         run.check("heads", heads)
     if found:
@@ -145,10 +146,10 @@ def _check_data(
         same = run.check("merged tensors", comparison.merged)
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: folders.check_config(read_object(out / folders.CONFIG), original, family, geometry))
+        errors = comparison.errors() if same else None
         run.check(
-            "provenance",
-            lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, source, comparison.errors() if same else None),
-        )
+            "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, source, errors)
+        )  # fmt: skip
     run.check("carried files", lambda: folders.check_carried(out, source.folder))
     return found[0] if found else None
 

@@ -13,6 +13,7 @@ from gqa_convert.verify.reading import first_line
 from gqa_convert.verify.report import Failure, VerificationReport
 
 Progress = Callable[[str, int, int], None]
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters are run in the checkpoint's own type, to fit in memory."""
@@ -24,7 +25,8 @@ HALF_TOLERANCE = 5e-2
 
 _LENGTH, _STEPS = 32, 4
 _CONTEXT = 2048
-_PASSES = 2 + _STEPS + 1
+_PASSES = _STEPS + 5
+"""Forward passes over both models, for the progress bar."""
 
 
 def check_behaviour(
@@ -101,7 +103,8 @@ def check_behaviour(
     losses: dict[str, float] = {}
     if not check("loads", load) or geometry is None:
         return
-    check("cache heads", lambda: state["probe"].cache_heads(state["out"], geometry, step))
+    held, no_cache = state["probe"].cached_shapes(state["out"])
+    step()
     cached, reason = state["probe"].decoding_error(state["out"], step)
     if text is not None:
         check("loss of OUT", text_of_out)
@@ -114,7 +117,10 @@ def check_behaviour(
     own = 0.0
     if not cached <= state["probe"].tolerance:  # a model that can't do it either way is no fault of the conversion
         own, _ = state["probe"].decoding_error(state["source"], lambda: None)
+    there, _ = state["probe"].cached_shapes(state["source"])
+    step()
     check("logits", same_logits)
+    check("cache heads", lambda: judge_cache(held, there, geometry.after, no_cache))
     check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
 
 
@@ -127,10 +133,10 @@ def load_model(folder: Path, parameters: int) -> Any:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32 if parameters <= FLOAT32_LIMIT else "auto", trust_remote_code=False, local_files_only=True,
-            output_loading_info=True,
-        )  # fmt: skip
+            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     finally:
@@ -175,6 +181,17 @@ class Probe:
         with torch.no_grad():
             return model(input_ids=self._ids[:, start:stop], attention_mask=self._mask[:, :stop], **options)
 
+    def _prefill(self, model: Any, stop: int) -> tuple[Any, Any]:
+        """Logits and the cache, which is updated in place by later steps; some models fill only the one that they are given."""
+        from transformers import DynamicCache
+
+        result = self._forward(model, 0, stop, use_cache=True)
+        cache = getattr(result, "past_key_values", None)
+        if cache is None:
+            cache = DynamicCache(config=model.config)
+            result = self._forward(model, 0, stop, use_cache=True, past_key_values=cache)
+        return result.logits, cache
+
     def logits(self, model: Any) -> Any:
         """Logits of every token that is no padding, without a cache."""
         return self._forward(model, 0, self._ids.shape[1], use_cache=False).logits[self._real].double()
@@ -188,59 +205,74 @@ class Probe:
         return error if math.isfinite(error) else math.inf
 
     def decoding_error(self, model: Any, step: Callable[[], None]) -> tuple[float, str]:
-        """Difference of logits from a prefill and single steps on its cache to those of one pass; infinite, and why, if it can't run."""
+        """Difference of logits from a prefill and steps on its cache to those of one pass; infinite, and why, on failure."""
         import torch
 
         length = self._ids.shape[1]
         prefill = length - _STEPS
         try:
-            result = self._forward(model, 0, prefill, use_cache=True)
-            parts = [result.logits]
+            logits, cache = self._prefill(model, prefill)
+            parts = [logits]
             step()
             for at in range(prefill, length):
-                result = self._forward(model, at, at + 1, use_cache=True, past_key_values=result.past_key_values)
-                parts.append(result.logits)
+                parts.append(self._forward(model, at, at + 1, use_cache=True, past_key_values=cache).logits)
                 step()
             return self.difference(torch.cat(parts, dim=1)[self._real].double(), self.logits(model)), ""
         except Exception as problem:  # judged as any other difference: unless SOURCE can do it, OUT need not
             return math.inf, first_line(problem)
 
-    def cache_heads(self, model: Any, geometry: Geometry, step: Callable[[], None]) -> str:
-        """The live cache holds as many heads as OUT has, in every layer that keeps keys."""
-        cache = self._forward(model, 0, self._ids.shape[1], use_cache=True).past_key_values
-        step()
-        shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) or 0
-        return count_cache_heads(cache, geometry.after, len(geometry.modules) - shared)
+    def cached_shapes(self, model: Any) -> tuple[list[Shapes], str]:
+        """The shapes of keys and values that the model keeps after a pass, by layer; none, and why, if there is no cache."""
+        try:
+            return cache_shapes(self._prefill(model, self._ids.shape[1])[1]), "its cache is empty"
+        except Exception as problem:
+            return [], first_line(problem)
 
 
-def count_cache_heads(cache: Any, heads: int, layers: int) -> str:
-    """Check a cache: `layers` layers with keys and values of shape [batch, heads, length, width]."""
-    import torch
-
+def cache_shapes(cache: Any) -> list[Shapes]:
+    """The shapes [batch, heads, length, width] of keys and values, in every layer of a cache that keeps them."""
     if hasattr(cache, "layers"):
-        states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-    elif hasattr(cache, "key_cache"):
-        states = list(zip(cache.key_cache, cache.value_cache, strict=True))
-    elif isinstance(cache, tuple):
-        states = [(layer[0], layer[1]) for layer in cache]
-    else:
-        raise Failure(f"the model's cache is a {type(cache).__name__}, which has no keys to look at")
-    held = [pair for pair in states if all(isinstance(x, torch.Tensor) and x.dim() == 4 and x.numel() for x in pair)]
-    for number, pair in enumerate(held):
-        for what, tensor in zip(("keys", "values"), pair, strict=True):
-            if tensor.shape[1] != heads:
-                raise Failure(f"attention layer {number} caches {what} of shape {list(tensor.shape)} where {heads} heads belong")
-    if len(held) != layers:
-        raise Failure(f"{len(held)} layers keep keys and values where {layers} attention layers belong")
-    return f"{heads} heads in {len(held)} of {len(states)} layers"
+        return _shapes([(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers])
+    if hasattr(cache, "key_cache"):
+        return _shapes(list(zip(cache.key_cache, cache.value_cache, strict=True)))
+    raise Failure(f"the model's cache is a {type(cache).__name__}, which has no keys to look at")
+
+
+def _shapes(pairs: list[tuple[Any, Any]]) -> list[Shapes]:
+    """Layers of other kinds (recurrence, convolution) keep no keys, or an empty tensor in their place."""
+    shapes = [tuple(tuple(getattr(tensor, "shape", ())) for tensor in pair) for pair in pairs]
+    return [(keys, values) for keys, values in shapes if len(keys) == len(values) == 4 and 0 not in keys]
+
+
+def judge_cache(ours: list[Shapes], theirs: list[Shapes], heads: int, reason: str) -> str:
+    """OUT keeps `heads` heads in every layer where SOURCE keeps keys.
+
+    Args:
+        ours: of OUT.
+        theirs: of SOURCE.
+        heads: K/V heads of OUT.
+        reason: why there is nothing to look at, if so.
+    """
+    if not ours:
+        raise Failure(f"no layer of OUT keeps keys: {reason}")
+    for number, pair in enumerate(ours):
+        for what, shape in zip(("keys", "values"), pair, strict=True):
+            if shape[1] != heads:
+                raise Failure(f"layer {number} of those with keys caches {what} {list(shape)} where {heads} heads belong")
+    if len(ours) != len(theirs):
+        raise Failure(f"{len(ours)} layers keep keys and values where {len(theirs)} do in SOURCE")
+    return f"{heads} heads in each of {len(ours)} layers, {theirs[0][0][1]} in SOURCE"
 
 
 def _judge_decoding(error: float, own: float, tolerance: float, reason: str) -> str:
     if error <= tolerance:
         return f"{_relative(error)}: prefill and {_STEPS} steps against one pass"
+    if math.isinf(error) and math.isinf(own):
+        return f"can be done with neither model ({reason})"
     if own > tolerance and error <= 2 * own:
-        return f"{_relative(error)}, but SOURCE's own is off by {own:.2g}, so that the model is to blame and not the conversion"
-    raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: prefill and {_STEPS} steps against one pass {reason}".rstrip())
+        return f"{_relative(error)}, but SOURCE's own is off by {own:.2g}, so that the conversion is not to blame"
+    what = f"prefill and {_STEPS} steps against one pass {reason}".rstrip()
+    raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: {what}")
 
 
 def _relative(error: float) -> str:
@@ -250,7 +282,7 @@ def _relative(error: float) -> str:
 def _kv(name: str, family: Family) -> bool:
     """Whether a parameter in memory belongs to K/V heads. Prefixes differ from those on disk; the ends are the same."""
     parts = (family.fused,) if family.fused else (family.key, family.value)
-    endings = tuple(f"{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+    endings = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
     in_attention = any(f".{module}." in f".{name}" for module in family.attention)
     return in_attention and (name.endswith(endings) or (family.key_norm != "none" and f".{family.key_norm_name}." in name))
 
@@ -291,16 +323,15 @@ def replace_heads(model: Any, ours: dict[str, Any], family: Family, geometry: Ge
                 width = parameter.shape[0] // (geometry.heads + 2 * geometry.before)
                 first = geometry.heads * width
             sections = 2 if fused else 1
-            old = parameter[first:].reshape(sections, geometry.before, -1, *parameter.shape[1:])
+            old = parameter[first:].view(sections, geometry.before, -1, *parameter.shape[1:])
             new = ours[name][first:].reshape(sections, geometry.after, -1, *parameter.shape[1:])
             if old.shape[2:] != new.shape[2:]:
-                raise Failure(f"{name} has shape {list(ours[name].shape)} in the loaded OUT, which does not fit {list(parameter.shape)}")
-            expanded = [
-                torch.stack([_made(list(section[g * size : (g + 1) * size]), method, merged[g]) for g in range(geometry.after)])
-                .repeat_interleave(size, dim=0)
-                for section, merged in zip(old.clone(), new, strict=True)
-            ]  # fmt: skip
-            parameter[first:] = torch.stack(expanded).reshape(parameter[first:].shape)
+                shapes = f"{list(ours[name].shape)} in the loaded OUT, {list(parameter.shape)} in the loaded SOURCE"
+                raise Failure(f"{name} is {shapes}, which does not fit")
+            for section, merged in zip(old, new, strict=True):  # `old` is a view, so that this writes into the parameter
+                for group in range(geometry.after):
+                    heads = section[group * size : (group + 1) * size]
+                    heads.copy_(_made(list(heads.clone()), method, merged[group]).expand_as(heads))
             replaced.add(name)
     if not replaced:
         raise Failure("the loaded SOURCE has no parameters with K/V heads")
@@ -308,7 +339,7 @@ def replace_heads(model: Any, ours: dict[str, Any], family: Family, geometry: Ge
 
 
 def _made(heads: list[Any], method: Any, ours: Any) -> Any:
-    """A merged head. The one of `mean` has more digits than OUT's on disk, so that OUT's stands in once it is seen to be near."""
+    """A merged head. A mean has more digits than OUT's on disk, so that OUT's stands in once it is seen to be near."""
     if method == "random":
         return ours
     made = merge(heads, method)
@@ -330,7 +361,7 @@ def tokenize(folder: Path, text: str, limit: int | None) -> list[int]:
 
 
 def loss(model: Any, ids: list[int], progress: Callable[[int, int], None]) -> float:
-    """Nats per token. Blocks of up to the model's context overlap by one token, so that each token but the first is scored once."""
+    """Nats per token. Blocks of up to the model's context overlap by one token: each token but the first is scored once."""
     import torch
 
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

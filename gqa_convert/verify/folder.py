@@ -17,8 +17,8 @@ PROVENANCE = "gqa_conversion.json"
 CONVENTION = ("multi_query_attention", "multi_query_group_num")
 
 _WEIGHTS = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
-    "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5",
+    "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
 )  # fmt: skip
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 _LEFTOVERS = (".spilled-*", ".share-probe", ".gqa-convert-unfinished")
@@ -27,13 +27,12 @@ _PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file's path relative to the folder, hidden ones and Python's caches left out, but for leftovers of a conversion."""
+    """Every file's path relative to the folder, without hidden ones (but a conversion's leftovers) and Python's caches."""
     found = []
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        for name in names:
-            if not name.startswith(".") or _matches(name, _LEFTOVERS):
-                found.append((Path(root) / name).relative_to(folder).as_posix())
+        kept = [name for name in names if not name.startswith(".") or _matches(name, _LEFTOVERS)]
+        found += [(Path(root) / name).relative_to(folder).as_posix() for name in kept]
     return sorted(found)
 
 
@@ -49,17 +48,18 @@ def check_files(out: Weights, source: Weights) -> str:
     """One set of safetensors files that agrees with its index, and no weights beside it."""
     if not out.files[0].endswith(".safetensors"):
         raise Failure(f"the weights are in {out.chosen} where safetensors belong")
-    for folder_file in list_files(out.folder):
-        if _matches(folder_file, _LEFTOVERS):
-            raise Failure(f"{folder_file} is left over from an unfinished conversion")
-        if _is_weights(folder_file) and folder_file not in out.files and folder_file != out.chosen:
-            raise Failure(f"{folder_file} lies beside the weights that {out.chosen} names: stale weights may be loaded in their stead")
+    for name in list_files(out.folder):
+        if _matches(name, _LEFTOVERS):
+            raise Failure(f"{name} is left over from an unfinished conversion")
+        if _is_weights(name) and name not in out.files and name != out.chosen:
+            raise Failure(f"{name} lies beside the weights that {out.chosen} names: it may be loaded in their stead")
     if out.index is not None:
         stated = out.index["weight_map"]
         wrong = sorted(name for name in set(stated) | set(out.homes) if stated.get(name) != out.homes.get(name))
         if wrong:
             name = wrong[0]
-            raise Failure(f"{INDEX} has {name} in {stated.get(name)}, the files have it in {out.homes.get(name)} ({len(wrong)} such)")
+            there = f"{stated.get(name)}, the files have it in {out.homes.get(name)}"
+            raise Failure(f"{INDEX} has {name} in {there} ({len(wrong)} such)")
     safe = all(file.endswith(".safetensors") and source.metadata(file).get("format") for file in source.files)
     for file in out.files:
         if (safe or not source.files[0].endswith(".safetensors")) and out.metadata(file).get("format") != "pt":
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def check_carried(out: Path, source: Path) -> str:
-    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one that is read."""
+    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be read."""
     own = {CONFIG, PROVENANCE}
     theirs = [name for name in list_files(source) if not _is_weights(name) and name not in own]
     ours = [name for name in list_files(out) if not _is_weights(name) and name not in own]
@@ -169,14 +169,17 @@ def check_provenance(
         errors: merge errors as recomputed, or None if the tensors themselves did not pass.
     """
     if claims.get("uptraining_tokens"):
-        raise Failure(f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, so that its tensors are its own")
+        raise Failure(f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion: its tensors are its own")
     truth = {
         "model_type": family.model_type,
         "heads": geometry.heads,
         "source_kv_heads": geometry.before,
         "groups": geometry.after,
         "method": true_method(claims.get("method"), geometry),
-        "kv_bytes_per_token": {"before": _cache_bytes(geometry, source, geometry.before), "after": _cache_bytes(geometry, source, geometry.after)},
+        "kv_bytes_per_token": {
+            "before": _cache_bytes(geometry, source, geometry.before),
+            "after": _cache_bytes(geometry, source, geometry.after),
+        },
     }
     for key, value in truth.items():
         if _text(claims.get(key)) != _text(value):
@@ -195,7 +198,8 @@ def check_provenance(
             raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which has {size} bytes in this SOURCE")
     if errors is not None:
         _check_errors(claims.get("merge_error"), errors)
-    return f"{truth['method']}, {geometry.before} -> {geometry.after} K/V heads" + (f", seed {claims['seed']}" if random else "")
+    ending = f", seed {claims['seed']}" if random else ""
+    return f"{truth['method']}, {geometry.before} -> {geometry.after} K/V heads{ending}"
 
 
 def _check_errors(claimed: Any, errors: dict[str, float]) -> None:

@@ -81,12 +81,13 @@ def read_geometry(family: Family, config: dict[str, Any], source: Weights, out: 
     modules = [name.removesuffix(ending) for name in source.homes if name.endswith(ending)]
     modules = [module for module in modules if any(f".{module}".endswith(f".{name}") for name in family.attention)]
     if type(heads) is not int or heads < 1 or not modules:
-        raise ConfigError(f"{source.folder} is no {family.model_type} checkpoint: it has {len(modules)} attention modules of {heads!r} heads")
+        found = f"{len(modules)} attention modules of {heads!r} heads"
+        raise ConfigError(f"{source.folder} is no {family.model_type} checkpoint: it has {found}")
     before = config_value(config, family.kv_heads_keys[0])
     if before is None:
         before = _count(family, source, source, modules[0], heads)
     if type(before) is not int or before < 1 or heads % before:
-        raise ConfigError(f"{source.folder}/config.json states {before!r} K/V heads beside {heads} query heads: repair the config")
+        raise ConfigError(f"{source.folder}/config.json states {before!r} K/V heads for {heads} query heads: repair it")
     after = before
     if out is not None:
         probe = f"{modules[0]}{ending}"
@@ -94,7 +95,8 @@ def read_geometry(family: Family, config: dict[str, Any], source: Weights, out: 
             raise Failure(f"{probe} is missing, so that OUT's number of K/V heads can't be told")
         after = _count(family, source, out, modules[0], heads)
         if after < 1 or (before % after and (after % before or heads % after)):
-            raise Failure(f"{probe} has shape {list(out.shape(probe))}, no conversion of {list(source.shape(probe))} with {before} K/V heads")
+            shapes = f"{list(out.shape(probe))} where SOURCE has {list(source.shape(probe))}"
+            raise Failure(f"{probe} has shape {shapes} for {before} K/V heads: no grouping makes the one of the other")
     geometry = Geometry(heads, before, after, modules)
     for module in modules:
         _add_module(geometry, family, source, module)
@@ -121,7 +123,7 @@ def _add_module(geometry: Geometry, family: Family, source: Weights, module: str
         if name in source.homes:
             rows = source.shape(name)[0]
             if rows % before or (rows_are_heads and rows != before):
-                raise ConfigError(f"{name} of {source.folder} has {rows} rows for {before} K/V heads: the checkpoint contradicts its config")
+                raise ConfigError(f"{name} of {source.folder} has {rows} rows for {before} K/V heads: repair its config")
             geometry.runs[name] = (Run(part, 0, before, rows // before),)
 
     for kind in ("weight", "bias"):
@@ -130,7 +132,7 @@ def _add_module(geometry: Geometry, family: Family, source: Weights, module: str
             if name in source.homes:
                 width, rest = divmod(source.shape(name)[0], heads + 2 * before)
                 if rest:
-                    raise ConfigError(f"{name} of {source.folder} does not hold {heads} + 2 x {before} heads: the checkpoint contradicts its config")
+                    raise ConfigError(f"{name} of {source.folder} does not hold {heads} + 2 x {before} heads: repair it")
                 keys = heads * width
                 geometry.runs[name] = (
                     Run("query", 0, 1, keys),

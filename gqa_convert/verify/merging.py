@@ -74,8 +74,8 @@ def deviation(blocks: Iterable[Iterable[Any]]) -> float:
 class FreshNumbers:
     """The documented stream of method `random`: PCG64 seeded by SHA-256 of "seed:name", normal, times the source's deviation.
 
-    Two correct sums may differ in their last bits, and so may the deviation. For half precisions OUT must equal, in every bit, the
-    stream for one of three neighbouring float32 deviations; wider types must equal it but for a few roundings in a million.
+    Two correct sums may differ in their last bits, and so may the deviation. In half precisions OUT must equal, in every bit,
+    the stream for one of three neighbouring float32 deviations; in float32 one number in a million may be rounded differently.
     """
 
     def __init__(self, seed: int, name: str, spread: float, dtype: Any) -> None:

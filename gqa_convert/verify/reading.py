@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ class Weights:
 
     Args:
         folder: where the checkpoint lies.
-        error: what to raise when something in it can't be read.
+        error: makes the exception to raise when something in it can't be read.
     """
 
-    def __init__(self, folder: Path, error: type[Exception]) -> None:
+    def __init__(self, folder: Path, error: Callable[[str], Exception]) -> None:
         self.folder = folder
         self._error = error
         self._open: dict[str, Any] = {}
@@ -59,11 +59,11 @@ class Weights:
     def _read_index(self, path: Path) -> dict[str, Any]:
         try:
             index = read_object(path)
-            files = index["weight_map"].values()
-            if not files or not all(isinstance(file, str) and file and Path(file).name == file for file in files):
-                raise ValueError("its weight_map does not name files of this folder")
-        except Exception as problem:
+            files = list(index["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as problem:
             raise self._error(f"{path} cannot be read ({first_line(problem)})") from None
+        if not files or not all(isinstance(file, str) and file and Path(file).name == file for file in files):
+            raise self._error(f"{path} does not send tensors to files of this folder")
         return index
 
     def _names(self, file: str) -> list[str]:

@@ -40,10 +40,11 @@ class TensorComparison:
         """OUT holds the tensors of SOURCE, less the norms of dropped heads."""
         expected = set(self._source.homes) - self._geometry.dropped()
         missing, extra = sorted(expected - set(self._out.homes)), sorted(set(self._out.homes) - expected)
-        problems = [f"{len(names)} tensor(s) {what}: {_some(names)}" for names, what in ((missing, "missing"), (extra, "too many")) if names]
-        if problems:
-            raise Failure("; ".join(problems))
-        return f"{len(expected)} tensors" + (f", {len(self._geometry.dropped())} per-head norms dropped" if self._geometry.dropped() else "")
+        kinds = ((missing, "missing"), (extra, "too many"))
+        if missing or extra:
+            raise Failure("; ".join(f"{len(names)} tensor(s) {what}: {_some(names)}" for names, what in kinds if names))
+        dropped = len(self._geometry.dropped())
+        return f"{len(expected)} tensors" + (f", {dropped} per-head norms dropped" if dropped else "")
 
     def untouched(self) -> str:
         """Every tensor without K/V heads has the source's type, shape and bytes."""
@@ -131,24 +132,26 @@ class TensorComparison:
         for group in range(self._geometry.after):
             ours = self._out.rows(name, at + group * run.width, at + (group + 1) * run.width)
             self._progress(ours.numel() * ours.itemsize)
-            if problem := self._compare_head(ours, group, source_head, run.part == "norm", name, fresh):
+            if problem := self._compare_head(ours, group, source_head, name, fresh):
                 return f"{name} in {problem} of {run.part} head {group}"
         return None
 
     def _compare_list(self, names: list[str]) -> Iterator[str | None]:
+        def source_head(head: int) -> Any:
+            return self._source.rows(names[head], 0, self._source.shape(names[head])[0])
+
         for group in range(min(self._geometry.after, len(names))):
             name = names[group]
             if problem := self._headers_differ(name, self._source.shape(name)):
                 yield problem
                 continue
-            rows = self._source.shape(name)[0]
-            ours = self._out.rows(name, 0, rows)
+            ours = self._out.rows(name, 0, self._source.shape(name)[0])
             self._progress(ours.numel() * ours.itemsize)
-            problem = self._compare_head(ours, group, lambda head: self._source.rows(names[head], 0, rows), True, name, None)
+            problem = self._compare_head(ours, group, source_head, name, None)
             yield f"{name} in {problem}" if problem else None
 
     def _compare_head(
-        self, ours: Any, group: int, source_head: Callable[[int], Any], norm: bool, name: str, fresh: FreshNumbers | None
+        self, ours: Any, group: int, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None
     ) -> str | None:
         """What is wrong with one merged head, counted in numbers."""
         before, after, size = self._geometry.before, self._geometry.after, self._geometry.size
