@@ -150,8 +150,6 @@ def show_verification(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         mark = "[green]ok  [/green]" if check["passed"] else "[red]FAIL[/red]"
         console.print(f"{mark}  {check['name']:<22} {check['detail']}", soft_wrap=True)
-    if report.get("loss"):
-        console.print(f"      loss, nats per token   source {report['loss']['source']:.4f}, converted {report['loss']['converted']:.4f}")
     console.print("[green]verified[/green]" if report["passed"] else "[red]not verified: do not use this checkpoint[/red]")
 
 

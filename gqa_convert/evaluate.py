@@ -1,45 +1,50 @@
 """The loss of a model on text."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class TextLoss:
-    """Mean loss in nats per token, and over how many tokens it was taken."""
-
-    nats_per_token: float
-    tokens: int
+_LONGEST = 2048
 
 
-def text_loss(model: Any, token_ids: list[int], *, context: int, batch: int = 8) -> TextLoss:
-    """Mean next-token loss over consecutive blocks; every token but each block's first is scored once.
+def context_length(model: Any) -> int:
+    """Tokens per block: what the model was made for, up to 2048."""
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(_LONGEST, stated) if isinstance(stated, int) and stated > 1 else _LONGEST
+
+
+def text_loss(
+    model: Any, token_ids: list[int], *, batch: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
+) -> float:
+    """Mean next-token loss in nats per token; blocks overlap by one token, so that each token but the first is scored once.
 
     Args:
         model: a transformers causal LM, in evaluation mode.
         token_ids: the text.
-        context: tokens per block.
         batch: blocks at a time.
+        progress: called with the number of tokens scored and to be scored.
 
     Returns:
-        The loss, NaN included if the model produces it.
+        The loss; NaN if the model produces it.
 
     Raises:
         ValueError: the text has fewer than two tokens.
     """
     import torch
 
-    if len(token_ids) < 2:
+    count = len(token_ids) - 1
+    if count < 1:
         raise ValueError("a loss needs at least two tokens of text")
-    whole = len(token_ids) // context * context
-    runs = list(torch.tensor(token_ids[:whole], dtype=torch.long).reshape(-1, context).split(batch)) if whole else []
-    if len(token_ids) - whole > 1:
-        runs.append(torch.tensor([token_ids[whole:]], dtype=torch.long))
-    total, count = 0.0, 0
+    ids, step = torch.tensor(token_ids), context_length(model) - 1
+    whole = count // step
+    runs = list(ids[: whole * step + 1].unfold(0, step + 1, step).split(batch)) if whole else []
+    if count > whole * step:
+        runs.append(ids[None, whole * step :])
+    total, done = 0.0, 0
     with torch.inference_mode():
-        for ids in runs:
-            ids = ids.to(model.device)
-            logits = model(input_ids=ids).logits[:, :-1].float()
-            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
-            count += ids[:, 1:].numel()
-    return TextLoss(total / count, count)
+        for block in runs:
+            block = block.to(model.device)
+            logits = model(input_ids=block, use_cache=False).logits[:, :-1].double()
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten(), reduction="sum"))
+            done += block[:, 1:].numel()
+            progress(done, count)
+    return total / count

@@ -126,15 +126,15 @@ FAMILIES: dict[str, Family] = {
 
 _PLANNED = "support through a modelling file of our own is planned"
 
-# Each reason ends the sentence "model type X can't be converted: ...". A planned type that gets its modelling file moves from here
-# to a record above.
+# Each reason ends the sentence "model type X can't be converted: ...". A planned type moves to a record above once it has its
+# modelling file.
 _REFUSED: dict[str, str] = {
     f"its attention has no K/V-head count in transformers; {_PLANNED}": """
         bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom chatglm codegen fsmt gpt-sw3 gpt2 gpt_neo gpt_neox
         gpt_neox_japanese gptj led longt5 m2m_100 marian mbart mpt mt5 mvp nllb-moe opt pegasus pegasus_x persimmon plbart
         prophetnet switch_transformers t5 trocr umt5 whisper xglm
     """,
-    f"in transformers its K/V heads are repeated before they are cached, so that fewer save nothing; {_PLANNED}": "falcon",
+    f"in transformers its K/V heads are repeated before they are cached; {_PLANNED}": "falcon",
     f"in transformers it has one K/V head or as many as query heads, and nothing between; {_PLANNED}": "gpt_bigcode",
     "its attention has no K/V-head count in transformers, and no support is planned": """
         cpmant ctrl git hrm_text modernbert-decoder musicgen musicgen_melody openai-gpt reformer seamless_m4t
@@ -150,7 +150,7 @@ _REFUSED: dict[str, str] = {
         kimi_linear longcat_flash minicpm3 youtu
     """,
     "it has a single K/V head already": "deepseek_v4",
-    "it holds several models with a config each, and only a language model by itself is read: save that one alone first": """
+    "it holds several models with a config each, and only a language model by itself is read: save that alone first": """
         audioflamingo3 aya_vision blt chameleon dots3_note emu3 encoder-decoder fuyu gemma3 gemma3n gemma4
         gemma4_assistant gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_speech granite_speech_plus
         idefics3 internvl llama4 llava llava_next mistral3 mllama moshi moss_transcribe_diarize musicflamingo

@@ -5,6 +5,8 @@ offsets are known. `torch.load` under FakeTensorMode yields the offsets without 
 pickle from running code. What has no usable offset (the format before torch 1.6, transposed tensors) is spilled to a plain file.
 """
 
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ def _load(path: Path, **options: Any) -> dict[str, Any]:
             raise UnsupportedFormatError(
                 f"{path} holds {name!r}, a {type(tensor).__name__} where a tensor belongs: save model.state_dict() alone"
             )
+        if name == "__metadata__" or not name.isprintable():
+            raise CorruptCheckpointError(f"{path} holds a tensor of the impossible name {name!r}: do not trust the file")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedFormatError(f"{path} holds {name!r}, a sparse tensor: save the model as plain tensors first")
     return state
 
 
@@ -51,6 +57,7 @@ def read_torch_header(path: Path) -> tuple[Header, bool]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    _refuse_unusual_zip(path)
     with FakeTensorMode():
         state = _load(path)
     size = path.stat().st_size
@@ -69,6 +76,20 @@ def read_torch_header(path: Path) -> tuple[Header, bool]:
     return Header(dict(sorted(tensors.items(), key=lambda item: item[1].start)), {}, 0), False
 
 
+def _refuse_unusual_zip(path: Path) -> None:
+    """Raise UnsupportedFormatError if the tensors' bytes do not lie in the zip file as this machine has them in memory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder") and record.file_size < 99]
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return  # the format before, or a damaged file: torch will see
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise UnsupportedFormatError(f"{path} was compressed: load it with torch.load and save it again with torch.save")
+    if any(order != sys.byteorder.encode() for order in orders):
+        raise UnsupportedFormatError(f"{path} has another byte order than this machine: load it with torch.load and save it again")
+
+
 def _spill_header(state: dict[str, Any]) -> Header:
     tensors: dict[str, TensorEntry] = {}
     offset = 0
@@ -80,9 +101,9 @@ def _spill_header(state: dict[str, Any]) -> Header:
 
 
 def spill(path: Path, destination: Path) -> None:
-    """Write the tensors of a `.bin` file one behind the other, in the order and at the offsets that `read_torch_header` gave."""
+    """Write the tensors of a `.bin` file one behind the other, as `read_torch_header` said they would lie."""
     import torch
 
     with destination.open("xb") as file:
-        for tensor in _load(path).values():
-            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        for tensor in _load(path, mmap=zipfile.is_zipfile(path)).values():
+            file.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
