@@ -41,7 +41,7 @@ def make_llama(
                 start = index * 4099 % len(block)
                 left = nbytes
                 while left:
-                    piece = memoryview(block[start:].view(np.uint8))[:left]
+                    piece = block[start:].view(np.uint8).data[:left]
                     out.write(piece)
                     left, start = left - len(piece), 0
             os.fsync(out.fileno())

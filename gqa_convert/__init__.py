@@ -18,7 +18,16 @@ _HOMES = {
     "GQAConvertError": "gqa_convert.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "Checkpoint",
+    "GQAConvertError",
+    "Plan",
+    "__version__",
+    "convert_checkpoint",
+    "make_plan",
+    "open_checkpoint",
+    "verify_checkpoint",
+]
 
 if TYPE_CHECKING:
     from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint

@@ -75,6 +75,8 @@ def show_plan(plan: "Plan") -> None:
     """The plan as tables: what changes per layer, then what it brings."""
     from rich.table import Table
 
+    from gqa_convert.families import ENGINES
+
     console = stderr_console()
     console.print(
         f"[bold]{plan.checkpoint.source_id}[/bold]: {plan.family.model_type}, {plan.heads} query heads, "
@@ -85,16 +87,17 @@ def show_plan(plan: "Plan") -> None:
         changes.add_row(layers, tensor, before, after, dtype, method)
     console.print(changes)
     totals = Table("", "before", "after", "ratio", title="What it brings", title_justify="left")
-    for label, before, after, shown in (
+    for label, was, becomes, shown in (
         ("parameters", plan.parameters_before, plan.parameters_after, lambda n: f"{n:,}"),
         ("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size),
         ("K/V cache per token", plan.cache_bytes_per_token(False), plan.cache_bytes_per_token(True), size),
     ):
-        totals.add_row(label, shown(before), shown(after), f"{after / before:.3f}" if before else "")
+        totals.add_row(label, shown(was), shown(becomes), f"{becomes / was:.3f}")
     console.print(totals)
     split, copied = plan.tensor_parallel_degrees()
     console.print(f"disk needed:      {size(plan.disk_bytes)}")
-    console.print(f"loads in:         {', '.join(sorted(plan.family.engines, key=str.lower))}, without custom code")
+    known = [f"{engine} {'yes' if engine in plan.family.engines else 'not known to'}" for engine in ENGINES]
+    console.print(f"loads as it is:   {', '.join(known)}")
     degrees = ", ".join(map(str, split))
     if copied:
         degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"
@@ -159,7 +162,7 @@ def show_demo(summary: dict[str, Any]) -> None:
 
     console = stderr_console()
     table = Table(
-        "N", "method", "loss, nats per token", "lost", "K/V bytes per token", "weights", "verified",
+        "N", "method", "loss, nats per token", "lost", "K/V bytes per token", "parameters", "verified",
         title=f"Held-out loss over {summary['held_out_tokens']:,} tokens, before any uptraining", title_justify="left",
     )  # fmt: skip
     base = summary["results"][0]

@@ -93,7 +93,7 @@ def _open_local(source: str | Path, revision: str | None, groups: int, method: s
     if remote.folder is not None:
         return remote
     make_plan(remote, groups, method=method)
-    return open_checkpoint(source, revision=remote.revision, download=True)
+    return open_checkpoint(source, revision=revision, download=True)
 
 
 def _check_space(plan: Plan, folder: Path) -> None:
@@ -240,9 +240,9 @@ class _ShardWriter:
         for first in range(0, piece.nbytes // dtype.itemsize, step):
             count = min(step, piece.nbytes // dtype.itemsize - first)
             for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
-                self._sources[number].read_into(memoryview(row[:count].view(np.uint8)), start + first * dtype.itemsize)
+                self._sources[number].read_into(row[:count].view(np.uint8).data, start + first * dtype.itemsize)
             merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
-            out.write(memoryview(merged.view(np.uint8)))
+            out.write(merged.view(np.uint8).data)
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
 
@@ -259,7 +259,7 @@ class _ShardWriter:
             for number, start in piece.ranges if piece.method else ():
                 for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
                     block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
-                    self._sources[number].read_into(memoryview(block), start + offset)
+                    self._sources[number].read_into(block.data, start + offset)
                     yield block.view(dtype)
 
 

@@ -1,7 +1,6 @@
 """The whole story on the bundled checkpoint, offline: plan, convert to several N, verify, measure the loss, draw it."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import OutputError, SourceNotFoundError
 from gqa_convert.evaluate import text_loss
+from gqa_convert.loading import load_causal_lm, load_tokenizer
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.stdlib_text import read_texts, source_files
 from gqa_convert.verify import verify_checkpoint
@@ -88,13 +88,10 @@ def run_demo(
 
 def _held_out_tokens() -> list[int]:
     """The first tokens of the standard library's held-out sources, as the checkpoint's own tokenizer sees them."""
-    from transformers import AutoTokenizer
-
     texts = read_texts(source_files(held_out=True))
     if not texts:
         raise SourceNotFoundError("this Python has no sources of its standard library to measure on: use one that has them")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer = load_tokenizer(CHECKPOINT)
     ids: list[int] = []
     for text in texts:
         ids += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]
@@ -105,9 +102,8 @@ def _held_out_tokens() -> list[int]:
 
 def _loss(folder: Path, ids: list[int]) -> float:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, _ = load_causal_lm(folder, torch.float32)
     return text_loss(model, ids, batch=8)
 
 

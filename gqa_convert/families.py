@@ -15,6 +15,9 @@ KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
 one gain vector [width] for every head or with no gain; with a gain row per head [heads, width]; with one tensor per head
 (`norms.0.weight`, ...); all heads at once, gain [heads * width]."""
 
+ENGINES = ("transformers", "vLLM", "llama.cpp")
+"""Software that `Family.engines` speaks of."""
+
 Rotary = Literal["none", "half", "interleaved"]
 """Which rows form a rotary pair: (j, j + rotated/2), or (2j, 2j + 1)."""
 

@@ -430,9 +430,10 @@ def _plan_tensors(
     for number, shard in enumerate(checkpoint.shards):
         tensors = []
         for name, entry in shard.header.tensors.items():
-            output = planned.get(name, OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),)))
-            if output is not None:
-                tensors.append(output)
+            copied = OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),))
+            wanted = planned.get(name, copied)
+            if wanted is not None:
+                tensors.append(wanted)
         untouched = groups == finder.kv_heads or not any(name in planned for name in shard.header.tensors)
         shards.append(OutputShard(shard.file, tuple(tensors), dict(shard.header.metadata), number if untouched else None))
     return shards, changes

@@ -20,9 +20,7 @@ from gqa_convert.checkpoint.source import read_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.checkpoints import CONFIG, llama_arrays
 
-fuzz = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def parse_file(raw: bytes) -> Header:
@@ -140,9 +138,7 @@ class TestFuzz:
 
     @fuzz
     @given(files(), st.data())
-    def test_mutated_files_agree_with_the_library(
-        self, tmp_path: Path, file: tuple[dict[str, Any], bytes], data: st.DataObject
-    ) -> None:
+    def test_mutated_files_agree_with_the_library(self, tmp_path: Path, file: tuple[dict[str, Any], bytes], data: st.DataObject) -> None:
         raw = bytearray(as_file(file[0], file[1]))
         for _ in range(data.draw(st.integers(1, 3))):
             at = data.draw(st.integers(0, len(raw) - 1))

@@ -221,9 +221,7 @@ class TestFailure:
         assert digests(out.parent) == before
         assert leftovers(out.parent) == []
 
-    @pytest.mark.parametrize(
-        "problem", [KeyboardInterrupt(), InterruptedRunError("stopped"), MemoryError(), ValueError("a bug")]
-    )
+    @pytest.mark.parametrize("problem", [KeyboardInterrupt(), InterruptedRunError("stopped"), MemoryError(), ValueError("a bug")])
     def test_what_is_no_mistake_passes_through(
         self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
     ) -> None:
@@ -241,9 +239,7 @@ class TestFailure:
     def test_a_disk_that_fills_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small = tmp_path / "small"
         small.mkdir()
-        if subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True, check=False
-        ).returncode:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True, check=False).returncode:
             pytest.skip("tmpfs can't be mounted here")
         try:
             source = write_llama(tmp_path / "source", shards=2)

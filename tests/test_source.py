@@ -115,9 +115,7 @@ class TestRead:
         assert open_checkpoint(single).carried == ("tokenizer.json", "sub/note.txt")
 
     def test_an_uint8_mask_is_no_quantised_weight(self, single: Path) -> None:
-        save_file(
-            llama_arrays() | {"model.layers.0.self_attn.bias": np.ones((1, 1, 4, 4), np.uint8)}, single / "model.safetensors"
-        )
+        save_file(llama_arrays() | {"model.layers.0.self_attn.bias": np.ones((1, 1, 4, 4), np.uint8)}, single / "model.safetensors")
         open_checkpoint(single)
 
     def test_an_infinity_in_the_config_is_kept(self, single: Path, tmp_path: Path) -> None:
@@ -267,7 +265,8 @@ class TestRefusals:
         [
             ("self_attn.k_proj.qweight", np.int32), ("self_attn.k_proj.SCB", np.float32), ("self_attn.k_proj.weight_scale", np.float32),
             ("self_attn.k_proj.weight_scale_inv", np.float32), ("self_attn.k_proj.weight", np.uint8), ("mlp.up_proj.weight", np.int8),
-            ("mlp.down_proj_blocks", np.uint8), ("self_attn.k_proj.g_idx", np.int32), ("mlp.weight.quant_state.bitsandbytes__nf4", np.uint8),
+            ("mlp.down_proj_blocks", np.uint8), ("self_attn.k_proj.g_idx", np.int32),
+            ("mlp.weight.quant_state.bitsandbytes__nf4", np.uint8),
         ],
     )  # fmt: skip
     def test_quantised_tensors(self, single: Path, name: str, dtype: Any) -> None:
@@ -349,9 +348,7 @@ class TestRefusals:
         (single / "model.safetensors").symlink_to(target)
         refused(single, CorruptCheckpointError, "link to nothing")
 
-    @pytest.mark.parametrize(
-        "path", ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b"]
-    )
+    @pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b"])
     def test_paths_to_nothing(self, path: str) -> None:
         refused(path, SourceNotFoundError)
 
@@ -361,7 +358,7 @@ class TestRefusals:
         refused(folder, ConfigError, "two\\nlines\\x1b[31m")
 
     def test_a_file_that_may_not_be_read(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def denied(path: Path, mode: str) -> None:
+        def denied(path: Path, *_: Any) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
         monkeypatch.setattr(store.Path, "open", denied)

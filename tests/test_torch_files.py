@@ -164,9 +164,7 @@ class TestRead:
             "read(Path(sys.argv[1])); before = peak(); print(read(Path(sys.argv[2]))[1], peak() - before)"
         )
         small = write_bin(tmp_path / "small", {"x": torch.zeros(5)})
-        raw = subprocess.check_output(
-            [sys.executable, "-c", script, small / SINGLE, source / SINGLE], cwd=Path(__file__).parents[1]
-        )
+        raw = subprocess.check_output([sys.executable, "-c", script, small / SINGLE, source / SINGLE], cwd=Path(__file__).parents[1])
         spilled, kib = raw.split()
         assert spilled == b"False"
         assert int(kib) < 20_000
@@ -214,9 +212,7 @@ class TestRefuse:
         assert SINGLE in str(caught.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
-    @pytest.mark.parametrize(
-        "raw", [b"", b"PK", b"\x80\x02}q\x00.", b"not a pickle", b"PK\x05\x06" + b"\0" * 18, b"<html>\n</html>\n"]
-    )
+    @pytest.mark.parametrize("raw", [b"", b"PK", b"\x80\x02}q\x00.", b"not a pickle", b"PK\x05\x06" + b"\0" * 18, b"<html>\n</html>\n"])
     def test_something_else(self, tmp_path: Path, raw: bytes) -> None:
         source = write_bin(tmp_path / "bin", {})
         (source / SINGLE).write_bytes(raw)

@@ -17,8 +17,9 @@ _RETRIES = 2
 class HubStore:
     """The files of a Hub repository at one commit, read by range requests."""
 
-    def __init__(self, repo_id: str, commit: str, files: dict[str, int]) -> None:
+    def __init__(self, repo_id: str, revision: str | None, commit: str, files: dict[str, int]) -> None:
         self.repo_id = repo_id
+        self.revision = revision
         self.commit = commit
         self.files = files
         self.folder: Path | None = None
@@ -51,23 +52,24 @@ class HubStore:
                     break
             return bytes(result[skipped : skipped + length])
 
-    def download(self, leave_out: Iterable[str]) -> FolderStore:
-        """The repository in the Hub's cache, without the named files."""
+    def download(self, leave_out: Iterable[str]) -> Path:
+        """The snapshot's folder in the Hub's cache, without the named files; its name is the commit."""
         from huggingface_hub import snapshot_download
 
         patterns = [name.replace("[", "[[]") for name in leave_out] or None
-        folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.commit, ignore_patterns=patterns)
-        return FolderStore(Path(folder))
+        # by the branch's name, not the commit: only so does the cache know the branch when there is no network
+        folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns)
+        return Path(folder)
 
 
 def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | FolderStore, str]:
-    """The store for a Hub id, and the commit it stands for; without network access a snapshot in the Hub's cache, if there is one.
+    """The store for a Hub id, and the commit it stands for; without network access a snapshot in the Hub's cache.
 
     Raises:
         SourceNotFoundError: no such repository, revision or access; or no network and nothing in the cache.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -86,7 +88,7 @@ def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | Folde
         return FolderStore(folder), folder.name
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
     visible = {name: size for name, size in files.items() if not any(part.startswith(".") for part in name.split("/"))}
-    return HubStore(repo_id, str(info.sha), visible), str(info.sha)
+    return HubStore(repo_id, revision, str(info.sha), visible), str(info.sha)
 
 
 def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
@@ -109,7 +111,7 @@ def _asking(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(problem, GatedRepoError):
         return SourceNotFoundError(f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`")
@@ -120,8 +122,12 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     if isinstance(problem, RevisionNotFoundError):
         return SourceNotFoundError(f"{repo_id} has no such revision on the Hub: check --revision")
     detail = " ".join(str(problem).split())[:160] or type(problem).__name__
-    if isinstance(problem, HfHubHTTPError):
-        return SourceNotFoundError(f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`")
-    return SourceNotFoundError(
-        f"{repo_id} is no folder here, and the Hub can't be reached, nor does its cache hold it ({detail}): check the path or the network"
+    unreachable = isinstance(problem, (ConnectionError, TimeoutError)) or "TransportError" in (
+        kind.__name__ for kind in type(problem).__mro__
     )
+    if unreachable:
+        return SourceNotFoundError(
+            f"{repo_id} is no folder here, and the Hub can't be reached, nor does its cache hold it ({detail}): "
+            "check the path or the network"
+        )
+    return SourceNotFoundError(f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`")

@@ -4,6 +4,7 @@ Work happens in a sibling of the result with a temporary name, under a lock that
 syncs the folders and renames. The next run removes the leftovers of dead runs, and never those of a live one.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -81,10 +82,8 @@ def _restore(path: Path) -> bool:
     match = _LEFTOVER.fullmatch(path.name)
     if match is None or not match["aside"] or (path.parent / match["out"]).exists():
         return False
-    try:
+    with contextlib.suppress(OSError):
         path.rename(path.parent / match["out"])
-    except OSError:
-        pass
     return True
 
 
@@ -100,7 +99,7 @@ def _lock(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(folder).st_ino == os.fstat(handle).st_ino:
+        if folder.stat().st_ino == os.fstat(handle).st_ino:
             return handle
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -136,8 +135,9 @@ class StagedFolder:
                     self._handle = _lock(self.path)
                 except OSError:  # the filesystem has no locks; there, no sweep takes anything either
                     return self
-                if self._handle is not None:  # else a sweep was faster and takes it away
+                if self._handle is not None:
                     return self
+                self._cleanup.detach()  # a sweep was faster and takes it away
             raise OutputError(f"{self.out.parent} loses every folder that is made in it: name another folder")
         except BaseException as problem:
             if self._cleanup is not None:

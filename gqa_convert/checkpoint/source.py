@@ -88,7 +88,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
 
     store, commit = open_hub_store(str(source), revision)
     if download and isinstance(store, HubStore):
-        store = store.download(_survey(store, str(source)).others)
+        folder = store.download(_survey(store, str(source)).others)
+        store, commit = FolderStore(folder), folder.name
     return read_checkpoint(store, str(source), commit)
 
 
@@ -135,7 +136,7 @@ def _survey(store: FileStore, source_id: str) -> _Survey:
         if file not in store.files:
             raise CorruptCheckpointError(f"{source_id}/{file} is missing, though {chosen} names it: download or copy it again")
     read = {chosen, *shard_files}
-    others = tuple(name for name in store.files if formats.is_weight_file(name) and name not in read)
+    others = tuple(sorted(name for name in store.files if formats.is_weight_file(name) and name not in read))
     return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
 
 
@@ -178,9 +179,7 @@ def _read_index(store: FileStore, name: str, source_id: str) -> tuple[dict[str, 
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CorruptCheckpointError(
-                f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it"
-            )
+            raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it")
         if not file.endswith(suffix):
             raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again")
     return weight_map, metadata
@@ -218,8 +217,8 @@ def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source
         return
     for name, file in weight_map.items():
         if homes.get(name) != file:
-            raise CorruptCheckpointError(f"{source_id}/{index_name} promises tensor {name!r} in {file}, which does not hold it: copy both again")
+            raise CorruptCheckpointError(
+                f"{source_id}/{index_name} promises tensor {name!r} in {file}, which does not hold it: copy both again"
+            )
     stray = next(name for name in homes if name not in weight_map)
-    raise CorruptCheckpointError(
-        f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again"
-    )
+    raise CorruptCheckpointError(f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again")

@@ -8,6 +8,7 @@ from typing import Any
 
 from gqa_convert.evaluate import text_loss
 from gqa_convert.families import Family
+from gqa_convert.loading import load_causal_lm, load_tokenizer
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.merging import merge
 from gqa_convert.verify.reading import first_line
@@ -127,25 +128,14 @@ def check_behaviour(
 def load_model(folder: Path, parameters: int) -> Any:
     """A causal language model on the CPU, in evaluation mode: in float32 unless it has too many parameters."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
-        )
+        model, missing = load_causal_lm(folder, torch.float32 if parameters <= FLOAT32_LIMIT else "auto")
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
     if missing:
         raise Failure(f"transformers finds no fitting tensor for {min(missing)} ({len(missing)} such) in {folder}")
-    return model.eval()
+    return model
 
 
 class Probe:
@@ -351,10 +341,7 @@ def _made(heads: list[Any], method: Any, ours: Any) -> Any:
 
 def tokenize(folder: Path, text: str, limit: int | None) -> list[int]:
     """The text's token ids by the checkpoint's own tokenizer, at most `limit` of them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"][:limit]
+    ids: list[int] = load_tokenizer(folder)(text, verbose=False)["input_ids"][:limit]
     if len(ids) < 2:
         raise Failure(f"the text has {len(ids)} token(s), too few for a loss")
     return ids

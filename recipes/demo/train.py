@@ -17,11 +17,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from gqa_convert.evaluate import text_loss
 from gqa_convert.stdlib_text import read_texts, source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048
 CONTEXT = 512  # tokens
+HELD_OUT_TOKENS = 100_000
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -58,14 +60,16 @@ def learning_rate_factor(step: int, steps: int, warmup: int = 50, decay_share: f
     return min(1.0, (steps - step) / (decay_share * steps))
 
 
-@torch.inference_mode()
-def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray, blocks: int = 128) -> float:
-    """Mean loss in nats per token over consecutive blocks of CONTEXT tokens."""
-    model.eval()
-    ids = torch.from_numpy(stream[: blocks * CONTEXT].reshape(-1, CONTEXT))
-    losses = [model(input_ids=part, labels=part).loss.item() for part in ids.split(8)]
-    model.train()
-    return sum(losses) / len(losses)
+def make_portable(folder: Path) -> None:
+    """Add the config keys that software older than transformers 5 reads, and let everybody read the files."""
+    for name, keys in (
+        ("config.json", {"rope_theta": 10000.0, "torch_dtype": "bfloat16"}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys, indent=2) + "\n")
+    for path in folder.iterdir():
+        path.chmod(0o644)
 
 
 def main() -> None:
@@ -120,10 +124,11 @@ def main() -> None:
 
     seconds = time.monotonic() - began
     model = model.to(torch.bfloat16)
-    loss = held_out_loss(model, held_out)
+    loss = text_loss(model.eval(), held_out[:HELD_OUT_TOKENS].tolist(), batch=8)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
+    make_portable(arguments.output)
     record = {
         "recipe": "recipes/demo/train.py",
         "text": "sources of the Python standard library, one file in twenty held out",

@@ -1,0 +1,81 @@
+"""The demo on the bundled checkpoint, and the checkpoint itself."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from gqa_convert import stdlib_text
+from gqa_convert.demo import CHECKPOINT, GROUPS, PLOT, RESULTS, run_demo
+from gqa_convert.errors import OutputError
+from gqa_convert.evaluate import text_loss
+from gqa_convert.loading import load_causal_lm
+from gqa_convert.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list[Plan]]:
+    out = tmp_path_factory.mktemp("demo") / "out"
+    plans: list[Plan] = []
+    return out, run_demo(out, on_plan=plans.append), plans
+
+
+def test_the_bundled_checkpoint_is_small() -> None:
+    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < 6_000_000
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    assert config["num_key_value_heads"] == config["num_attention_heads"] == 12
+    assert config["head_dim"] * 12 != config["hidden_size"]
+
+
+def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> None:
+    out, summary, plans = demo
+    assert len(plans) == 1
+    assert summary["passed"]
+    assert [result["groups"] for result in summary["results"]] == list(GROUPS)
+    losses = [result["loss"] for result in summary["results"]]
+    assert losses == sorted(losses), "fewer heads must not gain quality by pooling"
+    assert 1.5 < losses[0] < 2.7, "the checkpoint was trained; a uniform guess would lose 7.6"
+    assert losses[0] + 0.5 < losses[-1] < 9
+    cache = [result["kv_bytes_per_token"] for result in summary["results"]]
+    assert cache == [5 * 2 * 32 * 2 * groups for groups in GROUPS]
+    assert json.loads((out / RESULTS).read_text()) == summary
+    for groups in GROUPS:
+        assert json.loads((out / f"gqa-{groups}" / "config.json").read_text())["multi_query_group_num"] == groups
+
+
+def test_the_plot_is_a_picture_with_both_curves(demo: tuple[Path, dict, list[Plan]]) -> None:
+    root = ElementTree.parse(demo[0] / PLOT).getroot()
+    assert root.tag.endswith("svg")
+    assert len([node for node in root.iter() if node.get("id", "").startswith("line2d")]) >= 2
+
+
+def test_an_earlier_demo_is_replaced_only_when_asked(demo: tuple[Path, dict, list[Plan]], tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="exists already"):
+        run_demo(demo[0])
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(OutputError, match="exists already"):
+        run_demo(tmp_path, overwrite=True)
+
+
+def test_every_token_but_the_first_is_scored_once() -> None:
+    """The blocks' loss, against one that is computed token by token."""
+    model, _ = load_causal_lm(CHECKPOINT, torch.float32)
+    context = model.config.max_position_embeddings
+    ids = torch.randint(2, 2000, (2 * context + 77,), generator=torch.Generator().manual_seed(0)).tolist()
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(ids) - 1, context - 1):
+            block = torch.tensor([ids[start : start + context]])
+            scores = torch.log_softmax(model(input_ids=block).logits[0].double(), dim=-1)
+            total -= sum(float(scores[at, block[0, at + 1]]) for at in range(block.shape[1] - 1))
+    assert text_loss(model, ids, batch=2) == pytest.approx(total / (len(ids) - 1), rel=1e-6)
+    with pytest.raises(ValueError, match="two tokens"):
+        text_loss(model, ids[:1])
+
+
+def test_held_out_files_are_never_training_files() -> None:
+    training, held_out = set(stdlib_text.source_files(held_out=False)), set(stdlib_text.source_files(held_out=True))
+    assert not training & held_out
+    assert 0.02 < len(held_out) / len(training | held_out) < 0.1
