@@ -53,6 +53,7 @@ def ask(server: HubServer | str, cache: Path, verb: str, source: str, out: Path 
         cwd=ROOT, env=os.environ | settings | env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
+    assert "it/s" not in result.stderr  # no progress bars where there is no terminal
     answer = json.loads(result.stdout)
     if "message" in answer:
         assert answer["message"].isprintable()

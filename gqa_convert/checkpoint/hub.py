@@ -1,5 +1,6 @@
 """A checkpoint on the Hugging Face Hub: its headers by range requests, or the whole of it through the Hub's cache."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,18 @@ class HubStore:
     def download(self, leave_out: Iterable[str]) -> Path:
         """The snapshot's folder in the Hub's cache, without the named files; its name is the commit."""
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
         patterns = [name.replace("[", "[[]") for name in leave_out] or None
-        # by the branch's name, not the commit: only so does the cache know the branch when there is no network
-        folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns)
+        silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
+        if silence:
+            disable_progress_bars()
+        try:
+            # by the branch's name, not the commit: only so does the cache know the branch when there is no network
+            folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns)
+        finally:
+            if silence:
+                enable_progress_bars()
         return Path(folder)
 
 
