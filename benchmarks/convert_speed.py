@@ -121,7 +121,10 @@ def main() -> None:
                         {"cache": cache, "round": round_number, "name": name, "seconds": round(measured.seconds, 3),
                          "peak_anonymous_bytes": measured.peak_anonymous}
                     )  # fmt: skip
-                    print(f"{cache} {round_number} {name:<16} {measured.seconds:7.2f} s  {measured.peak_anonymous / 2**20:7.1f} MiB", flush=True)
+                    print(
+                        f"{cache} {round_number} {name:<16} {measured.seconds:7.2f} s  {measured.peak_anonymous / 2**20:7.1f} MiB",
+                        flush=True,
+                    )
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",

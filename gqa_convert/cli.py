@@ -30,7 +30,9 @@ app = typer.Typer(
 )
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
-Groups = Annotated[int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)]
+Groups = Annotated[
+    int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)
+]
 Method = Annotated[str, typer.Option("--method", "-m", help="How heads are merged: mean, first or random.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
 Seed = Annotated[int, typer.Option("--seed", help="For --method random.")]
@@ -87,6 +89,7 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
     groups: Groups, method: Method = "mean", seed: Seed = 0, revision: Revision = None, max_shard_size: ShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
+    hash_weights: Annotated[bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's weight files too; reads them whole.")] = False,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
@@ -111,7 +114,7 @@ def convert(
             bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, seed=seed, revision=revision, overwrite=overwrite,
+            source, out, groups, method=method, seed=seed, revision=revision, overwrite=overwrite, hash_weights=hash_weights,
             max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip
@@ -160,9 +163,9 @@ def demo(
 ) -> None:  # fmt: skip
     """The whole story offline: convert a small bundled model to several N, verify each, measure what is lost and what is gained.
 
-      gqa-convert demo
+    gqa-convert demo
 
-      gqa-convert demo /tmp/gqa-demo --json
+    gqa-convert demo /tmp/gqa-demo --json
     """
     from gqa_convert import console
     from gqa_convert.demo import run_demo
@@ -178,7 +181,7 @@ def demo(
 
 
 def _bytes(text: str | None, option: str) -> int | None:
-    """"5GB", "500 MiB" or a plain number of bytes."""
+    """ "5GB", "500 MiB" or a plain number of bytes."""
     import re
 
     from gqa_convert.errors import OptionError
@@ -194,14 +197,15 @@ def _bytes(text: str | None, option: str) -> int | None:
 
 def main() -> Never:
     """Run the command line; every mistake becomes one line on stderr and an exit code."""
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
     try:
         code = app(standalone_mode=False)
     except GQAConvertError as mistake:
         sys.exit(_report(str(mistake), mistake.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(_report("interrupted: nothing was left behind", InterruptedRunError.exit_code))
     except Exception as problem:
+        if type(problem).__name__ == "Abort":  # what typer makes of Ctrl-C
+            sys.exit(_report("interrupted: nothing was left behind", InterruptedRunError.exit_code))
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
         if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
             text = " ".join(problem.format_message().split()).rstrip(".")

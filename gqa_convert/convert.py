@@ -4,34 +4,19 @@ Only the K/V heads are read; everything else travels inside the kernel. Memory d
 """
 
 import json
-import math
 import os
-import platform
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gqa_convert import __version__
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile, can_share_blocks
-from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, RemoteHeadersError
-from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
-from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan, make_plan
-
-PROVENANCE = "gqa_conversion.json"
-
-_BLOCK_NUMBERS = 1 << 16
-"""Numbers merged at a time, over all heads of a group: what fits a core's cache in float32."""
-
-Progress = Callable[[int], None]
+from gqa_convert.errors import RemoteHeadersError
+from gqa_convert.plan import Plan, make_plan
+from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
+from gqa_convert.writing import Progress, write_weights
 
 
 def convert_checkpoint(
@@ -44,6 +29,7 @@ def convert_checkpoint(
     revision: str | None = None,
     max_shard_size: int | None = None,
     overwrite: bool = False,
+    hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Progress = lambda nbytes: None,
@@ -59,6 +45,7 @@ def convert_checkpoint(
         revision: branch, tag or commit on the Hub.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
         overwrite: replace an existing checkpoint folder once the new one is complete.
+        hash_weights: record the SHA-256 of the source's weight files too, which means reading them whole.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
         progress: called with every number of weight bytes written.
@@ -76,9 +63,12 @@ def convert_checkpoint(
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as staged:
-        _check_space(plan, staged.path)
-        errors = _write_weights(plan, staged.path, progress)
-        _write_companions(plan, staged.path, errors, command)
+        with FileHasher(checkpoint, weights=hash_weights) as hasher:
+            errors = write_weights(plan, staged.path, progress)
+            digests = hasher.digests()
+        _write_index(plan, staged.path)
+        _write_companions(plan, staged.path)
+        _write_text(staged.path / PROVENANCE, _json(provenance(plan, errors, digests, command)))
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {**plan.summary(), "out": str(out), "out_bytes": total, "merge_error": errors}
@@ -96,185 +86,6 @@ def _open_local(source: str | Path, revision: str | None, groups: int, method: s
     return open_checkpoint(source, revision=revision, download=True)
 
 
-def _check_space(plan: Plan, folder: Path) -> None:
-    spilled = sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
-    needed, free = plan.disk_bytes + spilled, shutil.disk_usage(folder).free
-    if needed > free:
-        raise NoSpaceError(f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: make room or name another disk")
-
-
-def _write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, float]:
-    """All output shards and the index; returns each merged tensor's relative merge error."""
-    with ExitStack() as stack:
-        sources = _SourceFiles(plan.checkpoint, folder, stack)
-        writer = _ShardWriter(plan, sources, progress)
-        for shard in plan.shards:
-            writer.write(shard, folder / shard.file)
-        sources.check_unchanged()
-    _write_index(plan, folder)
-    return writer.errors()
-
-
-class _SourceFiles:
-    """The source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
-
-    def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
-        self._checkpoint = checkpoint
-        self._work = work
-        self._stack = stack
-        self._open: dict[int, SourceFile] = {}
-        self.shared = False
-        self.shared = not any(shard.spilled for shard in checkpoint.shards) and self._probe_sharing()
-        """Whether output files can share blocks with the source."""
-        self._open.clear()  # the probe's descriptor reads ahead, which would be wasted where blocks are shared
-
-    def __getitem__(self, number: int) -> SourceFile:
-        if number not in self._open:
-            shard = self._checkpoint.shards[number]
-            assert self._checkpoint.folder is not None
-            path = self._checkpoint.folder / shard.file
-            self._check_unchanged(number)
-            if shard.spilled:
-                from gqa_convert.checkpoint.torch_files import spill
-
-                spilled = self._work / f".spilled-{number}"
-                spill(path, spilled)
-                self._stack.callback(spilled.unlink)
-                path = spilled
-            file = SourceFile(path, read_ahead=not self.shared)
-            self._stack.callback(file.close)
-            self._open[number] = file
-        return self._open[number]
-
-    def check_unchanged(self) -> None:
-        """Raise CorruptCheckpointError if a file was written to since its header was read."""
-        for number in self._open:
-            self._check_unchanged(number)
-
-    def _check_unchanged(self, number: int) -> None:
-        shard = self._checkpoint.shards[number]
-        assert self._checkpoint.folder is not None
-        path = self._checkpoint.folder / shard.file
-        status = path.stat()
-        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
-            raise CorruptCheckpointError(f"{path} has changed since it was planned: leave the source alone meanwhile, and try again")
-
-    def _probe_sharing(self) -> bool:
-        probe = self._work / ".share-probe"
-        with probe.open("xb") as file:
-            shared = can_share_blocks(self[0], file.fileno())
-        probe.unlink()
-        return shared
-
-
-class _ShardWriter:
-    """Writes output shards piece by piece; neighbouring copies are joined into one."""
-
-    def __init__(self, plan: Plan, sources: _SourceFiles, progress: Progress) -> None:
-        self._plan = plan
-        self._sources = sources
-        self._progress = progress
-        self._mergers: dict[tuple[int, str], BlockMerger] = {}
-        self._squares: dict[str, tuple[float, float]] = {}
-
-    def errors(self) -> dict[str, float]:
-        """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
-        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
-
-    def write(self, shard: OutputShard, path: Path) -> None:
-        """Write and sync a whole file: header, then tensors."""
-        header, copied = b"", 0
-        if shard.whole_copy_of is None:
-            header = self._header(shard)
-        else:
-            copied = self._plan.checkpoint.shards[shard.whole_copy_of].size
-        reserved = 0 if self._sources.shared else copied or len(header) + shard.nbytes
-        out = OutputFile(path, reserved, self._progress)
-        try:
-            if shard.whole_copy_of is None:
-                out.write(header)
-                self._write_tensors(shard, out)
-            else:
-                out.copy(self._sources[shard.whole_copy_of], 0, copied)
-        finally:
-            out.close()
-
-    def _header(self, shard: OutputShard) -> bytes:
-        """The header, padded so that the tensors start where blocks can be shared with the source, if they can be shared at all."""
-        described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
-        alignment = (0, 8)
-        if self._sources.shared and shard.tensors:
-            alignment = (shard.tensors[0].pieces[0].ranges[0][1] % BLOCK, BLOCK)
-        return build_header(described, {"format": "pt"} | shard.metadata, data_start_modulo=alignment)
-
-    def _write_tensors(self, shard: OutputShard, out: OutputFile) -> None:
-        joined: tuple[int, int, int] | None = None  # source shard, start, bytes
-        for tensor in shard.tensors:
-            fresh = self._fresh(tensor)
-            for piece in tensor.pieces:
-                number, start = piece.ranges[0]
-                if piece.method is None and joined and joined[0] == number and joined[1] + joined[2] == start:
-                    joined = (number, joined[1], joined[2] + piece.nbytes)
-                    continue
-                self._flush(joined, out)
-                joined = (number, start, piece.nbytes) if piece.method is None else None
-                if piece.method is not None:
-                    self._merge(tensor, piece, out, fresh)
-        self._flush(joined, out)
-
-    def _flush(self, joined: tuple[int, int, int] | None, out: OutputFile) -> None:
-        if joined:
-            number, start, nbytes = joined
-            out.copy(self._sources[number], start, nbytes)
-
-    def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
-        assert piece.method is not None
-        heads, dtype = len(piece.ranges), DTYPES[tensor.dtype]
-        key = (heads, tensor.dtype)
-        if key not in self._mergers:
-            self._mergers[key] = BlockMerger(heads, dtype, max(1024, _BLOCK_NUMBERS // heads))
-        merger = self._mergers[key]
-        merger.squared_error = merger.squared_norm = 0.0
-        step = merger.source.shape[1]
-        self._sources[piece.ranges[-1][0]].expect(piece.ranges[-1][1])
-        for first in range(0, piece.nbytes // dtype.itemsize, step):
-            count = min(step, piece.nbytes // dtype.itemsize - first)
-            for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
-                self._sources[number].read_into(row[:count].view(np.uint8).data, start + first * dtype.itemsize)
-            merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
-            out.write(merged.view(np.uint8).data)
-        error, norm = self._squares.get(tensor.name, (0.0, 0.0))
-        self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
-
-    def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
-        """The random numbers of a tensor, or None if it needs none."""
-        if not any(piece.method == "random" for piece in tensor.pieces):
-            return None
-        dtype = DTYPES[tensor.dtype]
-        deviation = standard_deviation(self._blocks(tensor, dtype), f"tensor {tensor.name}")
-        return _Fresh(self._plan.seed, tensor.name, deviation, dtype)
-
-    def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
-        for piece in tensor.pieces:
-            for number, start in piece.ranges if piece.method else ():
-                for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
-                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
-                    self._sources[number].read_into(block.data, start + offset)
-                    yield block.view(dtype)
-
-
-class _Fresh:
-    """`fresh_numbers` as something to take from."""
-
-    def __init__(self, seed: int, name: str, deviation: float, dtype: np.dtype[Any]) -> None:
-        self._count = 0
-        self._numbers = fresh_numbers(seed, name, deviation, dtype, iter(lambda: self._count, -1))
-
-    def take(self, count: int) -> Any:
-        self._count = count
-        return next(self._numbers)
-
-
 def _write_index(plan: Plan, folder: Path) -> None:
     """The index of a sharded result; its totals are those of the new tensors."""
     if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
@@ -286,8 +97,8 @@ def _write_index(plan: Plan, folder: Path) -> None:
     _write_text(folder / formats.SAFETENSORS_INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}))
 
 
-def _write_companions(plan: Plan, folder: Path, errors: dict[str, float], command: list[str] | None) -> None:
-    """Config, provenance, and every other file of the source byte for byte."""
+def _write_companions(plan: Plan, folder: Path) -> None:
+    """Config, and every other file of the source byte for byte."""
     source = plan.checkpoint.folder
     assert source is not None
     for name in plan.checkpoint.carried:
@@ -298,34 +109,6 @@ def _write_companions(plan: Plan, folder: Path, errors: dict[str, float], comman
         shutil.copyfile(source / name, target)
         sync(target)
     _write_text(folder / CONFIG, _json(plan.config))
-    _write_text(folder / PROVENANCE, _json(_provenance(plan, errors, command)))
-
-
-def _provenance(plan: Plan, errors: dict[str, float], command: list[str] | None) -> dict[str, Any]:
-    checkpoint = plan.checkpoint
-    assert checkpoint.folder is not None
-    earlier = checkpoint.folder / PROVENANCE
-    return {
-        "format_version": 1,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": command,
-        "versions": {"gqa_convert": __version__, "python": platform.python_version(), "numpy": np.__version__},
-        "source": {
-            "id": checkpoint.source_id,
-            "revision": checkpoint.revision,
-            "files": {name: {"bytes": checkpoint.sizes[name]} for name in sorted(checkpoint.sizes)},
-        },
-        "model_type": plan.family.model_type,
-        "method": plan.effective_method,
-        "seed": plan.seed if plan.effective_method == "random" else None,
-        "heads": plan.heads,
-        "source_kv_heads": plan.source_kv_heads,
-        "groups": plan.groups,
-        "kv_bytes_per_token": {"before": plan.cache_bytes_per_token(False), "after": plan.cache_bytes_per_token(True)},
-        "merge_error": errors,
-        "uptraining_tokens": 0,
-        "previous": json.loads(earlier.read_bytes()) if PROVENANCE in checkpoint.carried else None,
-    }
 
 
 def _json(value: dict[str, Any]) -> str:

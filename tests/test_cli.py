@@ -66,7 +66,15 @@ def test_plan_for_people(source: Path) -> None:
     result = run("plan", source, "-n", 4)
     assert result.returncode == 0
     assert result.stdout == ""
-    for word in (f"[{12 * WIDTH}, {HIDDEN}]", f"[{4 * WIDTH}, {HIDDEN}]", "0-1", "K/V cache per token", "tensor parallel", "vLLM", "disk needed"):
+    for word in (
+        f"[{12 * WIDTH}, {HIDDEN}]",
+        f"[{4 * WIDTH}, {HIDDEN}]",
+        "0-1",
+        "K/V cache per token",
+        "tensor parallel",
+        "vLLM",
+        "disk needed",
+    ):
         assert word in result.stderr
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> 
 
 
 def test_the_plot_is_a_picture_with_both_curves(demo: tuple[Path, dict, list[Plan]]) -> None:
-    root = ElementTree.parse(demo[0] / PLOT).getroot()
+    root = ET.parse(demo[0] / PLOT).getroot()
     assert root.tag.endswith("svg")
     assert len([node for node in root.iter() if node.get("id", "").startswith("line2d")]) >= 2
 

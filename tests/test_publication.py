@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gqa_convert import convert
+from gqa_convert import convert, writing
 from gqa_convert.checkpoint import copying, publication
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.convert import convert_checkpoint
@@ -244,7 +244,7 @@ class TestFailure:
         try:
             source = write_llama(tmp_path / "source", shards=2)
             refused(NoSpaceError, "make room", call=lambda: convert_checkpoint(source, small / "out", 4))
-            monkeypatch.setattr(convert, "_check_space", lambda *_: None)
+            monkeypatch.setattr(writing, "_check_space", lambda *_: None)
             refused(NoSpaceError, "full", call=lambda: convert_checkpoint(source, small / "a" / "out", 4))
             assert list(small.iterdir()) == []
         finally:

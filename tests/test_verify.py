@@ -373,9 +373,7 @@ def test_float32_random_numbers_are_held_to_the_bit(made: Callable[..., tuple[Pa
     assert set(failed(verify_checkpoint(claimed, source, logits=False))) == {"merged tensors"}
 
 
-def test_a_strided_repeat_in_the_model_fails_the_logits(
-    made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strided_repeat_in_the_model_fails_the_logits(made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Good tensors, but the software that runs them serves other query heads."""
     out, source = made("llama", 3)
     module = transformers.integrations.sdpa_attention
@@ -430,9 +428,7 @@ def test_the_cache_is_counted() -> None:
         behaviour.cache_shapes(())
 
 
-def test_a_wrong_cache_fails_cached_decoding(
-    made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_cache_fails_cached_decoding(made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     out, source = made("llama", 3)
     update = transformers.cache_utils.DynamicLayer.update
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -19,7 +20,9 @@ BLOCK = 4096
 _STEP = 32 << 20
 """Bytes asked for in one call: enough to make the calls' cost vanish, few enough for a smooth progress bar."""
 
-_READ_AHEAD = 64 << 20
+_READ_AHEAD = 256 << 20
+"""Bytes; shorter turns of reading and writing were slower where one disk does both."""
+
 _FICLONERANGE = 0x4020940D
 _SYNC_FILE_RANGE_WRITE = 2
 _UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ETXTBSY)
@@ -152,12 +155,15 @@ class OutputFile:
             self._sent = self.at
 
 
-def can_share_blocks(source: SourceFile, scratch: int) -> bool:
-    """Whether the source's filesystem and that of the open, empty file `scratch` let the two share blocks (XFS, btrfs, bcachefs)."""
-    if source.size < BLOCK:
+def can_share_blocks(path: str | os.PathLike[str], scratch: int) -> bool:
+    """Whether the filesystem lets a file and the open, empty file `scratch` share blocks (XFS, btrfs, bcachefs)."""
+    if Path(path).stat().st_size < BLOCK:
         return False
+    source = os.open(path, os.O_RDONLY)
     try:
-        fcntl.ioctl(scratch, _FICLONERANGE, struct.pack("=qQQQ", source.fd, 0, BLOCK, 0))
+        fcntl.ioctl(scratch, _FICLONERANGE, struct.pack("=qQQQ", source, 0, BLOCK, 0))
     except OSError:
         return False
+    finally:
+        os.close(source)
     return True

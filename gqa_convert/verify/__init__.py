@@ -106,9 +106,7 @@ class _Run:
         return check.passed
 
 
-def _check_data(
-    run: _Run, out: Path, family: Family, original: dict[str, Any], source: Weights, progress: Progress
-) -> Geometry | None:
+def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], source: Weights, progress: Progress) -> Geometry | None:
     """All checks on files; returns the geometry unless OUT is too damaged to have one."""
     opened: list[Weights] = []
     claims: dict[str, Any] = {}

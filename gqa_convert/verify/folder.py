@@ -156,9 +156,7 @@ def true_method(claimed: Any, geometry: Geometry) -> Any:
     return "repeat" if geometry.after > geometry.before else claimed
 
 
-def check_provenance(
-    claims: dict[str, Any], family: Family, geometry: Geometry, source: Weights, errors: dict[str, float] | None
-) -> str:
+def check_provenance(claims: dict[str, Any], family: Family, geometry: Geometry, source: Weights, errors: dict[str, float] | None) -> str:
     """The claims against config and tensors.
 
     Args:

@@ -112,4 +112,3 @@ class FreshNumbers:
         off = (flat.view(torch.int32).long() - expected.view(torch.int32).long()).abs()
         self._off += int((off != 0).sum())
         return int(off.max()) <= 1 and self._off <= self._seen * 1e-6 if off.numel() else True
-

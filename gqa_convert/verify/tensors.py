@@ -25,9 +25,7 @@ class TensorComparison:
         progress: called with every number of bytes of OUT compared.
     """
 
-    def __init__(
-        self, source: Weights, out: Weights, geometry: Geometry, method: str, seed: int, progress: Callable[[int], None]
-    ) -> None:
+    def __init__(self, source: Weights, out: Weights, geometry: Geometry, method: str, seed: int, progress: Callable[[int], None]) -> None:
         self._source = source
         self._out = out
         self._geometry = geometry
@@ -150,9 +148,7 @@ class TensorComparison:
             problem = self._compare_head(ours, group, source_head, name, None)
             yield f"{name} in {problem}" if problem else None
 
-    def _compare_head(
-        self, ours: Any, group: int, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None
-    ) -> str | None:
+    def _compare_head(self, ours: Any, group: int, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None) -> str | None:
         """What is wrong with one merged head, counted in numbers."""
         before, after, size = self._geometry.before, self._geometry.after, self._geometry.size
         if after >= before:

@@ -1,0 +1,107 @@
+"""`gqa_conversion.json`: where a converted checkpoint comes from and how it was made."""
+
+import hashlib
+import json
+import platform
+import time
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gqa_convert import __version__
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.plan import Plan
+
+PROVENANCE = "gqa_conversion.json"
+
+_CHUNK = 1 << 20
+
+
+class FileHasher:
+    """SHA-256 of the source's files, computed beside the conversion in a thread that an error or a signal ends.
+
+    Args:
+        checkpoint: a local source.
+        weights: hash the weight files too; without it only everything else, which costs nothing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, weights: bool) -> None:
+        assert checkpoint.folder is not None
+        self._folder: Path = checkpoint.folder
+        large = {shard.file for shard in checkpoint.shards}
+        self._names = [name for name in checkpoint.sizes if name not in checkpoint.left_behind and (weights or name not in large)]
+        self._digests: dict[str, str] = {}
+        self._problem: OSError | None = None
+        self._stop = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "FileHasher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def digests(self) -> dict[str, str]:
+        """Name -> hexadecimal digest; waits for the last one."""
+        self._thread.join()
+        if self._problem:
+            raise self._problem
+        return self._digests
+
+    def _run(self) -> None:
+        buffer = bytearray(_CHUNK)
+        try:
+            for name in self._names:
+                digest = hashlib.sha256()
+                with (self._folder / name).open("rb", buffering=0) as file:
+                    while (count := file.readinto(buffer)) and not self._stop.is_set():
+                        digest.update(memoryview(buffer)[:count])
+                self._digests[name] = digest.hexdigest()
+        except OSError as problem:
+            self._problem = problem
+
+
+def provenance(plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None) -> dict[str, Any]:
+    """The record of a conversion.
+
+    Args:
+        plan: what was done.
+        errors: relative merge error by tensor.
+        digests: SHA-256 of source files, for as many as are known.
+        command: the command line, if there was one.
+
+    Returns:
+        Plain data; the record of an earlier conversion of the source is kept under `previous`.
+    """
+    checkpoint = plan.checkpoint
+    assert checkpoint.folder is not None
+    earlier = checkpoint.folder / PROVENANCE
+    return {
+        "format_version": 1,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command,
+        "versions": {"gqa_convert": __version__, "python": platform.python_version(), "numpy": np.__version__},
+        "source": {
+            "id": checkpoint.source_id,
+            "revision": checkpoint.revision,
+            "files": {
+                name: {"bytes": checkpoint.sizes[name]} | ({"sha256": digests[name]} if name in digests else {})
+                for name in sorted(checkpoint.sizes)
+            },
+        },
+        "model_type": plan.family.model_type,
+        "method": plan.effective_method,
+        "seed": plan.seed if plan.effective_method == "random" else None,
+        "heads": plan.heads,
+        "source_kv_heads": plan.source_kv_heads,
+        "groups": plan.groups,
+        "kv_bytes_per_token": {"before": plan.cache_bytes_per_token(False), "after": plan.cache_bytes_per_token(True)},
+        "merge_error": errors,
+        "uptraining_tokens": 0,
+        "previous": json.loads(earlier.read_bytes()) if PROVENANCE in checkpoint.carried else None,
+    }

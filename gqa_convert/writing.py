@@ -1,0 +1,220 @@
+"""Writes a plan's weight files: copies inside the kernel, K/V heads merged on the way, every file synced."""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile, can_share_blocks
+from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.errors import CorruptCheckpointError, NoSpaceError
+from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
+from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan
+
+_BLOCK_NUMBERS = 1 << 16
+"""Numbers merged at a time, over all heads of a group: what fits a core's cache in float32."""
+
+Progress = Callable[[int], None]
+
+
+def write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, float]:
+    """Write all output shards into an empty folder.
+
+    Args:
+        plan: what to write.
+        folder: where to.
+        progress: called with every number of bytes written.
+
+    Returns:
+        Each merged tensor's relative merge error.
+
+    Raises:
+        NoSpaceError: the disk cannot hold the result.
+        NonFiniteError: a tensor to be merged holds NaN or Inf.
+        CorruptCheckpointError: a source file changed meanwhile.
+    """
+    with ExitStack() as stack:
+        sources = _SourceFiles(plan.checkpoint, folder, stack)
+        _check_space(plan, folder, sources.shared)
+        writer = _ShardWriter(plan, sources, progress)
+        for shard in plan.shards:
+            writer.write(shard, folder / shard.file)
+        sources.check_unchanged()
+    return writer.errors()
+
+
+def _check_space(plan: Plan, folder: Path, shared: bool) -> None:
+    """Shared blocks take no space: there only merged heads and what is carried over count."""
+    needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
+    if shared:
+        copied = sum(piece.nbytes for shard in plan.shards for tensor in shard.tensors for piece in tensor.pieces if piece.method is None)
+        needed -= copied
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpaceError(f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: use another disk")
+
+
+class _SourceFiles:
+    """The source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
+
+    def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
+        self._checkpoint = checkpoint
+        self._work = work
+        self._stack = stack
+        self._open: dict[int, SourceFile] = {}
+        self.shared = self._probe_sharing()
+        """Whether output files can share blocks with the source."""
+
+    def __getitem__(self, number: int) -> SourceFile:
+        if number not in self._open:
+            shard = self._checkpoint.shards[number]
+            assert self._checkpoint.folder is not None
+            path = self._checkpoint.folder / shard.file
+            self._check_unchanged(number)
+            if shard.spilled:
+                from gqa_convert.checkpoint.torch_files import spill
+
+                spilled = self._work / f".spilled-{number}"
+                spill(path, spilled)
+                self._stack.callback(spilled.unlink)
+                path = spilled
+            file = SourceFile(path, read_ahead=not self.shared)
+            self._stack.callback(file.close)
+            self._open[number] = file
+        return self._open[number]
+
+    def check_unchanged(self) -> None:
+        """Raise CorruptCheckpointError if a file was written to since its header was read."""
+        for number in self._open:
+            self._check_unchanged(number)
+
+    def _check_unchanged(self, number: int) -> None:
+        shard = self._checkpoint.shards[number]
+        assert self._checkpoint.folder is not None
+        path = self._checkpoint.folder / shard.file
+        status = path.stat()
+        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
+            raise CorruptCheckpointError(f"{path} has changed since it was planned: leave the source alone meanwhile, and try again")
+
+    def _probe_sharing(self) -> bool:
+        if any(shard.spilled for shard in self._checkpoint.shards):
+            return False
+        assert self._checkpoint.folder is not None
+        probe = self._work / ".share-probe"
+        with probe.open("xb") as file:
+            shared = can_share_blocks(self._checkpoint.folder / self._checkpoint.shards[0].file, file.fileno())
+        probe.unlink()
+        return shared
+
+
+class _ShardWriter:
+    """Writes output shards piece by piece; neighbouring copies are joined into one."""
+
+    def __init__(self, plan: Plan, sources: _SourceFiles, progress: Progress) -> None:
+        self._plan = plan
+        self._sources = sources
+        self._progress = progress
+        self._mergers: dict[tuple[int, str], BlockMerger] = {}
+        self._squares: dict[str, tuple[float, float]] = {}
+
+    def errors(self) -> dict[str, float]:
+        """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
+        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
+
+    def write(self, shard: OutputShard, path: Path) -> None:
+        """Write and sync a whole file: header, then tensors."""
+        header, copied = b"", 0
+        if shard.whole_copy_of is None:
+            header = self._header(shard)
+        else:
+            copied = self._plan.checkpoint.shards[shard.whole_copy_of].size
+        reserved = 0 if self._sources.shared else copied or len(header) + shard.nbytes
+        out = OutputFile(path, reserved, self._progress)
+        try:
+            if shard.whole_copy_of is None:
+                out.write(header)
+                self._write_tensors(shard, out)
+            else:
+                out.copy(self._sources[shard.whole_copy_of], 0, copied)
+        finally:
+            out.close()
+
+    def _header(self, shard: OutputShard) -> bytes:
+        """The header, padded so that the tensors start where blocks can be shared with the source, if they can be shared at all."""
+        described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
+        alignment = (0, 8)
+        if self._sources.shared and shard.tensors:
+            alignment = (shard.tensors[0].pieces[0].ranges[0][1] % BLOCK, BLOCK)
+        return build_header(described, {"format": "pt"} | shard.metadata, data_start_modulo=alignment)
+
+    def _write_tensors(self, shard: OutputShard, out: OutputFile) -> None:
+        joined: tuple[int, int, int] | None = None  # source shard, start, bytes
+        for tensor in shard.tensors:
+            fresh = self._fresh(tensor)
+            for piece in tensor.pieces:
+                number, start = piece.ranges[0]
+                if piece.method is None and joined and joined[0] == number and joined[1] + joined[2] == start:
+                    joined = (number, joined[1], joined[2] + piece.nbytes)
+                    continue
+                self._flush(joined, out)
+                joined = (number, start, piece.nbytes) if piece.method is None else None
+                if piece.method is not None:
+                    self._merge(tensor, piece, out, fresh)
+        self._flush(joined, out)
+
+    def _flush(self, joined: tuple[int, int, int] | None, out: OutputFile) -> None:
+        if joined:
+            number, start, nbytes = joined
+            out.copy(self._sources[number], start, nbytes)
+
+    def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
+        assert piece.method is not None
+        heads, dtype = len(piece.ranges), DTYPES[tensor.dtype]
+        key = (heads, tensor.dtype)
+        if key not in self._mergers:
+            self._mergers[key] = BlockMerger(heads, dtype, max(1024, _BLOCK_NUMBERS // heads))
+        merger = self._mergers[key]
+        merger.squared_error = merger.squared_norm = 0.0
+        step = merger.source.shape[1]
+        self._sources[piece.ranges[-1][0]].expect(piece.ranges[-1][1])
+        for first in range(0, piece.nbytes // dtype.itemsize, step):
+            count = min(step, piece.nbytes // dtype.itemsize - first)
+            for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
+                self._sources[number].read_into(row[:count].view(np.uint8).data, start + first * dtype.itemsize)
+            merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
+            out.write(merged.view(np.uint8).data)
+        error, norm = self._squares.get(tensor.name, (0.0, 0.0))
+        self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
+
+    def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
+        """The random numbers of a tensor, or None if it needs none."""
+        if not any(piece.method == "random" for piece in tensor.pieces):
+            return None
+        dtype = DTYPES[tensor.dtype]
+        deviation = standard_deviation(self._blocks(tensor, dtype), f"tensor {tensor.name}")
+        return _Fresh(self._plan.seed, tensor.name, deviation, dtype)
+
+    def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
+        for piece in tensor.pieces:
+            for number, start in piece.ranges if piece.method else ():
+                for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
+                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
+                    self._sources[number].read_into(block.data, start + offset)
+                    yield block.view(dtype)
+
+
+class _Fresh:
+    """`fresh_numbers` as something to take from."""
+
+    def __init__(self, seed: int, name: str, deviation: float, dtype: np.dtype[Any]) -> None:
+        self._count = 0
+        self._numbers = fresh_numbers(seed, name, deviation, dtype, iter(lambda: self._count, -1))
+
+    def take(self, count: int) -> Any:
+        self._count = count
+        return next(self._numbers)
