@@ -70,10 +70,12 @@ class AttentionFinder:
         return value
 
     def _modules(self) -> list[str]:
+        """Every module with a key or a value projection: one without the other is found out later."""
         family = self.family
-        ending = "|".join(re.escape(name) for name in family.attention)
-        pattern = re.compile(rf"^(.*\b(?:{ending}))\.{re.escape(family.fused or family.key)}\.weight$")
-        return [match[1] for name in self.entries if (match := pattern.match(name))]
+        attention = "|".join(re.escape(name) for name in family.attention)
+        projections = "|".join(re.escape(name) for name in ((family.fused,) if family.fused else (family.key, family.value)))
+        pattern = re.compile(rf"^(.*\b(?:{attention}))\.(?:{projections})\.weight$")
+        return list(dict.fromkeys(match[1] for name in self.entries if (match := pattern.match(name))))
 
     def _kv_heads_from_shapes(self, module: str) -> int:
         """For configs older than the key: as many K/V heads as the key rows hold query-head widths."""

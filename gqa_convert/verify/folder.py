@@ -1,6 +1,7 @@
 """The checks on files other than tensors: a complete folder, the config, the index, what is carried over, what is claimed."""
 
 import copy
+import hashlib
 import json
 import os
 from fnmatch import fnmatch
@@ -156,6 +157,11 @@ def true_method(claimed: Any, geometry: Geometry) -> Any:
     return "repeat" if geometry.after > geometry.before else claimed
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_provenance(claims: dict[str, Any], family: Family, geometry: Geometry, source: Weights, errors: dict[str, float] | None) -> str:
     """The claims against config and tensors.
 
@@ -194,6 +200,10 @@ def check_provenance(claims: dict[str, Any], family: Family, geometry: Geometry,
         size = (source.folder / name).stat().st_size
         if not isinstance(stated, dict) or stated.get("bytes") != size:
             raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which has {size} bytes in this SOURCE")
+    for name in (CONFIG, *source.files):
+        recorded = files[name].get("sha256") if isinstance(files.get(name), dict) else None
+        if recorded is not None and recorded != _sha256(source.folder / name):
+            raise Failure(f"{PROVENANCE} claims SHA-256 {recorded} for {name}, which has another in this SOURCE")
     if errors is not None:
         _check_errors(claims.get("merge_error"), errors)
     ending = f", seed {claims['seed']}" if random else ""
