@@ -197,15 +197,13 @@ def _bytes(text: str | None, option: str) -> int | None:
 
 def main() -> Never:
     """Run the command line; every mistake becomes one line on stderr and an exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:
         code = app(standalone_mode=False)
     except GQAConvertError as mistake:
         sys.exit(_report(str(mistake), mistake.exit_code))
     except Exception as problem:
-        if type(problem).__name__ == "Abort":  # what typer makes of Ctrl-C
-            sys.exit(_report("interrupted: nothing was left behind", InterruptedRunError.exit_code))
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
         if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
             text = " ".join(problem.format_message().split()).rstrip(".")
@@ -218,7 +216,7 @@ def main() -> Never:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     del frame
-    raise InterruptedRunError(f"stopped by signal {number}: nothing was left behind")
+    raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: nothing was left behind")
 
 
 def _report(message: str, code: int) -> int:

@@ -162,8 +162,8 @@ def show_demo(summary: dict[str, Any]) -> None:
 
     console = stderr_console()
     table = Table(
-        "N", "method", "loss, nats per token", "lost", "K/V bytes per token", "parameters", "verified",
-        title=f"Held-out loss over {summary['held_out_tokens']:,} tokens, before any uptraining", title_justify="left",
+        "N", "method", "loss", "lost", "K/V bytes per token", "parameters", "verified",
+        title=f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, before any uptraining", title_justify="left",
     )  # fmt: skip
     base = summary["results"][0]
     for result in summary["results"]:

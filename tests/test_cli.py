@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,3 +181,29 @@ def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
     assert process.returncode == 0
     assert "converting" in shown.decode()
     assert "done" in shown.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """A run that waits on a named pipe in the middle of its work is stopped for certain while it works."""
+    source = tmp_path / "source"
+    source.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    script = (
+        "import sys, gqa_convert.cli as cli, gqa_convert.convert as convert\n"
+        "pipe = sys.argv.pop()\n"
+        "convert.write_weights = lambda *_: open(pipe, 'rb').read()\n"
+        "cli.main()"
+    )
+    arguments = ["convert", str(write_llama(source)), str(tmp_path / "out"), "--groups", "3", str(tmp_path / "pipe")]
+    command = [sys.executable, "-c", script, *arguments]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        (tmp_path / "pipe").open("wb"),  # opens once the other side has
+    ):
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout == ""
+    assert stderr == f"gqa-convert: stopped by {number.name}: nothing was left behind\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "source"]

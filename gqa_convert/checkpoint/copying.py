@@ -1,7 +1,8 @@
 """Byte ranges from file to file inside the kernel, with shared blocks where the filesystem has them.
 
-Source and output are both walked from front to back, so that the disk can be kept busy both ways: bytes are asked for before they
-are needed, and sent to the disk as soon as they are written, which leaves little for the final sync to wait for.
+Source and output are both walked from front to back, so that the disk can be kept busy: bytes are asked for before they are needed,
+and, while the source comes from memory anyway, sent to the disk as soon as they are written, which leaves little for the final sync
+to wait for. While the disk is reading they are not: one disk is slower when it has to do both at once.
 """
 
 import ctypes
@@ -45,6 +46,8 @@ class SourceFile:
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
         self._advised = 0 if read_ahead and hasattr(os, "posix_fadvise") else self.size
+        self.cached = True
+        """Whether the bytes being read were in memory already, so that the disk is free to write meanwhile."""
 
     def close(self) -> None:
         os.close(self.fd)
@@ -54,7 +57,14 @@ class SourceFile:
         if self._advised < min(start + _READ_AHEAD, self.size):
             begin = max(start, self._advised)
             self._advised = min(start + 2 * _READ_AHEAD, self.size)
+            self.cached = all(self._is_cached(place) for place in (begin, (begin + self._advised) // 2, self._advised - 1))
             os.posix_fadvise(self.fd, begin, self._advised - begin, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, place: int) -> bool:
+        try:
+            return os.preadv(self.fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+        except OSError:  # EAGAIN: not in memory; others: nobody can tell
+            return False
 
     def read_into(self, view: memoryview, start: int) -> None:
         """Fill `view` from byte `start` on.
@@ -84,6 +94,8 @@ class OutputFile:
     def __init__(self, path: str | os.PathLike[str], size: int, progress: Progress) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self.at = 0
+        self.eager = True
+        """Whether to send bytes to the disk as soon as they are written, rather than when the kernel sees fit."""
         self._progress = progress
         self._sent = 0
         self._in_kernel = hasattr(os, "copy_file_range")
@@ -115,6 +127,7 @@ class OutputFile:
             start, nbytes = start + done, nbytes - done
         while nbytes:
             source.expect(start)
+            self.eager = source.cached
             done = self._step(source, start, min(_STEP, nbytes))
             start, nbytes = start + done, nbytes - done
 
@@ -149,7 +162,7 @@ class OutputFile:
     def _advance(self, nbytes: int) -> None:
         self.at += nbytes
         self._progress(nbytes)
-        if self.at - self._sent >= _STEP and hasattr(_libc, "sync_file_range"):
+        if self.eager and self.at - self._sent >= _STEP and hasattr(_libc, "sync_file_range"):
             span = (ctypes.c_int64(self._sent), ctypes.c_int64(self.at - self._sent))
             _libc.sync_file_range(self.fd, *span, _SYNC_FILE_RANGE_WRITE)  # starts writing and returns; only a hint
             self._sent = self.at
