@@ -100,7 +100,9 @@ def convert(
 
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main
 
-      gqa-convert convert ./gqa4 ./gqa16 --groups 16          (repeats heads exactly, for tensor parallelism)
+      gqa-convert convert ./gqa4 ./gqa16 --groups 16
+
+    The last one repeats heads exactly, for tensor parallelism.
     """
     from contextlib import ExitStack
 
@@ -140,7 +142,7 @@ def verify(
 
       gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
 
-      gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits          (tensors only, small memory)
+      gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits
     """
     from gqa_convert import console
     from gqa_convert.verify import verify_checkpoint

@@ -1,0 +1,30 @@
+"""What the README promises is what is there."""
+
+import re
+from pathlib import Path
+
+from gqa_convert.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_readmes_test_command_to_the_letter() -> None:
+    commands = re.findall(r"```sh\n(.*)\n```", README)
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_constraints_pin_what_pyproject_leaves_open() -> None:
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.search(r'"torch>=', (ROOT / "pyproject.toml").read_text())
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_number_of_families() -> None:
+    assert f"{len(FAMILIES)} causal-LM types" in README
