@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,11 @@ def write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, flo
     with ExitStack() as stack:
         sources = _SourceFiles(plan.checkpoint, folder, stack)
         _check_space(plan, folder, sources.shared)
+        syncing = stack.enter_context(ThreadPoolExecutor(1))  # the next file is written while the disk finishes the one before
         writer = _ShardWriter(plan, sources, progress)
-        for shard in plan.shards:
-            writer.write(shard, folder / shard.file)
+        closed = [syncing.submit(writer.write(shard, folder / shard.file).close) for shard in plan.shards]
+        for future in closed:
+            future.result()
         sources.check_unchanged()
     return writer.errors()
 
@@ -126,8 +129,8 @@ class _ShardWriter:
         """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
-    def write(self, shard: OutputShard, path: Path) -> None:
-        """Write and sync a whole file: header, then tensors."""
+    def write(self, shard: OutputShard, path: Path) -> OutputFile:
+        """Write a whole file, header, then tensors; closing it, which waits for the disk, is the caller's."""
         header, copied = b"", 0
         if shard.whole_copy_of is None:
             header = self._header(shard)
@@ -141,8 +144,10 @@ class _ShardWriter:
                 self._write_tensors(shard, out)
             else:
                 out.copy(self._sources[shard.whole_copy_of], 0, copied)
-        finally:
-            out.close()
+        except BaseException:
+            out.abandon()
+            raise
+        return out
 
     def _header(self, shard: OutputShard) -> bytes:
         """The header, padded so that the tensors start where blocks can be shared with the source, if they can be shared at all."""

@@ -138,6 +138,10 @@ class OutputFile:
         finally:
             os.close(self.fd)
 
+    def abandon(self) -> None:
+        """Close a file that nobody will want."""
+        os.close(self.fd)
+
     def _step(self, source: SourceFile, start: int, nbytes: int) -> int:
         done = 0
         if self._in_kernel:
