@@ -59,7 +59,9 @@ def _check_space(plan: Plan, folder: Path, shared: bool) -> None:
         needed -= copied
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise NoSpaceError(f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: use another disk")
+        raise NoSpaceError(
+            f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: make room or name another disk"
+        )
 
 
 class _SourceFiles:

@@ -510,7 +510,9 @@ print(stops, sorted(seen))
 class TestStopped:
     @pytest.mark.parametrize("overwrite", [False, True])
     @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
-    @pytest.mark.parametrize(("module", "stride"), [("/checkpoint/publication.py", 2), ("/gqa_convert/convert.py", 61)])
+    @pytest.mark.parametrize(
+        ("module", "stride"), [("/checkpoint/publication.py", 2), ("/gqa_convert/writing.py", 61), ("/gqa_convert/convert.py", 3)]
+    )
     def test_at_every_few_lines(self, source: Path, out: Path, module: str, stride: int, kind: str, overwrite: bool) -> None:
         result = subprocess.run(
             [sys.executable, "-c", HARNESS, source, out, kind, str(overwrite), module, str(stride)],
