@@ -68,7 +68,7 @@ def convert_checkpoint(
             digests = hasher.digests()
         _write_index(plan, staged.path)
         _write_companions(plan, staged.path)
-        _write_text(staged.path / PROVENANCE, _json(provenance(plan, errors, digests, command)))
+        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command))
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {**plan.summary(), "out": str(out), "out_bytes": total, "merge_error": errors}
@@ -94,7 +94,7 @@ def _write_index(plan: Plan, folder: Path) -> None:
     metadata["total_size"] = plan.weight_bytes_after
     metadata["total_parameters"] = plan.parameters_after
     weight_map = {tensor.name: shard.file for shard in plan.shards for tensor in shard.tensors}
-    _write_text(folder / formats.SAFETENSORS_INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}))
+    _write_json(folder / formats.SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _write_companions(plan: Plan, folder: Path) -> None:
@@ -108,13 +108,12 @@ def _write_companions(plan: Plan, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target)
         sync(target)
-    _write_text(folder / CONFIG, _json(plan.config))
+    _write_json(folder / CONFIG, plan.config)
 
 
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write and sync; piece by piece, since an index may name tens of thousands of tensors."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
     sync(path)

@@ -5,6 +5,7 @@ may come from anywhere, and the converter copies byte ranges that it names.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -100,7 +101,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt("its __metadata__ is no map of strings")
     data_start = LENGTH_BYTES + len(raw)
-    tensors = {name: _entry(name, field, data_start, corrupt) for name, field in fields.items()}
+    tensors = {sys.intern(name): _entry(name, field, data_start, corrupt) for name, field in fields.items()}
     try:
         "".join([*tensors, *metadata, *metadata.values()]).encode("utf-8")
     except UnicodeEncodeError:

@@ -1,5 +1,6 @@
 """Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is read."""
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -182,7 +183,8 @@ def _read_index(store: FileStore, name: str, source_id: str) -> tuple[dict[str, 
             raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it")
         if not file.endswith(suffix):
             raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again")
-    return weight_map, metadata
+    # tens of thousands of names: each is kept once, here and in the headers
+    return {sys.intern(tensor): sys.intern(file) for tensor, file in weight_map.items()}, metadata
 
 
 def read_shard(store: FileStore, file: str, source_id: str) -> Shard:
