@@ -22,7 +22,8 @@ its own source: logits, greedy decoding with and without a cache, heads in the c
 - Key norm: `shared` normalises each head by itself, with one gain for all or none; `per head` has a gain for each head, in one
   tensor or in a list of them; `full` runs over all heads at once. Some types have it only where their config says so.
 - Rotary: which numbers of a head form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types leave out layers.
-- Engines: those that are known to load the type and to read its K/V-head count. Others may do so too.
+- Engines: transformers is tested for every type. vLLM and llama.cpp are named from their lists of architectures, without having
+  been run here; others may load a type too. Try the engine on a converted checkpoint before you rely on it.
 """
 
 REFUSED = """
