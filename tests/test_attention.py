@@ -4,6 +4,8 @@ Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, s
 """
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -621,3 +623,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         with pytest.raises(OptionError, match="eager"):
             attention_forward(nn.Module(), *tensors, None, **option)
     attention_forward(nn.Module(), *tensors, None, softcap=None, output_attentions=False, sliding_window=4)
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "attention.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})
