@@ -332,6 +332,7 @@ def test_alibi_equals_bloom(heads: int) -> None:
     visible = lower_right(9, 9)
     torch.testing.assert_close((ours - ours[..., :1]).masked_fill(~visible, 0), theirs.expand(1, heads, 9, 9).masked_fill(~visible, 0))
     assert torch.equal(alibi_bias(heads, 2, 9), ours[:, :, 7:])
+    assert not ours.masked_fill(visible, 0).any()
 
 
 @pytest.mark.parametrize("groups", [5, 24, 0, -1])
@@ -630,3 +631,49 @@ def test_the_examples_of_the_page_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
     exec("\n".join(blocks), {})
+
+
+def test_all_masks_together_hide_what_each_hides() -> None:
+    attention, inputs = layer(3, causal=True), numbers(2, 8, WIDTH)
+    mask, key_mask, documents = (
+        torch.rand(12, 8, 8) < 0.7,
+        torch.rand(2, 8) < 0.7,
+        torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 3, 3, 3]]),
+    )
+    together = mask & key_mask[:, None, None] & (documents[:, None, :, None] == documents[:, None, None])
+    result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents)
+    torch.testing.assert_close(result, attention(inputs, mask=together), **EXACT)
+    query, key, value = (part.detach() for part in attention._project(inputs, None, None, None))
+    expected = oracle(query, key, value, together & lower_right(8, 8)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(result, attention.out_proj(expected), **EXACT)
+
+
+def test_the_layer_drops_in_training_only() -> None:
+    attention, inputs = layer(3, dropout=0.5), numbers(1, 8, WIDTH)
+    assert not torch.equal(attention(inputs), attention(inputs))
+    attention.eval()
+    assert torch.equal(attention(inputs), attention(inputs))
+
+
+def test_a_cache_grows_by_doubling_and_not_at_all_within_its_capacity() -> None:
+    for capacity, most in ((0, 7), (40, 1)):
+        cache = KVCache(capacity)
+        held = [cache.append(numbers(1, 3, 1, 6), numbers(1, 3, 1, 5))[0] for _ in range(40)]
+        assert len({keys.data_ptr() for keys in held}) <= most
+
+
+def test_means_are_taken_wide_and_copies_are_exact() -> None:
+    rows = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert merge_heads(rows, 3, 1).item() == torch.tensor(1 / 3).item()
+    assert merge_heads(torch.tensor([[torch.nan], [1.0]]), 2, 2).isnan().tolist() == [[True], [False]]
+
+
+def test_a_single_query_without_a_mask_sees_every_key() -> None:
+    query, key, value = numbers(2, 12, 1, 6), numbers(2, 3, 9, 6), numbers(2, 3, 9, 6)
+    result, weights = attention_forward(nn.Module(), query, key, value, None)
+    assert weights is None
+    torch.testing.assert_close(result.transpose(1, 2), oracle(query, key, value, torch.tensor(True)), **EXACT)
+    # a mask of floats and a position bias add up
+    query, mask, bias = numbers(2, 12, 4, 6), numbers(2, 1, 4, 9), numbers(1, 12, 4, 9)
+    result = attention_forward(nn.Module(), query, key, value, mask, position_bias=bias, scaling=1.0)[0].transpose(1, 2)
+    torch.testing.assert_close(result, oracle(query, key, value, torch.tensor(True), mask + bias, 1.0), **EXACT)
