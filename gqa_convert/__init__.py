@@ -15,21 +15,28 @@ _HOMES = {
     "Plan": "gqa_convert.plan",
     "convert_checkpoint": "gqa_convert.convert",
     "verify_checkpoint": "gqa_convert.verify",
+    "GroupedQueryAttention": "gqa_convert.attention",
+    "grouped_query_attention": "gqa_convert.attention",
+    "KVCache": "gqa_convert.attention",
     "GQAConvertError": "gqa_convert.errors",
 }
 
 __all__ = [
     "Checkpoint",
     "GQAConvertError",
+    "GroupedQueryAttention",
+    "KVCache",
     "Plan",
     "__version__",
     "convert_checkpoint",
+    "grouped_query_attention",
     "make_plan",
     "open_checkpoint",
     "verify_checkpoint",
 ]
 
 if TYPE_CHECKING:
+    from gqa_convert.attention import GroupedQueryAttention, KVCache, grouped_query_attention
     from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
     from gqa_convert.convert import convert_checkpoint
     from gqa_convert.errors import GQAConvertError

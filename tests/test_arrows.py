@@ -28,10 +28,11 @@ ALLOWED = {
     "loading": set(),
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},
     "demo": {"checkpoint", "convert", "errors", "evaluate", "loading", "plan", "stdlib_text", "verify"},
+    "attention": {"errors"},
     "console": {"families", "plan"},
     "cli": {"", "checkpoint", "console", "convert", "demo", "errors", "plan", "verify"},
     "__main__": {"cli"},
-    "__init__": {"checkpoint", "convert", "errors", "plan", "verify"},
+    "__init__": {"attention", "checkpoint", "convert", "errors", "plan", "verify"},
 }
 
 

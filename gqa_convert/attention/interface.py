@@ -1,0 +1,81 @@
+"""The attention function that models of transformers run under `attn_implementation="gqa"`.
+
+Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head width, e head width of the values.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gqa_convert.attention.core import grouped_query_attention
+from gqa_convert.errors import OptionError
+
+REFUSED: Final = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "cache": "a paged cache",
+    "output_attentions": "returned attention weights",
+}
+"""Arguments that change the result and that this function cannot honour. A window needs no argument: the mask holds it."""
+
+
+def register(name: str = "gqa") -> None:
+    """Make `name` an attention implementation of transformers: `from_pretrained(..., attn_implementation="gqa")`.
+
+    The function of the masks is registered beside it: without one, transformers would pass no mask and padding would be attended to.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: the attention layer; its `is_causal` counts where the argument is None.
+        query: [b, H, q, c].
+        key: [b, N, k, c].
+        value: [b, N, k, e].
+        attention_mask: [b|1, H|1, q, k], boolean or added to the scores. None is no padding: then a prefill is causal from the first
+            key on (a static cache is longer than what it holds), and a single query sees every key.
+        dropout: probability.
+        scaling: factor of the scores; by default 1 / sqrt(c).
+        is_causal: whether a query sees earlier keys only, where there is no mask.
+        position_bias: [b|1, H, q, k], added to the scores.
+        options: whatever else the model passes.
+
+    Returns:
+        [b, q, H, e] and None.
+
+    Raises:
+        OptionError: the model asks for something that would be dropped.
+    """
+    for option, meaning in REFUSED.items():
+        if options.get(option) is not None and options[option] is not False:
+            raise OptionError(
+                f"the model asks for {meaning} ({option}), which this attention lacks: load it with attn_implementation='eager'"
+            )
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask if bias is None else bias + mask
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and query.shape[2] > 1 and attention_mask is None
+    out = grouped_query_attention(
+        query, key, value, mask=mask, bias=bias, causal=causal, cached=0 if causal else None, scale=scaling, dropout=dropout
+    )
+    return out.transpose(1, 2).contiguous(), None
