@@ -101,15 +101,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="4 make 2 GB, 32 make 13.5 GB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", action="store_true", help="also time from_pretrained + pooling + save_pretrained, once per cache state")
+    parser.add_argument("--cache", choices=("warm", "cold"), action="append", help="only this state of the page cache (default: both)")
     parser.add_argument("--folder", type=Path, default=None, help="where to work (on the disk to measure)")
     parser.add_argument("--output", type=Path, default=None, help="write the figures here as JSON")
     arguments = parser.parse_args()
+    states = arguments.cache or ["warm", "cold"]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, out = Path(scratch, "source"), Path(scratch, "out")
         nbytes = make_llama(source, layers=arguments.layers)
         commands = contenders(source, out, arguments.peer)
         runs: list[dict[str, object]] = []
-        for cache in ("warm", "cold"):
+        for cache in states:
             for round_number in range(arguments.rounds):
                 names = [name for name in commands if name != "from_pretrained" or round_number == 0]
                 for name in names if round_number % 2 == 0 else reversed(names):
@@ -129,7 +131,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
         "source_bytes": nbytes,
-        "ratios_to_cp": {f"{cache} {name}": ratios(runs, cache, name) for cache in ("warm", "cold") for name in commands if name != "cp"},
+        "ratios_to_cp": {f"{cache} {name}": ratios(runs, cache, name) for cache in states for name in commands if name != "cp"},
         "runs": runs,
     }
     print(json.dumps(report["ratios_to_cp"], indent=2))
