@@ -22,7 +22,7 @@ _STEP = 32 << 20
 """Bytes asked for in one call: enough to make the calls' cost vanish, few enough for a smooth progress bar."""
 
 _READ_AHEAD = 256 << 20
-"""Bytes; shorter turns of reading and writing were slower where one disk does both."""
+"""Bytes; chosen among noisy runs (docs/log.md), in which shorter ones were no better."""
 
 _FICLONERANGE = 0x4020940D
 _SYNC_FILE_RANGE_WRITE = 2
