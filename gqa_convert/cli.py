@@ -34,6 +34,9 @@ Groups = Annotated[
     int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)
 ]
 Method = Annotated[str, typer.Option("--method", "-m", help="How heads are merged: mean, first or random.")]
+Encoder = Annotated[
+    bool, typer.Option("--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is.")
+]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
 Seed = Annotated[int, typer.Option("--seed", help="For --method random.")]
 ShardSize = Annotated[
@@ -59,8 +62,8 @@ def _root(
 
 @app.command()
 def plan(
-    source: Source, groups: Groups, method: Method = "mean", revision: Revision = None, max_shard_size: ShardSize = None,
-    as_json: Json = False, quiet: Quiet = False,
+    source: Source, groups: Groups, method: Method = "mean", encoder: Encoder = False, revision: Revision = None,
+    max_shard_size: ShardSize = None, as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would do, from the config and the tensor headers alone.
 
@@ -75,8 +78,9 @@ def plan(
     from gqa_convert.plan import make_plan
 
     made = make_plan(
-        open_checkpoint(source, revision=revision), groups, method=method, max_shard_size=_bytes(max_shard_size, "--max-shard-size")
-    )
+        open_checkpoint(source, revision=revision), groups, method=method, encoder=encoder,
+        max_shard_size=_bytes(max_shard_size, "--max-shard-size"),
+    )  # fmt: skip
     if as_json:
         console.print_json(made.summary())
     if not quiet and not as_json:
@@ -87,7 +91,7 @@ def plan(
 def convert(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
-    groups: Groups, method: Method = "mean", seed: Seed = 0, revision: Revision = None, max_shard_size: ShardSize = None,
+    groups: Groups, method: Method = "mean", seed: Seed = 0, encoder: Encoder = False, revision: Revision = None, max_shard_size: ShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
     hash_weights: Annotated[bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's weight files too; reads them whole.")] = False,
     as_json: Json = False, quiet: Quiet = False,
@@ -116,7 +120,7 @@ def convert(
             bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, seed=seed, revision=revision, overwrite=overwrite, hash_weights=hash_weights,
+            source, out, groups, method=method, seed=seed, encoder=encoder, revision=revision, overwrite=overwrite, hash_weights=hash_weights,
             max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip

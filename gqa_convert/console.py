@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from gqa_convert.plan import Plan
 
 
+CACHES = {"kv_bytes_per_token": "K/V cache per token", "cross_kv_bytes_per_encoder_token": "cross cache per encoder token"}
+"""What a plan's figures of caches are called."""
+
+
 def stderr_console() -> "Console":
     from rich.console import Console
 
@@ -87,17 +91,21 @@ def show_plan(plan: "Plan") -> None:
         changes.add_row(layers, tensor, before, after, dtype, method)
     console.print(changes)
     totals = Table("", "before", "after", "ratio", title="What it brings", title_justify="left")
-    for label, was, becomes, shown in (
+    rows: list[tuple[str, int, int, Callable[[float], str]]] = [
         ("parameters", plan.parameters_before, plan.parameters_after, lambda n: f"{n:,}"),
         ("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size),
-        ("K/V cache per token", plan.cache_bytes_per_token(False), plan.cache_bytes_per_token(True), size),
-    ):
+    ]
+    rows += [(CACHES[key], both["before"], both["after"], size) for key, both in plan.cache_bytes().items()]
+    for label, was, becomes, shown in rows:
         totals.add_row(label, shown(was), shown(becomes), f"{becomes / was:.3f}")
     console.print(totals)
     split, copied = plan.tensor_parallel_degrees()
     console.print(f"disk needed:      {size(plan.disk_bytes)}")
-    known = [f"{engine} {'yes' if engine in plan.family.engines else 'not known to'}" for engine in ENGINES]
-    console.print(f"loads as it is:   {', '.join(known)}")
+    known = [f"{engine} {'yes' if engine in plan.loads_in else 'not known to'}" for engine in ENGINES]
+    if plan.modeling:
+        console.print(f"loads in:         transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py that it brings")
+    else:
+        console.print(f"loads as it is:   {', '.join(known)}")
     degrees = ", ".join(map(str, split))
     if copied:
         degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"
@@ -110,7 +118,7 @@ def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str
     """Rows of the plan's table; layers in which the same tensor changes in the same way share a row."""
     rows: dict[tuple[str, str, str, str, str], list[str]] = {}
     for change in plan.changes:
-        number = next((part for part in reversed(change.module.split(".")) if part.isdigit()), "-")
+        number = next((part for part in change.module.split(".") if part.isdigit()), "-")
         tensor = change.name.removeprefix(change.module.rsplit(".", 1)[0] + ".")
         key = (tensor, str(list(change.before)), str(list(change.after)), change.dtype, change.method)
         rows.setdefault(key, []).append(number)
@@ -135,16 +143,20 @@ def _ranges(numbers: list[str]) -> str:
 def show_conversion(result: dict[str, Any]) -> None:
     """The one summary at the end of a conversion."""
     console = stderr_console()
-    cache, weights = result["kv_bytes_per_token"], result["weight_bytes"]
+    weights = result["weight_bytes"]
     console.print(
         f"[green]done[/green]  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in "
         f"{result['attention_layers']} layers, {len(result['changes'])} tensors changed"
     )
-    console.print(f"      K/V cache per token  {size(cache['before'])} -> {size(cache['after'])}")
-    console.print(f"      weights              {size(weights['before'])} -> {size(weights['after'])}")
-    console.print(f"      where                {result['out']}")
+    for key, label in CACHES.items():
+        if key in result:
+            console.print(f"      {label:<29}  {size(result[key]['before'])} -> {size(result[key]['after'])}")
+    console.print(f"      {'weights':<29}  {size(weights['before'])} -> {size(weights['after'])}")
+    console.print(f"      {'where':<29}  {result['out']}")
+    if result["modeling_file"]:
+        console.print(f"      {'load it':<29}  from_pretrained(..., trust_remote_code=True): it brings {result['modeling_file']}")
     command = shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])
-    console.print(f"      next                 {command}", soft_wrap=True)
+    console.print(f"      {'next':<29}  {command}", soft_wrap=True)
 
 
 def show_verification(report: dict[str, Any]) -> None:

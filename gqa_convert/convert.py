@@ -18,6 +18,9 @@ from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
 from gqa_convert.writing import Progress, write_weights
 
+MODELING = Path(__file__).parent / "modeling"
+"""Where the package keeps the modelling files that checkpoints bring along."""
+
 
 def convert_checkpoint(
     source: str | Path,
@@ -26,6 +29,7 @@ def convert_checkpoint(
     *,
     method: str = "mean",
     seed: int = 0,
+    encoder: bool = False,
     revision: str | None = None,
     max_shard_size: int | None = None,
     overwrite: bool = False,
@@ -42,6 +46,7 @@ def convert_checkpoint(
         groups: K/V heads per layer in the result.
         method: `mean`, `first` or `random`.
         seed: for `random`.
+        encoder: convert an encoder's self-attention too.
         revision: branch, tag or commit on the Hub.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
         overwrite: replace an existing checkpoint folder once the new one is complete.
@@ -57,8 +62,9 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = Path(out)
-    checkpoint = _open_local(source, revision, groups, method)
-    plan = make_plan(checkpoint, groups, method=method, seed=seed, max_shard_size=max_shard_size)
+    options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "max_shard_size": max_shard_size}
+    checkpoint = _open_local(source, revision, lambda remote: make_plan(remote, groups, **options))
+    plan = make_plan(checkpoint, groups, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
@@ -74,7 +80,7 @@ def convert_checkpoint(
     return {**plan.summary(), "out": str(out), "out_bytes": total, "merge_error": errors}
 
 
-def _open_local(source: str | Path, revision: str | None, groups: int, method: str) -> Checkpoint:
+def _open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
     """The source as a local folder; one on the Hub is downloaded only once its headers show that it can be converted."""
     try:
         remote = open_checkpoint(source, revision=revision)
@@ -82,7 +88,7 @@ def _open_local(source: str | Path, revision: str | None, groups: int, method: s
         return open_checkpoint(source, revision=revision, download=True)
     if remote.folder is not None:
         return remote
-    make_plan(remote, groups, method=method)
+    check(remote)
     return open_checkpoint(source, revision=revision, download=True)
 
 
@@ -98,11 +104,15 @@ def _write_index(plan: Plan, folder: Path) -> None:
 
 
 def _write_companions(plan: Plan, folder: Path) -> None:
-    """Config, and every other file of the source byte for byte."""
+    """Config, the modelling file if one is needed, and every other file of the source byte for byte."""
     source = plan.checkpoint.folder
     assert source is not None
+    own = f"{plan.modeling.file}.py" if plan.modeling else ""
+    if own:
+        shutil.copyfile(MODELING / own, folder / own)
+        sync(folder / own)
     for name in plan.checkpoint.carried:
-        if name == PROVENANCE:
+        if name in (PROVENANCE, own):
             continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,11 @@ prefixes vary between checkpoints of one family.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.layouts import FusedLayout
 
 KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
 """How keys are normalised behind their projection, always or where the config says so: not at all; each head by itself, with
@@ -22,9 +23,30 @@ Rotary = Literal["none", "half", "interleaved"]
 """Which rows form a rotary pair: (j, j + rotated/2), or (2j, 2j + 1)."""
 
 
+KVHeads = Literal["stated", "heads", "falcon"]
+"""What tells a source's number of K/V heads: the config key; nothing, it is the number of query heads; Falcon's three keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modeling:
+    """A modelling file of this package, for families whose attention has no K/V-head count in transformers."""
+
+    file: str
+    """Its name in `gqa_convert/modeling/` and, with `.py`, in the checkpoints that it is copied into."""
+    model_type: str
+    """Of the result: stock classes must not take it for theirs."""
+    classes: tuple[tuple[str, str], ...]
+    """transformers' auto classes, `AutoConfig` first, and the file's class for each."""
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The entry of config.json that leads transformers to the file."""
+        return {auto: f"{self.file}.{name}" for auto, name in self.classes}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one `model_type` stores grouped-query attention."""
+    """How one `model_type` stores attention, and what holds it with fewer K/V heads."""
 
     model_type: str
     attention: tuple[str, ...] = ("self_attn",)
@@ -34,20 +56,40 @@ class Family:
     value: str = "v_proj"
     output: str = "o_proj"
     fused: str | None = None
-    """Name of the one projection that holds [q | k | v], for families that have no separate ones."""
+    """Name of the one projection that holds queries, keys and values, for families that have no separate ones."""
+    fused_layout: FusedLayout = "blocks"
+    """Order of its rows in the source; the result's is `blocks` wherever K/V heads change in number."""
+    cross_attention: tuple[str, ...] = ()
+    """Those of `attention` that attend to an encoder's output; a fused projection holds keys and values only there."""
+    encoder: str | None = None
+    """Name of the module whose attention is an encoder's: converted only when asked for."""
+    transposed: bool = False
+    """Weights are stored [in, out], as Conv1D has them."""
     key_norm: KeyNorm = "none"
     key_norm_name: str = "k_norm"
     rotary: Rotary = "half"
     heads_key: str = "num_attention_heads"
+    encoder_heads_key: str | None = None
+    kv_heads: KVHeads = "stated"
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
+    encoder_kv_heads_key: str = "encoder_num_key_value_heads"
     head_width_key: str | None = "head_dim"
     query_outputs: int = 1
     """How many times heads * width rows the query projection has (2 where it also yields a gate)."""
     refused_when: tuple[tuple[str, str], ...] = ()
     """Config keys that, when set, make a checkpoint of the family unconvertible, each with the reason."""
+    refused_unless: tuple[tuple[str, str], ...] = ()
+    """The same for keys that must be set."""
     engines: frozenset[str] = frozenset({"transformers"})
     """Software that loads the family's grouped-query form without custom code."""
+    modeling: Modeling | None = None
+    """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
+
+    @property
+    def native(self) -> bool:
+        """Whether transformers' own classes hold fewer K/V heads than query heads."""
+        return "transformers" in self.engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +131,48 @@ def _families(model_types: str, **fields: Any) -> Iterator[Family]:
         yield Family(model_type=model_type, engines=frozenset(name for name, loads in names.items() if loads), **fields)
 
 
+_T5: dict[str, Any] = {
+    "attention": ("SelfAttention", "EncDecAttention"), "cross_attention": ("EncDecAttention",), "encoder": "encoder", "query": "q",
+    "key": "k", "value": "v", "output": "o", "rotary": "none", "heads_key": "num_heads", "encoder_heads_key": "num_heads",
+    "head_width_key": "d_kv",
+}  # fmt: skip
+_BART: dict[str, Any] = {
+    "attention": ("self_attn", "encoder_attn"), "cross_attention": ("encoder_attn",), "encoder": "encoder", "output": "out_proj",
+    "rotary": "none", "heads_key": "decoder_attention_heads", "encoder_heads_key": "encoder_attention_heads", "head_width_key": None,
+}  # fmt: skip
+_PER_HEAD: dict[str, Any] = {"fused": "query_key_value", "fused_layout": "grouped", "output": "dense", "head_width_key": None}
+
+_TASKS = {
+    "Model": "AutoModel",
+    "EncoderModel": "AutoModelForTextEncoding",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "MTModel": "AutoModelForSeq2SeqLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+
+
+def _own_file(file: str, names: dict[str, str], tasks: str, **fields: Any) -> Iterator[Family]:
+    """Records of families that one modelling file serves: as transformers has them, and as they are once converted.
+
+    Args:
+        file: of the package's `modeling` folder.
+        names: model type -> what the names of its classes in transformers begin with.
+        tasks: what they end in, the one for language modelling first behind `Model`.
+        fields: of every record.
+    """
+    for model_type, name in names.items():
+        converted = f"gqa_{model_type.replace('-', '_')}"
+        classes = (("AutoConfig", f"GQA{name}Config"), *((_TASKS[task], f"GQA{name}{task}") for task in tasks.split()))
+        modeling = Modeling(file=file, model_type=converted, classes=classes)
+        record = Family(model_type=model_type, modeling=modeling, engines=frozenset(), **{"kv_heads": "heads", **fields})
+        yield record
+        yield replace(record, model_type=converted, kv_heads="stated", fused_layout="blocks")
+
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -124,25 +208,92 @@ FAMILIES: dict[str, Family] = {
             "dbrx", attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
             kv_heads_keys=("attn_config.kv_n_heads", "num_key_value_heads"), head_width_key=None,
         ),
+        Family(
+            model_type="chatglm", attention=("self_attention",), fused="query_key_value", output="dense", rotary="interleaved",
+            kv_heads_keys=("multi_query_group_num",), head_width_key="kv_channels",
+            refused_unless=(("multi_query_attention", "only ChatGLM2 and later have K/V heads of their own"),),
+            engines=frozenset({"vLLM", "llama.cpp"}),
+        ),
+        *_own_file(
+            "gqa_t5", {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"},
+            "Model ForConditionalGeneration EncoderModel ForSequenceClassification ForQuestionAnswering", **_T5,
+        ),
+        *_own_file(
+            "gqa_t5", {"longt5": "LongT5", "switch_transformers": "SwitchTransformers"},
+            "Model ForConditionalGeneration EncoderModel", **_T5,
+        ),
+        *_own_file(
+            "gqa_bart",
+            {"bart": "Bart", "mbart": "MBart"},
+            "Model ForConditionalGeneration ForCausalLM ForSequenceClassification ForQuestionAnswering", **_BART,
+        ),
+        *_own_file(
+            "gqa_bart",
+            {"pegasus": "Pegasus", "blenderbot": "Blenderbot", "blenderbot-small": "BlenderbotSmall"},
+            "Model ForConditionalGeneration ForCausalLM", **_BART,
+        ),
+        *_own_file("gqa_bart", {"m2m_100": "M2M100"}, "Model ForConditionalGeneration", **_BART),
+        *_own_file("gqa_bart", {"marian": "Marian"}, "Model MTModel ForCausalLM", **_BART),
+        *_own_file("gqa_whisper", {"whisper": "Whisper"}, "Model ForConditionalGeneration ForCausalLM", **_BART),
+        *_own_file(
+            "gqa_opt", {"opt": "OPT"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
+            output="out_proj", rotary="none", head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_biogpt", {"biogpt": "BioGpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification",
+            output="out_proj", rotary="none", head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_gpt2", {"gpt2": "GPT2"}, "Model LMHeadModel ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("attn", "crossattention"), cross_attention=("crossattention",), fused="c_attn", query="q_attn", output="c_proj",
+            transposed=True, rotary="none", heads_key="n_head", head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_gpt_neo", {"gpt_neo": "GPTNeo"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("attn.attention",), output="out_proj", rotary="none", heads_key="num_heads", head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_gptj", {"gptj": "GPTJ"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
+            attention=("attn",), output="out_proj", rotary="interleaved", heads_key="n_head", head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_codegen", {"codegen": "CodeGen"}, "Model ForCausalLM",
+            attention=("attn",), fused="qkv_proj", fused_layout="quarters", output="out_proj", rotary="interleaved", heads_key="n_head",
+            head_width_key=None,
+        ),
+        *_own_file(
+            "gqa_gpt_neox", {"gpt_neox": "GPTNeoX"},
+            "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("attention",), **_PER_HEAD,
+        ),
+        *_own_file(
+            "gqa_persimmon", {"persimmon": "Persimmon"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification",
+            key_norm="shared", key_norm_name="k_layernorm", **_PER_HEAD,
+        ),
+        *_own_file(
+            "gqa_bloom", {"bloom": "Bloom"},
+            "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("self_attention",), rotary="none", heads_key="n_head", **_PER_HEAD,
+        ),
+        *_own_file(
+            "gqa_falcon", {"falcon": "Falcon"},
+            "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("self_attention",), kv_heads="falcon", **_PER_HEAD,
+        ),
+        *_own_file(
+            "gqa_mpt", {"mpt": "Mpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            attention=("attn",), fused="Wqkv", output="out_proj", rotary="none", heads_key="n_heads", head_width_key=None,
+        ),
     )
 }  # fmt: skip
 
-_PLANNED = "support through a modelling file of our own is planned"
-
-# Each reason ends the sentence "model type X can't be converted: ...". A planned type moves to a record above once it has its
-# modelling file.
+# Each reason ends the sentence "model type X can't be converted: ...".
 _REFUSED: dict[str, str] = {
-    f"its attention has no K/V-head count in transformers; {_PLANNED}": """
-        bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom chatglm codegen fsmt gpt-sw3 gpt2 gpt_neo gpt_neox
-        gpt_neox_japanese gptj led longt5 m2m_100 marian mbart mpt mt5 mvp nllb-moe opt pegasus pegasus_x persimmon plbart
-        prophetnet switch_transformers t5 trocr umt5 whisper xglm
+    "its attention has no K/V-head count in transformers, and there is no modelling file for it": """
+        bigbird_pegasus cpmant ctrl fsmt git gpt-sw3 gpt_neox_japanese hrm_text led modernbert-decoder musicgen musicgen_melody
+        mvp nllb-moe openai-gpt pegasus_x plbart prophetnet reformer seamless_m4t seamless_m4t_v2 trocr xglm xlm xlnet
     """,
-    f"in transformers its K/V heads are repeated before they are cached; {_PLANNED}": "falcon",
-    f"in transformers it has one K/V head or as many as query heads, and nothing between; {_PLANNED}": "gpt_bigcode",
-    "its attention has no K/V-head count in transformers, and no support is planned": """
-        cpmant ctrl git hrm_text modernbert-decoder musicgen musicgen_melody openai-gpt reformer seamless_m4t
-        seamless_m4t_v2 xlm xlnet
-    """,
+    "in transformers it has one K/V head or as many as query heads, and nothing between": "gpt_bigcode",
     "it is an encoder, whose attention has no K/V-head count in transformers": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
         roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod

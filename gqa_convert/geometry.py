@@ -3,26 +3,31 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gqa_convert import layouts
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import ConfigError, UnsupportedFamilyError, UnsupportedFormatError
+from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import Family
 from gqa_convert.layouts import Section
 from gqa_convert.merging.pooling import DTYPES
 
+Place = Literal["decoder", "cross", "encoder"]
+"""Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention, which caches nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The geometry of one attention module: K/V heads in the source, width of a key head and of a value head."""
+    """The geometry of one attention module: query heads and K/V heads in the source, width of a key head and of a value head."""
 
     module: str
+    heads: int
     kv_heads: int
     key_width: int
     value_width: int
     dtype: str
+    place: Place
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:
@@ -34,39 +39,63 @@ def config_value(config: dict[str, Any], dotted: str) -> Any:
 
 
 class AttentionFinder:
-    """Finds every attention module and checks its shapes against the config and against one another."""
+    """Finds every attention module and checks its shapes against the config and against one another.
 
-    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+    Args:
+        checkpoint: whose headers are read.
+        family: its record.
+        encoder: take an encoder's self-attention for one to convert too.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
         self.family = family
         self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
         self.where = f"{checkpoint.source_id}/config.json"
-        config = checkpoint.config
+        self._config = config = checkpoint.config
         for key, reason in family.refused_when:
             if config_value(config, key):
                 raise UnsupportedFamilyError(f"{self.where} sets {key}, and so it can't be converted: {reason}")
-        self.heads = self._count(config, family.heads_key)
-        modules = self._modules()
-        if not modules:
+        for key, reason in family.refused_unless:
+            if not config_value(config, key):
+                raise UnsupportedFamilyError(f"{self.where} does not set {key}, and so it can't be converted: {reason}")
+        self.heads = self._count(family.heads_key)
+        places = {module: self._place(module) for module in self._modules()}
+        modules = [module for module, place in places.items() if encoder or place != "encoder"]
+        if not modules or all(place == "encoder" for place in places.values()):
             raise ConfigError(
-                f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight, "
-                f"though its model type {family.model_type} has them: the config and the weights do not belong together"
+                f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight"
+                f"{' outside its encoder' if places else ''}, though its model type {family.model_type} has them: "
+                "the config and the weights do not belong together"
             )
-        stated = config_value(config, family.kv_heads_keys[0])
-        self.kv_heads = self._stated_kv_heads(stated) if stated is not None else self._kv_heads_from_shapes(modules[0])
+        if encoder and "encoder" not in places.values():
+            raise OptionError(f"--encoder: {checkpoint.source_id} is a {family.model_type} without an encoder: leave it out")
         self.stated_width = config_value(config, family.head_width_key) if family.head_width_key else None
-        self.layers = tuple(self._layer(module) for module in modules)
+        self.kv_heads = self._kv_heads(next(module for module in modules if places[module] != "encoder"))
+        self.layers = tuple(self._layer(module, places[module]) for module in modules)
 
-    def _count(self, config: dict[str, Any], key: str) -> int:
-        value = config_value(config, key)
+    def _count(self, key: str) -> int:
+        value = config_value(self._config, key)
+        if value is None:
+            key, value = "num_attention_heads", config_value(self._config, "num_attention_heads")
         if type(value) is not int or value < 1:
             raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
         return value
 
-    def _stated_kv_heads(self, value: Any) -> int:
+    def _kv_heads(self, module: str) -> int:
+        """The source's K/V heads, outside an encoder."""
+        family, config = self.family, self._config
+        if family.kv_heads == "heads":
+            return self.heads
+        if family.kv_heads == "falcon":  # the count acts in the new architecture only
+            if config.get("new_decoder_architecture"):
+                return self._count("num_kv_heads") if config.get("num_kv_heads") is not None else self.heads
+            return 1 if config.get("multi_query", True) else self.heads
+        stated = config_value(config, family.kv_heads_keys[0])
+        return self._kv_heads_from_shapes(module) if stated is None else self._divisor(family.kv_heads_keys[0], stated)
+
+    def _divisor(self, key: str, value: Any) -> int:
         if type(value) is not int or value < 1 or self.heads % value:
-            raise ConfigError(
-                f"{self.where} has {self.family.kv_heads_keys[0]} = {value!r}, which does not divide {self.heads} query heads: repair the config"
-            )
+            raise ConfigError(f"{self.where} has {key} = {value!r}, which does not divide {self.heads} query heads: repair the config")
         return value
 
     def _modules(self) -> list[str]:
@@ -77,72 +106,86 @@ class AttentionFinder:
         pattern = re.compile(rf"^(.*\b(?:{attention}))\.(?:{projections})\.weight$")
         return list(dict.fromkeys(match[1] for name in self.entries if (match := pattern.match(name))))
 
+    def _place(self, module: str) -> Place:
+        if self.family.encoder in module.split("."):
+            return "encoder"
+        return "cross" if module.endswith(self.family.cross_attention) else "decoder"
+
     def _kv_heads_from_shapes(self, module: str) -> int:
         """For configs older than the key: as many K/V heads as the key rows hold query-head widths."""
         if self.family.fused:
             raise ConfigError(f"{self.where} lacks {self.family.kv_heads_keys[0]}, which a fused projection needs: add it")
-        width = self._query_width(module)
+        width = self._query_width(module, self.heads)
         rows = self._rows(f"{module}.{self.family.key}.weight")
         if rows % width or self.heads % (rows // width):
             raise ConfigError(f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not tell it: add it")
         return rows // width
 
-    def _query_width(self, module: str) -> int:
+    def _query_width(self, module: str, heads: int) -> int:
         rows = self._rows(f"{module}.{self.family.query}.weight")
         factor = self.family.query_outputs
-        if rows % (self.heads * factor):
+        if rows % (heads * factor):
             raise ConfigError(
-                f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {self.heads} heads in {self.where}: "
+                f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {heads} heads in {self.where}: "
                 "the config and the weights do not belong together"
             )
-        return rows // (self.heads * factor)
+        return rows // (heads * factor)
 
     def _rows(self, name: str) -> int:
+        """The length of the axis that counts heads."""
         if name not in self.entries:
             raise ConfigError(f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, download or copy it again")
         shape = self.entries[name].shape
-        if not shape or shape[0] == 0:
+        if not shape or 0 in shape:
             raise ConfigError(f"tensor {name} has shape {list(shape)}: the checkpoint is damaged")
-        return shape[0]
+        return shape[-1] if self.family.transposed else shape[0]
 
-    def _layer(self, module: str) -> AttentionLayer:
+    def _layer(self, module: str, place: Place) -> AttentionLayer:
         family = self.family
+        heads, kv_heads = self.heads, self.kv_heads
+        if place == "encoder":
+            assert family.encoder_heads_key is not None
+            heads = kv_heads = self._count(family.encoder_heads_key)
+            stated = config_value(self._config, family.encoder_kv_heads_key)
+            if stated is not None and family.kv_heads == "stated":
+                kv_heads = self._divisor(family.encoder_kv_heads_key, stated)
         if family.fused:
             name = f"{module}.{family.fused}.weight"
-            width = self._fused_width(name)
-            self._check_output(module, width)
-            return AttentionLayer(module, self.kv_heads, width, width, self._mergeable(name))
+            width = self._fused_width(name, 0 if place == "cross" else heads, kv_heads)
+            self._check_output(module, heads, width)
+            return AttentionLayer(module, heads, kv_heads, width, width, self._mergeable(name), place)
         key, value = f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"
         widths = []
         for name in (key, value):
             rows = self._rows(name)
-            if rows % self.kv_heads:
-                raise self._contradiction(name, rows, f"{self.kv_heads} K/V heads")
-            widths.append(rows // self.kv_heads)
-        query_width = self._query_width(module)
+            if rows % kv_heads:
+                raise self._contradiction(name, rows, f"{kv_heads} K/V heads")
+            widths.append(rows // kv_heads)
+        query_width = self._query_width(module, heads)
         if widths[0] != query_width:
-            raise self._contradiction(key, self._rows(key), f"{self.kv_heads} K/V heads of width {query_width} (the query heads' width)")
+            raise self._contradiction(key, self._rows(key), f"{kv_heads} K/V heads of width {query_width} (the query heads' width)")
         if self.stated_width is not None and widths[0] != self.stated_width:
             raise self._contradiction(key, self._rows(key), f"{family.head_width_key} = {self.stated_width}")
-        self._check_output(module, widths[1])
-        return AttentionLayer(module, self.kv_heads, widths[0], widths[1], self._mergeable(key, value))
+        self._check_output(module, heads, widths[1])
+        return AttentionLayer(module, heads, kv_heads, widths[0], widths[1], self._mergeable(key, value), place)
 
-    def _check_output(self, module: str, value_width: int) -> None:
+    def _check_output(self, module: str, heads: int, value_width: int) -> None:
         """The output projection reads what the query heads bring: [d, H * value width]."""
         name = f"{module}.{self.family.output}.weight"
         entry = self.entries.get(name)
-        if entry is None or len(entry.shape) != 2 or entry.shape[1] != self.heads * value_width:
+        if entry is None or len(entry.shape) != 2 or entry.shape[0 if self.family.transposed else 1] != heads * value_width:
             found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
             raise ConfigError(
-                f"{name} {found} where {self.heads} heads of width {value_width} belong ({self.where}): "
+                f"{name} {found} where {heads} heads of width {value_width} belong ({self.where}): "
                 "the config and the weights do not belong together"
             )
 
-    def _fused_width(self, name: str) -> int:
+    def _fused_width(self, name: str, heads: int, kv_heads: int) -> int:
         rows = self._rows(name)
-        total = self.heads + 2 * self.kv_heads
-        if rows % total or (self.stated_width is not None and rows // total != self.stated_width):
-            raise self._contradiction(name, rows, f"{self.heads} query heads and twice {self.kv_heads} K/V heads")
+        total = heads + 2 * kv_heads
+        quarters = self.family.fused_layout == "quarters"
+        if rows % total or (self.stated_width is not None and rows // total != self.stated_width) or (quarters and heads % 4):
+            raise self._contradiction(name, rows, f"{heads} query heads and twice {kv_heads} K/V heads")
         return rows // total
 
     def _contradiction(self, name: str, rows: int, expected: str) -> ConfigError:
@@ -159,25 +202,27 @@ class AttentionFinder:
         return dtypes.pop()
 
     def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
-        """Every tensor of a layer whose leading axis counts K/V heads, with its cut into heads."""
-        family, module = self.family, layer.module
-        key, value = Section("key", layer.kv_heads, layer.key_width, True), Section("value", layer.kv_heads, layer.value_width, True)
+        """Every tensor of a layer whose rows count K/V heads, with its cut into heads."""
+        family, module, kv_heads = self.family, layer.module, layer.kv_heads
         for kind in ("weight", "bias"):
             if family.fused:
-                cut = layouts.fused(self.heads * layer.key_width, layer.kv_heads, layer.key_width, layer.value_width)
-                candidates = [(f"{module}.{family.fused}.{kind}", cut)]
+                heads = 0 if layer.place == "cross" else layer.heads
+                candidates = [(f"{module}.{family.fused}.{kind}", layouts.fused(family.fused_layout, heads, kv_heads, layer.key_width))]
             else:
-                candidates = [(f"{module}.{family.key}.{kind}", (key,)), (f"{module}.{family.value}.{kind}", (value,))]
+                candidates = [
+                    (f"{module}.{family.key}.{kind}", layouts.separate("key", kv_heads, layer.key_width)),
+                    (f"{module}.{family.value}.{kind}", layouts.separate("value", kv_heads, layer.value_width)),
+                ]
             norm = f"{module}.{family.key_norm_name}.{kind}"
             if family.key_norm == "full":
-                candidates.append((norm, layouts.separate("key_norm", layer.kv_heads, layer.key_width)))
+                candidates.append((norm, layouts.separate("key_norm", kv_heads, layer.key_width)))
             elif family.key_norm == "per_head":
-                candidates.append((norm, layouts.separate("key_norm", layer.kv_heads, 1)))
+                candidates.append((norm, layouts.separate("key_norm", kv_heads, 1)))
             for name, cut in candidates:
                 if name in self.entries:
                     rows = self._rows(name)
                     if rows != sum(section.rows for section in cut):
-                        raise self._contradiction(name, rows, f"{layer.kv_heads} K/V heads of width {layer.key_width}")
+                        raise self._contradiction(name, rows, f"{kv_heads} K/V heads of width {layer.key_width}")
                     yield name, cut
 
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:

@@ -1,7 +1,8 @@
-"""How K/V heads lie inside a tensor: exact, and exactly reversible, cuts of the leading axis.
+"""How heads lie inside a tensor: exact, and exactly reversible, cuts of the axis that counts them.
 
-Every layout here keeps a head's rows together and the heads in order along the leading axis, so that a head is one contiguous range of
-bytes. Shape legend: H query heads, K K/V heads, c head width, d model width; a projection is [rows, d], its bias [rows].
+A layout is a list of sections, in the order in which the converted tensor holds them: queries, keys, values. Each head of a section is
+a run of consecutive rows; only where it starts differs between layouts. Shape legend: H query heads, K K/V heads, c head width, d model
+width; a projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,23 @@ import numpy.typing as npt
 
 Role = Literal["query", "key", "value", "key_norm"]
 
+FusedLayout = Literal["blocks", "grouped", "quarters"]
+"""Order of a fused projection's rows. blocks: [q | k | v], every head of one behind the other. grouped: for each K/V head its query heads,
+its key, its value; at K = H that is [q, k, v] per head. quarters: four times [q | v | k], each with a quarter of the heads (CodeGen)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A run of rows that belongs to one role: `heads` heads of `width` rows each. Sections with `merged` false stay as they are."""
+    """The heads of one role: `width` rows each, from the rows `starts` on. Sections with `merged` false keep their heads."""
 
     role: Role
-    heads: int
     width: int
+    starts: tuple[int, ...]
     merged: bool
+
+    @property
+    def heads(self) -> int:
+        return len(self.starts)
 
     @property
     def rows(self) -> int:
@@ -29,33 +38,41 @@ class Section:
 
 def separate(role: Role, heads: int, width: int) -> tuple[Section, ...]:
     """A projection of its own: [K * c, d]."""
-    return (Section(role, heads, width, merged=True),)
+    return (Section(role, width, tuple(range(0, heads * width, width)), merged=True),)
 
 
-def fused(query_rows: int, heads: int, key_width: int, value_width: int) -> tuple[Section, ...]:
-    """One projection [q | k | v]: [query_rows + K * c_k + K * c_v, d]."""
-    return (
-        Section("query", 1, query_rows, merged=False),
-        Section("key", heads, key_width, merged=True),
-        Section("value", heads, value_width, merged=True),
+def fused(layout: FusedLayout, heads: int, kv_heads: int, width: int) -> tuple[Section, ...]:
+    """One projection for all three: [(H + 2 K) * c, d]. With `heads` 0 it holds keys and values only, as for cross-attention."""
+    query: list[Role] = ["query"]
+    key: list[Role] = ["key"]
+    value: list[Role] = ["value"]
+    if layout == "blocks":
+        cells = query * heads + key * kv_heads + value * kv_heads
+    elif layout == "grouped":
+        cells = (query * (heads // kv_heads) + key + value) * kv_heads
+    else:
+        cells = (query * (heads // 4) + value * (kv_heads // 4) + key * (kv_heads // 4)) * 4
+    return tuple(
+        Section(role, width, tuple(cell * width for cell, held in enumerate(cells) if held == role), merged=role != "query")
+        for [role] in ([query, key, value] if heads else [key, value])
     )
 
 
 def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.NDArray[Any]]:
-    """Views [heads, width, ...] of each section.
+    """Each section's heads, [heads, width, ...], copied out of [rows, ...].
 
     Raises:
-        ValueError: the sections do not add up to the leading axis.
+        ValueError: the sections do not tile the leading axis.
     """
     if sum(section.rows for section in sections) != array.shape[0]:
         raise ValueError(f"sections of {[section.rows for section in sections]} rows do not tile an axis of {array.shape[0]}")
-    views, row = [], 0
-    for section in sections:
-        views.append(array[row : row + section.rows].reshape(section.heads, section.width, *array.shape[1:]))
-        row += section.rows
-    return views
+    return [np.stack([array[start : start + section.width] for start in section.starts]) for section in sections]
 
 
-def join(views: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """The inverse of `split`, for any number of heads in each view."""
-    return np.concatenate([view.reshape(-1, *view.shape[2:]) for view in views])
+def join(heads: list[npt.NDArray[Any]], sections: tuple[Section, ...]) -> npt.NDArray[Any]:
+    """The inverse of `split`."""
+    array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
+    for section, own in zip(sections, heads, strict=True):
+        for start, head in zip(section.starts, own, strict=True):
+            array[start : start + section.width] = head
+    return array

@@ -11,8 +11,8 @@ from typing import Any
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.families import Family, find_family
-from gqa_convert.geometry import AttentionFinder, AttentionLayer
+from gqa_convert.families import Family, Modeling, find_family
+from gqa_convert.geometry import AttentionFinder, AttentionLayer, Place
 from gqa_convert.layouts import Role, Section
 from gqa_convert.merging.pooling import DTYPES, METHODS, Method
 
@@ -31,16 +31,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the result and the pieces whose bytes, one behind the other, are its own."""
+    """A tensor of the result and the pieces whose bytes, one behind the other, are its own.
+
+    Where heads lie along the last axis (Conv1D), the pieces are those of one row; each of the `rows` is made of them, and the ranges
+    move on by `stride` bytes from one to the next.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    rows: int = 1
+    stride: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        return self.rows * sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Plan:
 
     checkpoint: Checkpoint
     family: Family
+    modeling: Modeling | None
+    """The modelling file that the result brings along; None where stock classes load it."""
     groups: int
     method: Method
     seed: int
@@ -92,10 +100,21 @@ class Plan:
 
     @property
     def effective_method(self) -> str:
-        """What really happens: `copy` at the source's own count, `repeat` above it, else the method asked for."""
-        if self.groups == self.source_kv_heads:
-            return "copy"
-        return "repeat" if self.groups > self.source_kv_heads else self.method
+        """What really happens: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
+        methods = {change.method for change in self.changes} - {"copy"}
+        return "copy" if not methods else "repeat" if methods == {"repeat"} else self.method
+
+    @property
+    def route(self) -> str:
+        """How the result is loaded: `native`, by the stock classes of its type, or `own file`, by the modelling file that it brings."""
+        return "own file" if self.modeling else "native"
+
+    @property
+    def loads_in(self) -> frozenset[str]:
+        """Software that loads the result without custom code."""
+        if self.modeling:
+            return frozenset()
+        return self.family.engines or frozenset({"transformers"})
 
     @property
     def weight_bytes_after(self) -> int:
@@ -115,14 +134,27 @@ class Plan:
         headers = sum(len(tensor.name) + 120 for shard in self.shards for tensor in shard.tensors)
         return self.weight_bytes_after + headers + sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried) + 65536
 
-    def cache_bytes_per_token(self, after: bool) -> int:
-        """K/V-cache bytes that one token takes over all attention layers, in the type of the projections."""
+    def cache_bytes_per_token(self, after: bool, place: Place = "decoder") -> int:
+        """K/V-cache bytes that one token takes over all attention layers of a place, in the type of the projections.
+
+        A token of the text takes those of `decoder`, a token of an encoder's output those of `cross`.
+        """
         return sum(
             (self.groups if after else layer.kv_heads)
             * (layer.key_width + layer.value_width)
             * DTYPES[layer.dtype].itemsize
             for layer in self.layers
+            if layer.place == place
         )  # fmt: skip
+
+    def cache_bytes(self) -> dict[str, dict[str, int]]:
+        """The bytes before and after of each cache that there is."""
+        places: dict[str, Place] = {"kv_bytes_per_token": "decoder", "cross_kv_bytes_per_encoder_token": "cross"}
+        sizes = {
+            key: {"before": self.cache_bytes_per_token(False, place), "after": self.cache_bytes_per_token(True, place)}
+            for key, place in places.items()
+        }
+        return {key: both for key, both in sizes.items() if both["before"]}
 
     def tensor_parallel_degrees(self) -> tuple[list[int], list[int]]:
         """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V heads."""
@@ -150,16 +182,21 @@ class Plan:
             ],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
-            "kv_bytes_per_token": {"before": self.cache_bytes_per_token(False), "after": self.cache_bytes_per_token(True)},
+            **self.cache_bytes(),
             "disk_bytes": self.disk_bytes,
-            "loads_in": sorted(self.family.engines),
+            "route": self.route,
+            "result_model_type": self.config["model_type"],
+            "modeling_file": f"{self.modeling.file}.py" if self.modeling else None,
+            "loads_in": sorted(self.loads_in),
             "tensor_parallel": {"split": split, "with_copied_kv_heads": copied},
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),
         }  # fmt: skip
 
 
-def make_plan(checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed: int = 0, max_shard_size: int | None = None) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed: int = 0, encoder: bool = False, max_shard_size: int | None = None
+) -> Plan:
     """Plan a conversion.
 
     Args:
@@ -167,6 +204,7 @@ def make_plan(checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed
         groups: K/V heads per layer in the result (the paper's GQA-N).
         method: `mean`, `first` or `random`.
         seed: for `random`.
+        encoder: convert an encoder's self-attention too, which keeps no cache; the paper leaves it as it is (section 2).
         max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input file has
             one output file of the same name.
 
@@ -175,7 +213,7 @@ def make_plan(checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed
         ConfigError: the tensors' shapes contradict the config.
         GroupsError: `groups` does not fit the heads.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
-        OptionError: an unknown method or an impossible shard size.
+        OptionError: an unknown method, an impossible shard size, or no encoder to convert.
     """
     if method not in METHODS:
         raise OptionError(f"--method {method!r} is unknown: choose one of {', '.join(METHODS)}")
@@ -183,31 +221,50 @@ def make_plan(checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed
         raise OptionError(f"--max-shard-size {max_shard_size} holds nothing: give it a size such as 5GB")
     chosen: Method = next(name for name in METHODS if name == method)
     family = find_family(checkpoint.config.get("model_type"))
-    finder = AttentionFinder(checkpoint, family)
-    _check_groups(groups, finder.kv_heads, finder.heads, family.model_type)
+    finder = AttentionFinder(checkpoint, family, encoder=encoder)
+    for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
+        _check_groups(groups, kv_heads, heads, family.model_type)
+    unchanged = all(layer.kv_heads == groups for layer in finder.layers)
+    modeling = None if unchanged and not _converted_before(family) else family.modeling
     shards, changes = _plan_tensors(checkpoint, finder, groups, chosen)
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=_safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
     if max_shard_size is not None:
         shards = _reshard(shards, max_shard_size)
+    config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     return Plan(
-        checkpoint=checkpoint, family=family, groups=groups, method=chosen, seed=seed, heads=finder.heads,
-        source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards),
-        config=_converted_config(checkpoint.config, family, groups), warnings=tuple(_warnings(checkpoint)),
+        checkpoint=checkpoint, family=family, modeling=modeling, groups=groups, method=chosen, seed=seed, heads=finder.heads,
+        source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards), config=config,
+        warnings=tuple(_warnings(checkpoint, modeling)),
     )  # fmt: skip
 
 
-def _converted_config(config: dict[str, Any], family: Family, groups: int) -> dict[str, Any]:
+def _converted_before(family: Family) -> bool:
+    """Whether the source is a result of ours, with a modelling file of its own already."""
+    return family.modeling is not None and family.modeling.model_type == family.model_type
+
+
+def _converted_config(config: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, *, encoder: bool) -> dict[str, Any]:
     """The source's config with the family's own keys and ChatGLM2's convention set to the new count."""
     result = copy.deepcopy(config)
-    for dotted in family.kv_heads_keys:
-        *parents, last = dotted.split(".")
-        place = result
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = groups
+    if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys
+        for dotted in family.kv_heads_keys:
+            *parents, last = dotted.split(".")
+            place = result
+            for key in parents:
+                place = place.setdefault(key, {})
+            place[last] = groups
+        if encoder:
+            result[family.encoder_kv_heads_key] = groups
     result["multi_query_attention"] = True
     result["multi_query_group_num"] = groups
+    if modeling is not None:
+        names = [name for _, name in modeling.classes]
+        stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
+        result["architectures"] = [name for name in stated if name in names] or [names[min(2, len(names) - 1)]]
+        result["model_type"] = modeling.model_type
+        kept = {auto: home for auto, home in config.get("auto_map", {}).items() if not auto.startswith(("AutoConfig", "AutoModel"))}
+        result["auto_map"] = kept | modeling.auto_map
     return result
 
 
@@ -226,14 +283,17 @@ def _plan_tensors(
 ) -> tuple[list[OutputShard], list[TensorChange]]:
     """Every output tensor in the order of its source, and the list of those that change."""
     homes = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
-    cuts: dict[str, tuple[AttentionLayer, tuple[Section, ...]]] = {}
+    changed: set[str] = set()
     planned: dict[str, OutputTensor | None] = {}
     changes: list[TensorChange] = []
     for layer in finder.layers:
         for name, cut in finder.sections(layer):
-            cuts[name] = (layer, cut)
             number, entry = homes[name]
-            output = _regrouped(name, number, entry, cut, groups, method)
+            if groups == layer.kv_heads:
+                output = _copied(name, number, entry)
+            else:
+                output = _regrouped(name, number, entry, cut, groups, method, transposed=finder.family.transposed and len(entry.shape) == 2)
+                changed.add(name)
             planned[name] = output
             roles = tuple(section.role for section in cut if section.merged)
             changes.append(_change(name, layer, roles, entry, output.shape, groups, method))
@@ -241,6 +301,7 @@ def _plan_tensors(
             blocks = [(homes[name][0], homes[name][1].start) for name in names]
             entry = homes[names[0]][1]
             pieces = _regrouped_blocks(blocks, entry.nbytes, groups, _norm_method(method))
+            changed.update(names if groups != layer.kv_heads else ())
             for index, name in enumerate(names):
                 planned[name] = OutputTensor(name, entry.dtype, entry.shape, (pieces[index],)) if index < groups else None
             stem = names[0].rsplit(".0.", 1)[0]
@@ -255,11 +316,10 @@ def _plan_tensors(
     for number, shard in enumerate(checkpoint.shards):
         tensors = []
         for name, entry in shard.header.tensors.items():
-            copied = OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),))
-            wanted = planned.get(name, copied)
+            wanted = planned.get(name, _copied(name, number, entry))
             if wanted is not None:
                 tensors.append(wanted)
-        untouched = groups == finder.kv_heads or not any(name in planned for name in shard.header.tensors)
+        untouched = changed.isdisjoint(shard.header.tensors)
         shards.append(OutputShard(shard.file, tuple(tensors), dict(shard.header.metadata), number if untouched else None))
     return shards, changes
 
@@ -279,23 +339,39 @@ def _change(
     return TensorChange(name, layer.module, roles, entry.dtype, before or entry.shape, after, used)
 
 
-def _regrouped(name: str, shard: int, entry: TensorEntry, cut: tuple[Section, ...], groups: int, method: Method) -> OutputTensor:
-    """The output tensor whose merged sections hold `groups` heads instead of the source's count."""
-    row_bytes = entry.nbytes // entry.shape[0]
+def _copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
+    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
+
+
+def _regrouped(
+    name: str, shard: int, entry: TensorEntry, cut: tuple[Section, ...], groups: int, method: Method, *, transposed: bool
+) -> OutputTensor:
+    """The output tensor whose merged sections hold `groups` heads instead of the source's count, section behind section."""
+    outer, axis = (entry.shape[0], 1) if transposed else (1, 0)
+    unit = entry.nbytes // outer // entry.shape[axis]
     pieces: list[Piece] = []
-    rows, offset = 0, entry.start
+    length = 0
     for section in cut:
-        head_bytes = section.width * row_bytes
+        nbytes = section.width * unit
+        blocks = [(shard, entry.start + start * unit) for start in section.starts]
         if section.merged:
-            blocks = [(shard, offset + head * head_bytes) for head in range(section.heads)]
             used = _norm_method(method) if section.role == "key_norm" else method
-            pieces += _regrouped_blocks(blocks, head_bytes, groups, used)
-            rows += groups * section.width
+            pieces += _regrouped_blocks(blocks, nbytes, groups, used)
+            length += groups * section.width
         else:
-            pieces.append(Piece(((shard, offset),), section.rows * row_bytes))
-            rows += section.rows
-        offset += section.rows * row_bytes
-    return OutputTensor(name, entry.dtype, (rows, *entry.shape[1:]), tuple(pieces))
+            pieces += _joined(blocks, nbytes)
+            length += section.rows
+    shape = (*entry.shape[:axis], length, *entry.shape[axis + 1 :])
+    return OutputTensor(name, entry.dtype, shape, tuple(pieces), outer, entry.nbytes // outer if transposed else 0)
+
+
+def _joined(blocks: list[tuple[int, int]], nbytes: int) -> Iterator[Piece]:
+    """Copies of blocks of a shard; neighbours travel together."""
+    shard, begin = blocks[0]
+    for (_, block), following in zip(blocks, [start for _, start in blocks[1:]] + [-1], strict=True):
+        if following != block + nbytes:
+            yield Piece(((shard, begin),), block + nbytes - begin)
+            begin = following
 
 
 def _regrouped_blocks(blocks: list[tuple[int, int]], nbytes: int, groups: int, method: Method) -> list[Piece]:
@@ -330,11 +406,11 @@ def _reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
     return [OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(run), metadata) for number, run in enumerate(runs, 1)]
 
 
-def _warnings(checkpoint: Checkpoint) -> Iterator[str]:
+def _warnings(checkpoint: Checkpoint, modeling: Modeling | None) -> Iterator[str]:
     if checkpoint.left_behind:
         names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
         yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
-    if any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config:
+    if modeling is None and (any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config):
         yield "the checkpoint brings Python code of its own: it is copied and never run; look whether it reads num_key_value_heads"
 
 

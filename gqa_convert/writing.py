@@ -163,6 +163,11 @@ class _ShardWriter:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             fresh = self._fresh(tensor)
+            if tensor.rows > 1:
+                self._flush(joined, out)
+                joined = None
+                self._write_rows(tensor, out, fresh)
+                continue
             for piece in tensor.pieces:
                 number, start = piece.ranges[0]
                 if piece.method is None and joined and joined[0] == number and joined[1] + joined[2] == start:
@@ -181,12 +186,8 @@ class _ShardWriter:
 
     def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
         assert piece.method is not None
-        heads, dtype = len(piece.ranges), DTYPES[tensor.dtype]
-        key = (heads, tensor.dtype)
-        if key not in self._mergers:
-            self._mergers[key] = BlockMerger(heads, dtype, max(1024, _BLOCK_NUMBERS // heads))
-        merger = self._mergers[key]
-        merger.squared_error = merger.squared_norm = 0.0
+        dtype = DTYPES[tensor.dtype]
+        merger = self._merger(len(piece.ranges), tensor.dtype, 0)
         step = merger.source.shape[1]
         self._sources[piece.ranges[-1][0]].expect(piece.ranges[-1][1])
         for first in range(0, piece.nbytes // dtype.itemsize, step):
@@ -198,6 +199,45 @@ class _ShardWriter:
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
 
+    def _write_rows(self, tensor: OutputTensor, out: OutputFile, fresh: "_Fresh | None") -> None:
+        """A tensor whose heads lie along its last axis: some rows at a time are read, cut into columns and merged."""
+        dtype = DTYPES[tensor.dtype]
+        number = tensor.pieces[0].ranges[0][0]
+        base = min(start for piece in tensor.pieces for _, start in piece.ranges)
+        numbers = max(piece.nbytes * len(piece.ranges) for piece in tensor.pieces) // dtype.itemsize
+        step = 1 if fresh else max(1, min(tensor.rows, _BLOCK_NUMBERS // numbers))  # fresh numbers come row by row, in output order
+        source = np.empty((step, tensor.stride), np.uint8)
+        result = np.empty((step, tensor.nbytes // tensor.rows), np.uint8)
+        error = norm = 0.0
+        for first in range(0, tensor.rows, step):
+            rows = min(step, tensor.rows - first)
+            self._sources[number].read_into(source[:rows].reshape(-1).data, base + first * tensor.stride)
+            column = 0
+            for piece in tensor.pieces:
+                into = result[:rows, column : column + piece.nbytes]
+                column += piece.nbytes
+                if piece.method is None:
+                    start = piece.ranges[0][1] - base
+                    into[:] = source[:rows, start : start + piece.nbytes]
+                    continue
+                count = rows * piece.nbytes // dtype.itemsize
+                merger = self._merger(len(piece.ranges), tensor.dtype, count)
+                for row, (_, start) in zip(merger.source, piece.ranges, strict=True):
+                    row[:count].view(np.uint8).reshape(rows, -1)[:] = source[:rows, start - base : start - base + piece.nbytes]
+                merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
+                into[:] = merged.view(np.uint8).reshape(rows, -1)
+                error, norm = error + merger.squared_error, norm + merger.squared_norm
+            out.write(result[:rows].reshape(-1).data)
+        self._squares[tensor.name] = (error, norm)
+
+    def _merger(self, heads: int, dtype: str, count: int) -> BlockMerger:
+        """Buffers for a group of `heads` heads, at least `count` numbers each, with its sums at nothing."""
+        merger = self._mergers.get((heads, dtype))
+        if merger is None or merger.source.shape[1] < count:
+            merger = self._mergers[heads, dtype] = BlockMerger(heads, DTYPES[dtype], max(1024, _BLOCK_NUMBERS // heads, count))
+        merger.squared_error = merger.squared_norm = 0.0
+        return merger
+
     def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
         """The random numbers of a tensor, or None if it needs none."""
         if not any(piece.method == "random" for piece in tensor.pieces):
@@ -207,11 +247,13 @@ class _ShardWriter:
         return _Fresh(self._plan.seed, tensor.name, deviation, dtype)
 
     def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
-        for piece in tensor.pieces:
-            for number, start in piece.ranges if piece.method else ():
-                for offset in range(0, piece.nbytes, _BLOCK_NUMBERS * dtype.itemsize):
-                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, piece.nbytes - offset), np.uint8)
-                    self._sources[number].read_into(block.data, start + offset)
+        """The numbers of every head that is to be merged."""
+        runs = [(*place, piece.nbytes) for piece in tensor.pieces if piece.method for place in piece.ranges]
+        for row in range(tensor.rows):
+            for number, start, nbytes in runs:
+                for offset in range(0, nbytes, _BLOCK_NUMBERS * dtype.itemsize):
+                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, nbytes - offset), np.uint8)
+                    self._sources[number].read_into(block.data, start + row * tensor.stride + offset)
                     yield block.view(dtype)
 
 

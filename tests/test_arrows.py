@@ -14,8 +14,10 @@ PACKAGE = Path(gqa_convert.__file__).parent
 # Each room and the rooms it may import; a room is a file or a folder of the package.
 ALLOWED = {
     "errors": set(),
-    "families": {"errors"},
+    "families": {"errors", "layouts"},
     "layouts": set(),
+    "modeling": {"families"},
+    "translation": {"errors", "layouts", "merging"},
     "stdlib_text": set(),
     "merging": {"errors"},
     "checkpoint": {"errors"},
