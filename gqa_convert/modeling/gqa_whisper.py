@@ -149,6 +149,11 @@ class GQAWhisperConfig(WhisperConfig):
     """K/V heads of the decoder's self-attention and cross-attention; None for as many as query heads."""
     encoder_num_key_value_heads: int | None = None
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        # generate() and the speech recognition pipeline ask whether this is Whisper. What is saved is the class's model type.
+        self.model_type = WhisperConfig.model_type
+
 
 class GroupedModel:
     """Builds transformers' model, then gives its attention modules fewer K/V heads."""
