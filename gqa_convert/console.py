@@ -102,10 +102,9 @@ def show_plan(plan: "Plan") -> None:
     split, copied = plan.tensor_parallel_degrees()
     console.print(f"disk needed:      {size(plan.disk_bytes)}")
     known = [f"{engine} {'yes' if engine in plan.loads_in else 'not known to'}" for engine in ENGINES]
+    console.print(f"loads as it is:   {', '.join(known)}")
     if plan.modeling:
-        console.print(f"loads in:         transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py that it brings")
-    else:
-        console.print(f"loads as it is:   {', '.join(known)}")
+        console.print(f"loads with code:  transformers 5, trust_remote_code=True, by {plan.modeling.file}.py, which is written beside it")
     degrees = ", ".join(map(str, split))
     if copied:
         degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"

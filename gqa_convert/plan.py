@@ -106,15 +106,17 @@ class Plan:
 
     @property
     def route(self) -> str:
-        """How the result is loaded: `native`, by the stock classes of its type, or `own file`, by the modelling file that it brings."""
-        return "own file" if self.modeling else "native"
+        """What loads the result: stock classes (`native`), the modelling file that it brings (`own file`), or the source's own code."""
+        if self.modeling:
+            return "own file"
+        return "native" if self.family.native or self.family.modeling else "checkpoint's own code"
 
     @property
     def loads_in(self) -> frozenset[str]:
         """Software that loads the result without custom code."""
         if self.modeling:
             return frozenset()
-        return self.family.engines or frozenset({"transformers"})
+        return frozenset({"transformers"}) if self.family.modeling else self.family.engines
 
     @property
     def weight_bytes_after(self) -> int:
@@ -235,7 +237,7 @@ def make_plan(
     return Plan(
         checkpoint=checkpoint, family=family, modeling=modeling, groups=groups, method=chosen, seed=seed, heads=finder.heads,
         source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards), config=config,
-        warnings=tuple(_warnings(checkpoint, modeling)),
+        warnings=tuple(_warnings(checkpoint, family, modeling)),
     )  # fmt: skip
 
 
@@ -406,11 +408,15 @@ def _reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
     return [OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(run), metadata) for number, run in enumerate(runs, 1)]
 
 
-def _warnings(checkpoint: Checkpoint, modeling: Modeling | None) -> Iterator[str]:
+def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:
     if checkpoint.left_behind:
         names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
         yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
-    if modeling is None and (any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config):
+    brings_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
+    if not family.native and not family.modeling:
+        keys = ", ".join(family.kv_heads_keys)
+        yield f"transformers loads it by the checkpoint's own code, which reads {keys}: that code is copied and never run here"
+    elif brings_code and modeling is None:
         yield "the checkpoint brings Python code of its own: it is copied and never run; look whether it reads num_key_value_heads"
 
 
