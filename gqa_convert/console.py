@@ -101,7 +101,8 @@ def show_plan(plan: "Plan") -> None:
     console.print(totals)
     split, copied = plan.tensor_parallel_degrees()
     console.print(f"disk needed:      {size(plan.disk_bytes)}")
-    known = [f"{engine} {'yes' if engine in plan.loads_in else 'not known to'}" for engine in ENGINES]
+    unknown = "no" if plan.modeling else "not known to"
+    known = [f"{engine} {'yes' if engine in plan.loads_in else unknown}" for engine in ENGINES]
     console.print(f"loads as it is:   {', '.join(known)}")
     if plan.modeling:
         console.print(f"loads with code:  transformers 5, trust_remote_code=True, by {plan.modeling.file}.py, which is written beside it")
