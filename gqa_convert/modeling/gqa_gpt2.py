@@ -119,21 +119,24 @@ class GQAGPT2Attention(gpt2.GPT2Attention):
     ) -> tuple[Any, Any]:  # fmt: skip
         is_cross = encoder_hidden_states is not None
         paired = isinstance(past_key_values, EncoderDecoderCache)
-        cache = (past_key_values.cross_attention_cache if is_cross else past_key_values.self_attention_cache) if paired else past_key_values
-        if is_cross and not paired:
-            cache = None  # a cache for self-attention only
-        if is_cross and paired and past_key_values.is_updated.get(self.layer_idx):
-            query, key, value = self.q_attn(hidden_states), cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
-        else:
-            if is_cross:
-                query, (key, value) = self.q_attn(hidden_states), self.c_attn(encoder_hidden_states).split(self.split_size, dim=2)
-            else:
-                query, key, value = self.c_attn(hidden_states).split((self.embed_dim, self.split_size, self.split_size), dim=2)
+        cache = past_key_values
+        if paired:
+            cache = cache.cross_attention_cache if is_cross else cache.self_attention_cache
+        elif is_cross:
+            cache = None  # what was given holds self-attention only
+        if not is_cross:
+            query, key, value = self.c_attn(hidden_states).split((self.embed_dim, self.split_size, self.split_size), dim=2)
             key, value = self.split_heads(key), self.split_heads(value)
-            if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
-            if is_cross and paired:
+        elif paired and past_key_values.is_updated.get(self.layer_idx):
+            query, key, value = self.q_attn(hidden_states), cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            cache = None  # it has them already
+        else:
+            query = self.q_attn(hidden_states)
+            key, value = (self.split_heads(states) for states in self.c_attn(encoder_hidden_states).split(self.split_size, dim=2))
+            if paired:
                 past_key_values.is_updated[self.layer_idx] = True
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         output, weights = grouped_attention(
             self, self.split_heads(query), key, value, encoder_attention_mask if is_cross else attention_mask,
             upcast_attention if self.reorder_and_upcast_attn else gpt2.eager_attention_forward,

@@ -114,24 +114,25 @@ class GQAGPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
         return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def within_window(self, mask: Any, length: int, total: int, seen: Any, device: Any) -> Any:
-        """`mask` [B, 1, L, S] where it allows keys that are neither ahead of the query nor behind its window.
+        """`mask`, restricted to keys that are neither ahead of their query nor behind its window; additive for eager.
 
-        The positions count from the cache's beginning, so the empty end of a static cache does no harm.
+        None stays None where causality is all there is to it, which the attention function then sees to. Positions count from the
+        cache's beginning, so the empty end of a static cache does no harm.
         """
         eager = self.config._attn_implementation == "eager"
         if not eager and mask is None and (self.window is None or total <= self.window):
-            return None  # causal, which the attention function sees to
+            return None
         queries, keys = torch.arange(length, device=device)[:, None] + seen, torch.arange(total, device=device)
         allowed = (keys <= queries)[None, None]
         if self.window is not None:
             allowed = allowed & (keys > queries - self.window)
         if mask is not None and mask.dtype == torch.bool:
-            allowed = allowed & mask
-        if not eager and (mask is None or mask.dtype == torch.bool):
+            allowed, mask = allowed & mask, None
+        if not eager and mask is None:
             return allowed
-        scores = torch.float32 if eager or mask is None else mask.dtype
-        added = torch.zeros(allowed.shape, dtype=scores, device=device).masked_fill(~allowed, torch.finfo(scores).min)
-        return added if mask is None or mask.dtype == torch.bool else added + mask
+        dtype = torch.float32 if eager else mask.dtype
+        added = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return added if mask is None else added + mask
 
     def forward(self, hidden_states: Any, attention_mask: Any = None, layer_past: Any = None, **options: Any) -> tuple[Any, Any]:
         query = self.split_heads(self.q_proj(hidden_states))
