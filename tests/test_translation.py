@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert.checkpoint.headers import Header, build_header, parse_header
 from gqa_convert.errors import ConfigError, NonFiniteError, UnsupportedFormatError
 from gqa_convert.merging.pooling import DTYPES
-from gqa_convert.translation.homes import Home, NoHome, find_home, read_dimensions, read_rotary, translate_config
+from gqa_convert.translation.homes import Home, NoHome, engines_for, find_home, read_dimensions, read_rotary, translate_config
 from gqa_convert.translation.rows import RowTranslator
 from gqa_convert.translation.tensors import Translation, translate_tensors
 
@@ -160,7 +160,7 @@ def repeat_merged(model: PreTrainedModel, groups: int) -> None:
                     whole = heads[:, part].reshape(HEADS, WIDTH, *rest)
                     heads[:, part] = pooled(whole).view(4, HEADS // 4, WIDTH, *rest)
             elif "k_proj" in name or "v_proj" in name:
-                tensor.copy_(pooled(tensor.view(HEADS, WIDTH, *rest)).view(tensor.shape))
+                tensor.copy_(pooled(tensor.view(HEADS, WIDTH, *rest)).reshape(tensor.shape))
             elif "c_attn" in name:
                 heads = tensor.view(-1, 3, HEADS, WIDTH)
                 for part in (1, 2):
@@ -205,6 +205,39 @@ def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     changed = {tensor.name for tensor in translation.tensors if tensor.merged and tensor.merged.before != tensor.merged.after}
     assert set(executor.errors()) == changed
     assert all(0.1 < error < 1 for error in executor.errors().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("neox", 1e-13), ("neox-no-attention-bias", 1e-13), ("neox-sequential", 1e-13), ("gptj", 1e-6), ("codegen", 1e-6), ("gpt2", 1e-7)],
+)
+def test_the_algebra_is_exact(name: str, tolerance: float, tmp_path: Path) -> None:
+    """In float64 nothing but float64's own rounding is left; GPT-J and CodeGen have float32 scores, gpt_bigcode a float32 softmax."""
+    source = build(name, torch.float64)
+    source.save_pretrained(tmp_path / "source")
+    translate(tmp_path / "source", tmp_path / "out", 1)
+    repeat_merged(source, 1)
+    ids = tokens()[0][:1]
+    with torch.no_grad():
+        expected, found = (model(ids).logits for model in (source, load(tmp_path / "out", dtype=torch.float64)))
+    assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "engines"),
+    [
+        ("neox", {}, {"transformers"}),
+        ("neox-sequential", {}, {"transformers", "vLLM", "llama.cpp"}),
+        ("neox-sequential", {"hidden_act": "relu"}, {"transformers", "vLLM"}),
+        ("neox-sequential-tied-no-bias", {}, {"transformers"}),
+        ("gpt2", {}, {"transformers", "vLLM", "llama.cpp"}),
+    ],
+)
+def test_engines(name: str, fields: dict[str, Any], engines: set[str]) -> None:
+    config = with_config(name, **fields)
+    home = find_home(config, 1)
+    assert isinstance(home, Home)
+    assert engines_for(config, home) == engines
 
 
 def test_real_names_and_old_config_keys(tmp_path: Path) -> None:

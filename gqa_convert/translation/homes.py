@@ -73,7 +73,7 @@ class Home:
     architectures: tuple[tuple[str, str], ...]
     kv_heads_key: str
     engines: frozenset[str]
-    """Software that loads the grouped-query form without custom code."""
+    """Software that loads the grouped-query form without custom code; `engines_for` says which of it does so for one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,9 @@ GPT_BIGCODE_FROM_GPT2: Final = Home(
     architectures=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")), engines=_EVERYWHERE,
 )  # fmt: skip
 
+_GELUS = frozenset({"gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
+"""Activations that llama.cpp computes by one approximation of GELU, as it does for every model of these architectures."""
+
 _ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 """Kinds of rotary scaling that source and home compute with one function of transformers."""
 
@@ -239,6 +242,19 @@ def find_home(config: Config, groups: int) -> Home | NoHome:
     return home
 
 
+def engines_for(config: Config, home: Home) -> frozenset[str]:
+    """Software that computes what this source computes: some engines have one activation and plain rotary positions, whatever is asked."""
+    activation = config.get("hidden_act", "gelu") if home.source_type == "gpt_neox" else config.get("activation_function", "gelu_new")
+    engines = home.engines
+    if activation not in _GELUS:
+        engines -= {"llama.cpp"}
+    if home.source_type == "gpt_neox":
+        rotary = read_rotary(config, read_dimensions(config))
+        if isinstance(rotary, Rotary) and rotary.scaling:
+            engines &= {"transformers"}
+    return engines
+
+
 def _home_of_type(config: Config, groups: int) -> Home | NoHome:
     model_type = config.get("model_type")
     if model_type == "gpt_neox":
@@ -316,6 +332,20 @@ def _count(config: Config, *keys: str) -> int:
     return value
 
 
+def query_scale(config: Config, dimensions: Dimensions, layer: int) -> float:
+    """What the queries of a layer are multiplied with, because the home scales its scores by 1 / sqrt(head width) and nothing else.
+
+    gpt_bigcode can leave that factor out, too, but only transformers heeds its switch.
+    """
+    scale = 1.0
+    if config.get("model_type") == "gpt2":
+        if not config.get("scale_attn_weights", True):
+            scale *= math.sqrt(dimensions.width)
+        if config.get("scale_attn_by_inverse_layer_idx"):
+            scale /= layer + 1
+    return scale
+
+
 def translate_config(config: Config, home: Home, groups: int) -> Config:
     """The home's config.json for a source's, in the words of old and new clients.
 
@@ -390,10 +420,10 @@ def _from_gpt2(config: Config, home: Home, dimensions: Dimensions) -> Config:
     assert home.model_type == "gpt_bigcode"
     same = {
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
-        "scale_attn_weights": True, "n_inner": None,
+        "n_inner": None,
     }  # fmt: skip
     return {key: config.get(key, default) for key, default in same.items()} | {
         "n_embd": dimensions.hidden, "n_head": dimensions.heads, "n_layer": dimensions.layers,
         "n_positions": config.get("n_positions", config.get("max_position_embeddings", 1024)), "add_cross_attention": False,
-        "multi_query": True, "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True,
+        "multi_query": True, "scale_attn_weights": True, "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True,
     }  # fmt: skip

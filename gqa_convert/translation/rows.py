@@ -42,7 +42,7 @@ class RowTranslator:
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
     def blocks(self, tensor: TranslatedTensor) -> Iterator[Array]:
-        """The tensor's rows, top to bottom, in contiguous blocks of its type.
+        """The tensor's rows, top to bottom, in contiguous blocks of its type, each valid until the next is asked for.
 
         Everything is computed in float32 for the half types and in float64 for float32 and float64, and rounded once.
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.layouts import Role
 from gqa_convert.merging.pooling import DTYPES, Method
-from gqa_convert.translation.homes import ORIGINS, Config, Home, Origin, Rotary, read_dimensions, read_rotary
+from gqa_convert.translation.homes import ORIGINS, Config, Home, Origin, Rotary, query_scale, read_dimensions, read_rotary
 
 Shape = tuple[int, ...]
 
@@ -369,9 +369,7 @@ class _Layer:
         size = self.size
         groups = size.heads if role == "query" else self.all.groups
         together = size.heads // groups
-        scale = 1.0
-        if role == "query" and self.all.config.get("scale_attn_by_inverse_layer_idx"):
-            scale = 1.0 / (self.number + 1)  # the home has no such switch: the queries shrink instead of the scores
+        scale = query_scale(self.all.config, size, self.number) if role == "query" else 1.0
         runs = []
         for first in range(0, size.heads, together):
             starts = [self.head_start(head, role) for head in range(first, first + together)]
