@@ -153,20 +153,25 @@ _TASKS = {
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }
+_SPEECH_TASKS = _TASKS | {
+    "ForConditionalGeneration": "AutoModelForSpeechSeq2Seq",
+    "ForAudioClassification": "AutoModelForAudioClassification",
+}
 
 
-def _own_file(file: str, names: dict[str, str], tasks: str, **fields: Any) -> Iterator[Family]:
+def _own_file(file: str, names: dict[str, str], tasks: str, *, autos: dict[str, str] = _TASKS, **fields: Any) -> Iterator[Family]:
     """Records of families that one modelling file serves: as transformers has them, and as they are once converted.
 
     Args:
         file: of the package's `modeling` folder.
         names: model type -> what the names of its classes in transformers begin with.
         tasks: what they end in, the one for language modelling first behind `Model`.
+        autos: the auto class of each task.
         fields: of every record.
     """
     for model_type, name in names.items():
         converted = f"gqa_{model_type.replace('-', '_')}"
-        classes = (("AutoConfig", f"GQA{name}Config"), *((_TASKS[task], f"GQA{name}{task}") for task in tasks.split()))
+        classes = (("AutoConfig", f"GQA{name}Config"), *((autos[task], f"GQA{name}{task}") for task in tasks.split()))
         modeling = Modeling(file=file, model_type=converted, classes=classes)
         record = Family(model_type=model_type, modeling=modeling, engines=frozenset(), **{"kv_heads": "heads", **fields})
         yield record
@@ -234,7 +239,10 @@ FAMILIES: dict[str, Family] = {
         ),
         *_own_file("gqa_bart", {"m2m_100": "M2M100"}, "Model ForConditionalGeneration", **_BART),
         *_own_file("gqa_bart", {"marian": "Marian"}, "Model MTModel ForCausalLM", **_BART),
-        *_own_file("gqa_whisper", {"whisper": "Whisper"}, "Model ForConditionalGeneration ForCausalLM", **_BART),
+        *_own_file(
+            "gqa_whisper", {"whisper": "Whisper"}, "Model ForConditionalGeneration ForCausalLM ForAudioClassification",
+            autos=_SPEECH_TASKS, **_BART,
+        ),
         *_own_file(
             "gqa_opt", {"opt": "OPT"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
             output="out_proj", rotary="none", head_width_key=None,
