@@ -527,6 +527,24 @@ def test_tokenizer_stays_the_sources(tmp_path: Path) -> None:
     assert before("! !$%").input_ids == after("! !$%").input_ids
 
 
+def test_gpt2_tokenizer_keeps_its_special_tokens(tmp_path: Path) -> None:
+    """transformers 5 has no tokenizer class of its own for gpt_bigcode, and GPT-2's folder on the Hub names no special tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    build("gpt2").save_pretrained(tmp_path / "source")
+    translate(tmp_path / "source", tmp_path / "out", 1)
+    home = find_home(with_config("gpt2"), 1)
+    assert isinstance(home, Home)
+    for folder, extra in (("source", {}), ("out", dict(home.special_tokens))):
+        tokenizer.save(str(tmp_path / folder / "tokenizer.json"))
+        (tmp_path / folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64} | extra))
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("source", "out"))
+    assert before.special_tokens_map == after.special_tokens_map
+    assert before('!"#<|endoftext|>').input_ids == after('!"#<|endoftext|>').input_ids == [0, 1, 2, 30]
+
+
 def test_every_linear_bias_is_there(tmp_path: Path) -> None:
     """Old clients would leave a missing bias at random."""
     build("gptj").save_pretrained(tmp_path / "source")

@@ -74,6 +74,8 @@ class Home:
     kv_heads_key: str
     engines: frozenset[str]
     """Software that loads the grouped-query form without custom code; `engines_for` says which of it does so for one checkpoint."""
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    """Keys that tokenizer_config.json needs where it lacks them: the source's tokenizer class has them by default, the home's has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ PHI_FROM_CODEGEN: Final = Home(
 GPT_BIGCODE_FROM_GPT2: Final = Home(
     source_type="gpt2", model_type="gpt_bigcode", names=_GPT2, head_bias=False, folds_norms=False, kv_heads_key="num_key_value_heads",
     architectures=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")), engines=_EVERYWHERE,
+    special_tokens=tuple((f"{name}_token", "<|endoftext|>") for name in ("bos", "eos", "unk")),
 )  # fmt: skip
 
 _GELUS = frozenset({"gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
