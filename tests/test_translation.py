@@ -43,6 +43,16 @@ def _rope(theta: float, part: float, /, **scaling: Any) -> dict[str, Any]:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2, 3],
+    "long_factor": [2.0, 3, 4, 5],
+    "original_max_position_embeddings": 16,
+}
+
 # Name: source type, config, home.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox": ("gpt_neox", _NEOX, "phi"),
@@ -51,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox-linear": ("gpt_neox", _NEOX | _rope(500.0, 0.5, rope_type="linear", factor=3.0), "phi"),
     "neox-dynamic": ("gpt_neox", _NEOX | _rope(500.0, 0.5, rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 8}, "phi"),
     "neox-yarn": ("gpt_neox", _NEOX | _rope(500.0, 0.5, **YARN), "phi"),
+    "neox-llama3": ("gpt_neox", _NEOX | _rope(500.0, 0.5, **LLAMA3), "phi"),
+    "neox-longrope": ("gpt_neox", _NEOX | _rope(500.0, 0.5, **LONGROPE), "phi"),
     "neox-sequential": ("gpt_neox", _NEOX | {"use_parallel_residual": False} | _rope(500.0, 1.0), "starcoder2"),
     "neox-sequential-tied-no-bias": (
         "gpt_neox",
