@@ -90,13 +90,57 @@ def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pyt
     kernel, seen = core_module.scaled_dot_product_attention, []
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        seen.append((key.shape[1], key.data_ptr(), value.data_ptr(), options.get("enable_gqa", False)))
+        seen.append((key.shape[1], key.data_ptr(), value.data_ptr()))
+        assert options.get("enable_gqa", False) == (query.shape[1] != groups)
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(core_module, "scaled_dot_product_attention", spy)
     query, key, value = numbers(2, 12, queries, 8), numbers(2, groups, 30, 8), numbers(2, groups, 30, 8)
     grouped_query_attention(query, key, value, causal=True)
-    assert seen == [(groups, key.data_ptr(), value.data_ptr(), groups != 12 and queries > core_module.SHORT)]
+    assert seen == [(groups, key.data_ptr(), value.data_ptr())]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_any_packing_computes_the_same(
+    threads: int, groups: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, key, value = (numbers(1, heads, length, 8).to(dtype) for heads, length in ((12, queries), (groups, 50), (groups, 50)))
+    visible = lower_right(queries, 50)
+    per_key, per_head = torch.rand(1, 1, 1, 50) < 0.7, torch.rand(1, 12, queries, 50) < 0.7
+    tolerance = 1e-12 if dtype == torch.float64 else 0.02
+    for mask in (None, per_key, per_head):
+        result = grouped_query_attention(query, key, value, causal=True, mask=mask)
+        expected = oracle(query.double(), key.double(), value.double(), visible if mask is None else visible & mask)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_fewer_heads_than_threads_are_packed_less() -> None:
+    packing = core_module._packing_on_cpu
+    with pytest.MonkeyPatch.context() as patch:
+        for threads, expected in ((1, 32), (2, 16), (4, 8), (32, 1)):
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            assert packing(1, 32, 1, bfloat16=False) == expected
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        # one row of bfloat16 is a matrix-vector product, which is fast
+        assert [packing(8, ratio, 1, bfloat16=True) for ratio in (2, 3, 4, 8)] == [1, 1, 4, 8]
+        assert [packing(8, ratio, 1, bfloat16=False) for ratio in (2, 3, 4, 8)] == [2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("queries", [1, 5, 60])
+def test_the_function_compiles_as_one_graph(queries: int) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(grouped_query_attention, fullgraph=True, backend="eager", dynamic=True)
+    for batch, keys in ((2, 70), (3, 71), (5, 90)):
+        query, key, value = numbers(batch, 12, queries, 6), numbers(batch, 3, keys, 6), numbers(batch, 3, keys, 6)
+        mask = torch.rand(batch, 1, 1, keys) < 0.7
+        expected = grouped_query_attention(query, key, value, causal=True, mask=mask)
+        torch.testing.assert_close(compiled(query, key, value, causal=True, mask=mask), expected, **EXACT)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_later_keys_of_a_static_buffer_are_not_seen() -> None:
@@ -121,6 +165,28 @@ def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(queries: int, 
     result.float().square().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (query, key, value))
     assert not query.grad[:, :, 1].any()
+
+
+@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("groups", [3, 12])
+@pytest.mark.parametrize("queries", [1, 3, 60])
+def test_every_kernel_makes_zeros_of_rows_that_see_nothing(value_width: int, dropout: float, groups: int, queries: int) -> None:
+    query, key, value, bias = (
+        numbers(2, 12, queries, 8).requires_grad_(),
+        numbers(2, groups, 70, 8).requires_grad_(),
+        numbers(2, groups, 70, value_width).requires_grad_(),
+        numbers(1, 12, queries, 70).requires_grad_(),
+    )
+    mask = torch.rand(2, 1, queries, 70) < 0.5
+    mask[1, :, -1] = False
+    for options in ({"bias": bias}, {}):
+        result = grouped_query_attention(query, key, value, mask=mask, dropout=dropout, **options)
+        gradients = torch.autograd.grad(result.square().sum(), (query, key, value, *options.values()))
+        assert not result[1, :, -1].any()
+        assert not gradients[0][1, :, -1].any()
+        assert result.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
