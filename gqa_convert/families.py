@@ -37,6 +37,8 @@ class Modeling:
     """Of the result: stock classes must not take it for theirs."""
     classes: tuple[tuple[str, str], ...]
     """transformers' auto classes, `AutoConfig` first, and the file's class for each."""
+    tokenizer: str
+    """The tokenizer's class where no file of the checkpoint names one, and transformers would go by the stock model type."""
 
     @property
     def auto_map(self) -> dict[str, str]:
@@ -159,6 +161,28 @@ _SPEECH_TASKS = _TASKS | {
 }
 
 
+_TOKENIZERS = {
+    model_type: tokenizer
+    for tokenizer, model_types in {
+        "T5Tokenizer": "t5 mt5 umt5 longt5 switch_transformers",
+        "GPT2Tokenizer": "gpt2 gpt_neo gptj codegen opt",
+        "GPTNeoXTokenizerFast": "gpt_neox mpt",
+        "PreTrainedTokenizerFast": "bloom falcon",
+        "BartTokenizer": "bart",
+        "MBartTokenizer": "mbart",
+        "PegasusTokenizer": "pegasus",
+        "MarianTokenizer": "marian",
+        "M2M100Tokenizer": "m2m_100",
+        "BlenderbotTokenizer": "blenderbot",
+        "BlenderbotSmallTokenizer": "blenderbot-small",
+        "WhisperTokenizer": "whisper",
+        "BioGptTokenizer": "biogpt",
+        "LlamaTokenizer": "persimmon",
+    }.items()
+    for model_type in model_types.split()
+}
+
+
 def _own_file(file: str, names: dict[str, str], tasks: str, *, autos: dict[str, str] = _TASKS, **fields: Any) -> Iterator[Family]:
     """Records of families that one modelling file serves: as transformers has them, and as they are once converted.
 
@@ -172,7 +196,7 @@ def _own_file(file: str, names: dict[str, str], tasks: str, *, autos: dict[str, 
     for model_type, name in names.items():
         converted = f"gqa_{model_type.replace('-', '_')}"
         classes = (("AutoConfig", f"GQA{name}Config"), *((autos[task], f"GQA{name}{task}") for task in tasks.split()))
-        modeling = Modeling(file=file, model_type=converted, classes=classes)
+        modeling = Modeling(file=file, model_type=converted, classes=classes, tokenizer=_TOKENIZERS[model_type])
         record = Family(model_type=model_type, modeling=modeling, engines=frozenset(), **{"kv_heads": "heads", **fields})
         yield record
         yield replace(record, model_type=converted, kv_heads="stated", fused_layout="blocks")

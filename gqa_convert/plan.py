@@ -267,6 +267,8 @@ def _converted_config(config: dict[str, Any], family: Family, modeling: Modeling
         result["model_type"] = modeling.model_type
         kept = {auto: home for auto, home in config.get("auto_map", {}).items() if not auto.startswith(("AutoConfig", "AutoModel"))}
         result["auto_map"] = kept | modeling.auto_map
+        if result.get("tokenizer_class") is None:
+            result["tokenizer_class"] = modeling.tokenizer
     return result
 
 

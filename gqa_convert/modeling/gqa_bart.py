@@ -56,8 +56,11 @@ def grouped_attention(
     kind = module.config._attn_implementation
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
-    size = heads // groups
-    packs = size > 1 and (kind == "eager" or (kind == "sdpa" and length == 1))
+    size, rest = divmod(heads, groups)
+    if rest:
+        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
+    paged = options.get("cache") is not None  # continuous batching, where the attention function itself updates the cache
+    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
     if packs:
         query = pack_heads(query, groups)
         if position_bias is not None:
