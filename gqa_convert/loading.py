@@ -1,9 +1,25 @@
-"""Load a checkpoint with transformers: from the disk alone, without code from it, and without progress bars of its own."""
+"""Load a checkpoint with transformers: from the disk alone, and without progress bars of its own.
 
+Code from a checkpoint never runs, unless the caller vouches for it; results with a modelling file of this package are loaded through
+the package's own copy.
+"""
+
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+"""transformers' auto classes for models with logits over a vocabulary."""
+
+_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+)
+_OWN = "gqa_"
+"""What the model types of results with a modelling file begin with, and in capitals the names of their classes."""
 
 
 @contextmanager
@@ -19,6 +35,59 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds; nothing if it can't be read, which transformers is left to say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def auto_class(config: dict[str, Any]) -> str:
+    """The auto class for a checkpoint: that of the model it was saved from, or else of its model type's language model.
+
+    Args:
+        config: what its config.json holds.
+
+    Returns:
+        One of `TASKS`.
+    """
+    from transformers.models.auto import modeling_auto
+
+    stated = config.get("architectures")
+    names = {str(name).removeprefix(_OWN[:-1].upper()) for name in stated} if isinstance(stated, list) else set()
+    model_type = str(config.get("model_type")).removeprefix(_OWN)
+    tables = [dict(getattr(modeling_auto, mapping)) for mapping in _MAPPINGS]
+    for task, table in zip(TASKS, tables, strict=True):
+        if names & set(table.values()):
+            return task
+    if not config.get("is_encoder_decoder"):
+        return TASKS[0]
+    return TASKS[2] if model_type in tables[2] and model_type not in tables[1] else TASKS[1]
+
+
+def _register(folder: Path) -> None:
+    """Make the model type of a result of ours known to transformers, so that its own copy of the code need not run."""
+    model_type = read_config(folder).get("model_type")
+    if isinstance(model_type, str) and model_type.startswith(_OWN):
+        from gqa_convert.modeling import register
+
+        register(model_type)
+
+
+def _load(task: str, folder: Path, dtype: Any, *, run_code: bool) -> tuple[Any, list[str]]:
+    import transformers
+
+    if not run_code:
+        _register(folder)
+    with _no_bars():
+        model, info = getattr(transformers, task).from_pretrained(
+            folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True
+        )
+    return model.eval(), [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+
+
 def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
     """The model on the CPU, in evaluation mode, and the names of parameters for which the folder has no fitting tensor.
 
@@ -29,13 +98,21 @@ def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
     Raises:
         Exception: whatever transformers raises.
     """
-    from transformers import AutoModelForCausalLM
+    return _load(TASKS[0], folder, dtype, run_code=False)
 
-    with _no_bars():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
-        )
-    return model.eval(), [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+
+def load_model(folder: Path, dtype: Any, *, run_code: bool = False) -> tuple[Any, list[str]]:
+    """The same for any model with logits, encoder-decoder models too.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch type, or "auto" for the checkpoint's own.
+        run_code: execute the checkpoint's own modelling file, as whoever lacks this package must; for files that are known only.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -46,4 +123,5 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _register(folder)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -2,7 +2,8 @@
 
 Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and compared
 bit for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once SOURCE's K/V heads
-are replaced by the merged ones. The claims in OUT say what to check and are checked themselves.
+are replaced by the merged ones. The claims in OUT say what to check and are checked themselves. Code that OUT brings along runs only
+once it is seen to be the package's own.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, SourceNotFoundError
 from gqa_convert.families import Family, find_family
+from gqa_convert.verify import config as configs
 from gqa_convert.verify import folder as folders
 from gqa_convert.verify.geometry import Geometry, read_geometry
 from gqa_convert.verify.reading import Weights, first_line, read_object
@@ -69,15 +71,21 @@ def verify_checkpoint(
     origin = _resolve(source, revision)
     original = _source_config(origin)
     family = find_family(original.get("model_type"))
+    if text is not None:
+        _check_scores_text(family, original)
     weights = Weights(origin, lambda text: CorruptCheckpointError(f"{text}: download or copy the source again"))
     run = _Run(VerificationReport(str(out), str(source)), on_check)
     geometry = _check_data(run, out, family, original, weights, progress)
-    if logits:
+    if logits and not _has_classes(family):
+        run.check(
+            "behaviour", lambda: f"not run: transformers has no class of type {family.model_type}, and a checkpoint's own code never runs"
+        )
+    elif logits:
         from gqa_convert.verify.behaviour import check_behaviour
 
         check_behaviour(
             run.check, run.report, out, origin, family, geometry,
-            parameters=sum(map(weights.numbers, weights.homes)), method=run.method, seed=seed,
+            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed,
             text=None if text is None else _read_text(text), max_text_tokens=max_text_tokens, progress=progress,
         )  # fmt: skip
     return run.report
@@ -89,6 +97,8 @@ class _Run:
     def __init__(self, report: VerificationReport, on_check: OnCheck) -> None:
         self.report = report
         self.method: Any = None
+        self.own_file: bool | None = None
+        """Whether OUT's modelling file is the package's own; None if OUT should have none."""
         self._on_check = on_check
 
     def check(self, name: str, function: Callable[[], str]) -> bool:
@@ -110,6 +120,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
     """All checks on files; returns the geometry unless OUT is too damaged to have one."""
     opened: list[Weights] = []
     claims: dict[str, Any] = {}
+    file = None
 
     def files() -> str:
         opened.append(Weights(out, Failure))
@@ -134,6 +145,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
             total = sum(map(ours.nbytes, ours.homes))
         except Failure:
             pass  # found again, and reported, by the checks below
+        encoder = claims.get("encoder") is True if geometry.encoder is None else geometry.encoder
         run.method = folders.true_method(claims.get("method", "mean"), geometry)
         seed = claims.get("seed")
         comparison = TensorComparison(
@@ -143,12 +155,17 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         run.check("untouched tensors", comparison.untouched)
         same = run.check("merged tensors", comparison.merged)
         run.check("index", lambda: folders.check_index(ours, source))
-        run.check("config", lambda: folders.check_config(read_object(out / folders.CONFIG), original, family, geometry))
+        run.check("config", lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder))
+        if modeling := configs.modelling_file(family, geometry):
+            file = f"{modeling.file}.py"
+            run.own_file = run.check(
+                "modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling)
+            )  # fmt: skip
         errors = comparison.errors() if same else None
         run.check(
-            "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, source, errors)
+            "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, encoder, source, errors)
         )  # fmt: skip
-    run.check("carried files", lambda: folders.check_carried(out, source.folder))
+    run.check("carried files", lambda: folders.check_carried(out, source.folder, file))
     return found[0] if found else None
 
 
@@ -178,13 +195,27 @@ def _resolve(source: str | Path, revision: str | None) -> Path:
 
 
 def _source_config(folder: Path) -> dict[str, Any]:
-    path = folder / folders.CONFIG
+    path = folder / configs.CONFIG
     if not path.is_file():
         raise SourceNotFoundError(f"{folder} has no config.json: name the folder that OUT was made from")
     try:
         return read_object(path)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
+
+
+def _has_classes(family: Family) -> bool:
+    """Whether transformers has classes for a type: code that lies in checkpoints is the only one for some."""
+    return family.native or family.modeling is not None
+
+
+def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
+    from gqa_convert.loading import TASKS, auto_class
+
+    if not _has_classes(family) or auto_class(config) != TASKS[0]:
+        raise OptionError(
+            f"a text's loss is that of a language model that transformers has, which {family.model_type} is not: leave the text out"
+        )
 
 
 def _read_text(path: Path) -> str:

@@ -1,21 +1,18 @@
-"""The checks on files other than tensors: a complete folder, the config, the index, what is carried over, what is claimed."""
+"""The checks on files other than tensors and config: a complete folder, the index, what is carried over, what is claimed."""
 
-import copy
 import hashlib
-import json
 import os
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.families import Family
-from gqa_convert.verify.geometry import Geometry, config_value
+from gqa_convert.verify.config import CONFIG, same_json
+from gqa_convert.verify.geometry import Geometry, Place
 from gqa_convert.verify.reading import INDEX, SINGLE, Weights, first_line, read_object
 from gqa_convert.verify.report import Failure
 
-CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
-CONVENTION = ("multi_query_attention", "multi_query_group_num")
 
 _WEIGHTS = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5",
@@ -82,42 +79,20 @@ def check_index(out: Weights, source: Weights) -> str:
             raise Failure(f"{INDEX} states {key} = {metadata.get(key)!r} where the tensors make {value}")
     theirs = (source.index or {}).get("metadata") or {}
     for key in (set(metadata) | set(theirs)) - set(totals):
-        if _text(metadata.get(key)) != _text(theirs.get(key)):
+        if not same_json(metadata.get(key), theirs.get(key)):
             raise Failure(f"{INDEX} has {key} = {metadata.get(key)!r} where SOURCE has {theirs.get(key)!r}")
     return ", ".join(f"{key} {value:,}" for key, value in totals.items())
 
 
-def check_config(config: dict[str, Any], original: dict[str, Any], family: Family, geometry: Geometry) -> str:
-    """OUT's config is SOURCE's but for the count of K/V heads, which is that of the tensors."""
-    groups = geometry.after
-    expected = copy.deepcopy(original)
-    keys = (*family.kv_heads_keys, *CONVENTION)
-    for dotted, value in zip(keys, [groups] * len(family.kv_heads_keys) + [True, groups], strict=True):
-        *parents, last = dotted.split(".")
-        place = expected
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = value
-        if _text(config_value(config, dotted)) != _text(value):
-            raise Failure(f"{CONFIG} states {dotted} = {config_value(config, dotted)!r} where the tensors make {value!r}")
-    for key in sorted(set(config) | set(expected)):
-        if key not in config:
-            raise Failure(f"{CONFIG} lacks {key}, which SOURCE has")
-        if key not in expected:
-            raise Failure(f"{CONFIG} has {key} = {config[key]!r}, which SOURCE has not")
-        if _text(config[key]) != _text(expected[key]):
-            raise Failure(f"{CONFIG} has {key} = {config[key]!r} where {expected[key]!r} belongs")
-    return f"SOURCE's but for {', '.join(keys)} ({groups} groups)"
+def check_carried(out: Path, source: Path, modelling_file: str | None) -> str:
+    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be read.
 
-
-def _text(value: Any) -> str:
-    """JSON, in which 1, 1.0 and true differ."""
-    return json.dumps(value, sort_keys=True)
-
-
-def check_carried(out: Path, source: Path) -> str:
-    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be read."""
-    own = {CONFIG, PROVENANCE}
+    Args:
+        out: the converted folder.
+        source: the source's folder.
+        modelling_file: the name of one that OUT brings along, which has a check of its own.
+    """
+    own = {CONFIG, PROVENANCE, modelling_file}
     theirs = [name for name in list_files(source) if not _is_weights(name) and name not in own]
     ours = [name for name in list_files(out) if not _is_weights(name) and name not in own]
     judged = [name for name in theirs if not _matches(name, _PROSE)]
@@ -152,9 +127,10 @@ def read_provenance(out: Path) -> dict[str, Any]:
 
 def true_method(claimed: Any, geometry: Geometry) -> Any:
     """What must have happened: heads that do not become fewer are copied or repeated, whatever was asked for."""
-    if geometry.after == geometry.before:
+    counts = [counts for counts in geometry.counts.values() if counts.before != counts.after]
+    if not counts:
         return "copy"
-    return "repeat" if geometry.after > geometry.before else claimed
+    return claimed if any(one.after < one.before for one in counts) else "repeat"
 
 
 def _sha256(path: Path) -> str:
@@ -162,13 +138,16 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_provenance(claims: dict[str, Any], family: Family, geometry: Geometry, source: Weights, errors: dict[str, float] | None) -> str:
+def check_provenance(
+    claims: dict[str, Any], family: Family, geometry: Geometry, encoder: bool, source: Weights, errors: dict[str, float] | None
+) -> str:
     """The claims against config and tensors.
 
     Args:
         claims: the provenance file of OUT.
-        family: of both checkpoints.
+        family: of SOURCE.
         geometry: of both.
+        encoder: whether an encoder was converted.
         source: tensors of SOURCE.
         errors: merge errors as recomputed, or None if the tensors themselves did not pass.
     """
@@ -180,13 +159,13 @@ def check_provenance(claims: dict[str, Any], family: Family, geometry: Geometry,
         "source_kv_heads": geometry.before,
         "groups": geometry.after,
         "method": true_method(claims.get("method"), geometry),
-        "kv_bytes_per_token": {
-            "before": _cache_bytes(geometry, source, geometry.before),
-            "after": _cache_bytes(geometry, source, geometry.after),
-        },
+        "encoder": encoder,
+        "route": geometry.route(family),
+        "kv_bytes_per_token": _cache_bytes(geometry, source, "decoder"),
+        "cross_kv_bytes_per_encoder_token": _cache_bytes(geometry, source, "cross"),
     }
     for key, value in truth.items():
-        if _text(claims.get(key)) != _text(value):
+        if not same_json(claims.get(key), value):
             raise Failure(f"{PROVENANCE} claims {key} = {claims.get(key)!r} where {value!r} is true")
     random = truth["method"] == "random"
     if random != (type(claims.get("seed")) is int):
@@ -219,9 +198,13 @@ def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
             raise Failure(f"{PROVENANCE} claims a merge error of {stated!r} for {name} where {error:.6f} is true")
 
 
-def _cache_bytes(geometry: Geometry, source: Weights, heads: int) -> int:
-    total = 0
-    for name, runs in geometry.runs.items():
-        if name.endswith(".weight"):
-            total += sum(heads * run.width * source.dtype(name).itemsize for run in runs if run.part in ("key", "value"))
-    return int(total)
+def _cache_bytes(geometry: Geometry, source: Weights, place: Place) -> dict[str, int] | None:
+    """Bytes of keys and values per token over all modules of a place, in SOURCE and in OUT; None where there is none."""
+    width = 0
+    for name, cut in geometry.cuts.items():
+        if cut.place == place and name.endswith(".weight"):
+            width += sum(run.width * source.dtype(name).itemsize for run in cut.runs if run.part in ("key", "value"))
+    if not width:
+        return None
+    counts = geometry.counts[place]
+    return {"before": int(counts.before * width), "after": int(counts.after * width)}

@@ -8,51 +8,81 @@ from typing import Any, Literal
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.families import Family
+from gqa_convert.verify.layout import Run, alone, axis_of, fused
 from gqa_convert.verify.reading import Weights
 from gqa_convert.verify.report import Failure
 
-Part = Literal["query", "key", "value", "norm"]
+Place = Literal["decoder", "cross", "encoder"]
+"""Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention."""
+
+Route = Literal["native", "own file", "translated"]
+"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or stock classes of another type."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run of rows of one part: `heads` heads of `width` rows from row `start` of the source's tensor on."""
-
-    part: Part
-    start: int
-    heads: int
-    width: int
-
-    @property
-    def merged(self) -> bool:
-        return self.part != "query"
-
-
-@dataclass
-class Geometry:
-    """The heads of a checkpoint and of its conversion."""
+class Counts:
+    """Heads of every attention module of a place."""
 
     heads: int
     """Query heads."""
     before: int
     """K/V heads in SOURCE."""
     after: int
-    """K/V heads in OUT, as its tensors have them."""
-    modules: list[str]
-    """Attention modules, by the names of their tensors."""
-    runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
-    """Tensors whose leading axis counts K/V heads."""
-    lists: list[list[str]] = field(default_factory=list)
-    """Runs of tensors, one per K/V head of SOURCE."""
+    """K/V heads in OUT."""
 
     @property
     def size(self) -> int:
         """K/V heads of SOURCE in a group; 0 when heads are repeated."""
         return self.before // self.after
 
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor with K/V heads: the place of its module, its heads in SOURCE, and the axis along which they lie."""
+
+    place: Place
+    runs: tuple[Run, ...]
+    axis: int = 0
+
+
+@dataclass
+class Geometry:
+    """The heads of a checkpoint and of its conversion. An encoder that is left alone is not in it."""
+
+    counts: dict[Place, Counts]
+    modules: dict[str, Place]
+    """Attention modules, by the names of their tensors."""
+    encoder: bool | None = False
+    """Whether an encoder was converted; None if its tensors are the same either way."""
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    lists: list[tuple[Place, list[str]]] = field(default_factory=list)
+    """Runs of tensors, one per K/V head of SOURCE."""
+
+    @property
+    def heads(self) -> int:
+        return self.counts["decoder"].heads
+
+    @property
+    def before(self) -> int:
+        return self.counts["decoder"].before
+
+    @property
+    def after(self) -> int:
+        return self.counts["decoder"].after
+
+    @property
+    def changed(self) -> bool:
+        return any(counts.before != counts.after for counts in self.counts.values())
+
     def dropped(self) -> set[str]:
         """Tensors that OUT must not have."""
-        return {name for names in self.lists for name in names[self.after :]}
+        return {name for place, names in self.lists for name in names[self.counts[place].after :]}
+
+    def route(self, family: Family) -> Route:
+        """Heads of a type with a modelling file need it once their number differs from SOURCE's; a result of ours has it already."""
+        if family.modeling is None or not (self.changed or family.modeling.model_type == family.model_type):
+            return "native"
+        return "own file"
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:
@@ -63,88 +93,174 @@ def config_value(config: dict[str, Any], dotted: str) -> Any:
     return value
 
 
-def read_geometry(family: Family, config: dict[str, Any], source: Weights, out: Weights | None) -> Geometry:
-    """The geometry of SOURCE, and OUT's count from the shape of one value projection.
+def place_of(name: str, family: Family) -> Place | None:
+    """Where a tensor or parameter `module.projection.weight` of an attention module belongs; None for anything else."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = f".{'.'.join(parts[:end])}"
+        kind = next((attention for attention in family.attention if module.endswith(f".{attention}")), None)
+        if kind is not None:
+            if family.encoder in parts[:end]:
+                return "encoder"
+            return "cross" if kind in family.cross_attention else "decoder"
+    return None
+
+
+def read_geometry(family: Family, config: dict[str, Any], source: Weights, out: Weights) -> Geometry:
+    """The geometry of SOURCE, and OUT's counts from the shapes of a projection in the decoder and of one in the encoder.
 
     Args:
-        family: of both.
+        family: of SOURCE.
         config: SOURCE's.
         source: its tensors.
-        out: the tensors of OUT; without them `after` is the count of SOURCE.
+        out: the tensors of OUT.
 
     Raises:
         ConfigError: SOURCE contradicts itself.
         Failure: OUT's count can't be told.
     """
-    heads = config_value(config, family.heads_key)
-    ending = f".{family.fused or family.value}.weight"
-    modules = [name.removesuffix(ending) for name in source.homes if name.endswith(ending)]
-    modules = [module for module in modules if any(f".{module}".endswith(f".{name}") for name in family.attention)]
-    if type(heads) is not int or heads < 1 or not modules:
-        found = f"{len(modules)} attention modules of {heads!r} heads"
-        raise ConfigError(f"{source.folder} is no {family.model_type} checkpoint: it has {found}")
-    before = config_value(config, family.kv_heads_keys[0])
-    if before is None:
-        before = _count(family, source, source, modules[0], heads)
-    if type(before) is not int or before < 1 or heads % before:
-        raise ConfigError(f"{source.folder}/config.json states {before!r} K/V heads for {heads} query heads: repair it")
-    after = before
-    if out is not None:
-        probe = f"{modules[0]}{ending}"
-        if probe not in out.homes:
-            raise Failure(f"{probe} is missing, so that OUT's number of K/V heads can't be told")
-        after = _count(family, source, out, modules[0], heads)
-        if after < 1 or (before % after and (after % before or heads % after)):
-            shapes = f"{list(out.shape(probe))} where SOURCE has {list(source.shape(probe))}"
-            raise Failure(f"{probe} has shape {shapes} for {before} K/V heads: no grouping makes the one of the other")
-    geometry = Geometry(heads, before, after, modules)
-    for module in modules:
-        _add_module(geometry, family, source, module)
-    return geometry
+    return _Reader(family, config, source, out).read()
 
 
-def _count(family: Family, source: Weights, of: Weights, module: str, heads: int) -> int:
-    """K/V heads by the rows of a projection; a head's width is that of the output projection's input, which never changes."""
-    output = f"{module}.{family.output}.weight"
-    if output not in source.homes or len(source.shape(output)) != 2:
-        raise ConfigError(f"{output} is missing in {source.folder}: the checkpoint is incomplete")
-    width = source.shape(output)[1] // heads
-    rows = (of.shape(f"{module}.{family.fused or family.value}.weight") or (0,))[0]
-    if width < 1 or rows % width or (family.fused and (rows // width - heads) % 2):
-        raise Failure(f"{module} has {rows} rows, no whole number of heads of width {width}")
-    return (rows // width - heads) // 2 if family.fused else rows // width
+class _Reader:
+    """Reads a geometry."""
 
+    def __init__(self, family: Family, config: dict[str, Any], source: Weights, out: Weights) -> None:
+        self._family = family
+        self._config = config
+        self._source = source
+        self._out = out
 
-def _add_module(geometry: Geometry, family: Family, source: Weights, module: str) -> None:
-    heads, before = geometry.heads, geometry.before
+    def read(self) -> Geometry:
+        family = self._family
+        ending = f".{family.fused or family.value}.weight"
+        places = {
+            name.removesuffix(ending): place
+            for name in self._source.homes
+            if name.endswith(ending) and _is_module(name.removesuffix(ending), family) and (place := place_of(name, family))
+        }
+        heads = self._stated(family.heads_key)
+        first = next((module for module, place in places.items() if place == "decoder"), None)
+        if type(heads) is not int or heads < 1 or first is None:
+            found = f"{len(places)} attention modules of {heads!r} heads"
+            raise ConfigError(f"{self._source.folder} is no {family.model_type} checkpoint: it has {found}")
+        before = self._kv_heads(heads, first)
+        after = self._count_in_out(first, heads, before)
+        counts: dict[Place, Counts] = {"decoder": Counts(heads, before, after), "cross": Counts(heads, before, after)}
+        encoder: bool | None = False
+        inside = next((module for module, place in places.items() if place == "encoder"), None)
+        if inside is not None:
+            encoder = self._read_encoder(inside, counts, after)
+        if not encoder:
+            places = {module: place for module, place in places.items() if place != "encoder"}
+            counts.pop("encoder", None)
+        if "cross" not in places.values():
+            del counts["cross"]
+        geometry = Geometry(counts, places, encoder)
+        for module, place in places.items():
+            self._add_module(geometry, module, place)
+        return geometry
 
-    def add(suffix: str, part: Part, rows_are_heads: bool = False) -> None:
-        name = f"{module}.{suffix}"
-        if name in source.homes:
-            rows = source.shape(name)[0]
-            if rows % before or (rows_are_heads and rows != before):
-                raise ConfigError(f"{name} of {source.folder} has {rows} rows for {before} K/V heads: repair its config")
-            geometry.runs[name] = (Run(part, 0, before, rows // before),)
+    def _read_encoder(self, module: str, counts: dict[Place, Counts], groups: int) -> bool | None:
+        """Whether the encoder was converted, told by one of its modules."""
+        family = self._family
+        heads = before = self._stated(family.encoder_heads_key or family.heads_key)
+        stated = config_value(self._config, family.encoder_kv_heads_key)
+        if family.kv_heads == "stated" and stated is not None:
+            before = stated
+        if type(heads) is not int or heads < 1 or type(before) is not int or before < 1 or heads % before:
+            raise ConfigError(f"{self._source.folder}/config.json states {before!r} K/V heads for {heads!r} of the encoder: repair it")
+        counts["encoder"] = Counts(heads, before, groups)
+        after = self._count(self._out, module, "encoder", heads)
+        if after != before:
+            if after != groups or (before % groups and groups % before):
+                raise Failure(f"{module} has {after} K/V heads, {before} in SOURCE, where {groups} are those of the decoder")
+            return True
+        return None if before == groups else False
 
-    for kind in ("weight", "bias"):
-        if family.fused:
-            name = f"{module}.{family.fused}.{kind}"
-            if name in source.homes:
-                width, rest = divmod(source.shape(name)[0], heads + 2 * before)
-                if rest:
-                    raise ConfigError(f"{name} of {source.folder} does not hold {heads} + 2 x {before} heads: repair it")
-                keys = heads * width
-                geometry.runs[name] = (
-                    Run("query", 0, 1, keys),
-                    Run("key", keys, before, width),
-                    Run("value", keys + before * width, before, width),
-                )
+    def _stated(self, key: str) -> Any:
+        value = config_value(self._config, key)
+        return config_value(self._config, "num_attention_heads") if value is None else value
+
+    def _kv_heads(self, heads: int, module: str) -> int:
+        family, config = self._family, self._config
+        before: Any
+        if family.kv_heads == "falcon":
+            if config.get("new_decoder_architecture"):
+                before = heads if config.get("num_kv_heads") is None else config["num_kv_heads"]
+            else:
+                before = 1 if config.get("multi_query", True) else heads
+        elif family.kv_heads == "heads":
+            before = heads
         else:
-            add(f"{family.key}.{kind}", "key")
-            add(f"{family.value}.{kind}", "value")
-        if family.key_norm in ("full", "per_head"):
-            add(f"{family.key_norm_name}.{kind}", "norm", rows_are_heads=family.key_norm == "per_head")
-        elif family.key_norm == "per_head_list":
-            names = [f"{module}.{family.key_norm_name}.{head}.{kind}" for head in range(before)]
-            if names[0] in source.homes:
-                geometry.lists.append(names)
+            before = config_value(config, family.kv_heads_keys[0])
+            if before is None:
+                before = self._count(self._source, module, "decoder", heads)
+        if type(before) is not int or before < 1 or heads % before:
+            raise ConfigError(f"{self._source.folder}/config.json states {before!r} K/V heads for {heads} query heads: repair it")
+        return before
+
+    def _count_in_out(self, module: str, heads: int, before: int) -> int:
+        probe = f"{module}.{self._family.fused or self._family.value}.weight"
+        if probe not in self._out.homes:
+            raise Failure(f"{probe} is missing, so that OUT's number of K/V heads can't be told")
+        after = self._count(self._out, module, "decoder", heads)
+        if after < 1 or (before % after and (after % before or heads % after)):
+            shapes = f"{list(self._out.shape(probe))} where SOURCE has {list(self._source.shape(probe))}"
+            raise Failure(f"{probe} has shape {shapes} for {before} K/V heads: no grouping makes the one of the other")
+        return after
+
+    def _count(self, of: Weights, module: str, place: Place, heads: int) -> int:
+        """K/V heads by the rows of a projection; a head's width is that of the output projection's input, which never changes."""
+        family = self._family
+        output = f"{module}.{family.output}.weight"
+        if output not in self._source.homes or len(self._source.shape(output)) != 2:
+            raise ConfigError(f"{output} is missing in {self._source.folder}: the checkpoint is incomplete")
+        width = self._source.shape(output)[0 if family.transposed else 1] // heads
+        name = f"{module}.{family.fused or family.value}.weight"
+        if name not in of.homes:
+            raise Failure(f"{name} is missing, so that OUT's number of K/V heads can't be told")
+        shape = of.shape(name) or (0,)
+        rows = shape[axis_of(family, shape)]
+        queries = heads if family.fused and place != "cross" else 0
+        if width < 1 or rows % width or (family.fused and (rows // width - queries) % 2):
+            raise Failure(f"{module} has {rows} rows, no whole number of heads of width {width}")
+        return (rows // width - queries) // 2 if family.fused else rows // width
+
+    def _add_module(self, geometry: Geometry, module: str, place: Place) -> None:
+        family, source, counts = self._family, self._source, geometry.counts[place]
+        before = counts.before
+
+        def add(suffix: str, part: Any, rows_are_heads: bool = False) -> None:
+            name = f"{module}.{suffix}"
+            if name in source.homes:
+                shape = source.shape(name)
+                axis = axis_of(family, shape)
+                if shape[axis] % before or (rows_are_heads and shape[axis] != before):
+                    raise ConfigError(f"{name} of {source.folder} has {shape[axis]} rows for {before} K/V heads: repair its config")
+                geometry.cuts[name] = Cut(place, alone(part, before, shape[axis] // before), axis)
+
+        for kind in ("weight", "bias"):
+            if family.fused:
+                name = f"{module}.{family.fused}.{kind}"
+                if name in source.homes:
+                    heads = 0 if place == "cross" else counts.heads
+                    shape = source.shape(name)
+                    axis = axis_of(family, shape)
+                    width, rest = divmod(shape[axis], heads + 2 * before)
+                    if rest:
+                        raise ConfigError(f"{name} of {source.folder} does not hold {heads} + 2 x {before} heads: repair it")
+                    geometry.cuts[name] = Cut(place, fused(family.fused_layout, heads, before, width), axis)
+            else:
+                add(f"{family.key}.{kind}", "key")
+                add(f"{family.value}.{kind}", "value")
+            if family.key_norm in ("full", "per_head"):
+                add(f"{family.key_norm_name}.{kind}", "norm", rows_are_heads=family.key_norm == "per_head")
+            elif family.key_norm == "per_head_list":
+                names = [f"{module}.{family.key_norm_name}.{head}.{kind}" for head in range(before)]
+                if names[0] in source.homes:
+                    geometry.lists.append((place, names))
+
+
+def _is_module(module: str, family: Family) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in family.attention)

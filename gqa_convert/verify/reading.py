@@ -90,16 +90,17 @@ class Weights:
     def numbers(self, name: str) -> int:
         return math.prod(self.shape(name))
 
-    def rows(self, name: str, start: int, stop: int) -> Any:
-        """A contiguous torch tensor of a run of rows; a scalar counts as one row."""
+    def rows(self, name: str, start: int, stop: int, axis: int = 0) -> Any:
+        """A contiguous torch tensor of a run of rows, or of columns with `axis` 1; a scalar counts as one row."""
         try:
             handle = self._open[self.homes[name]]
             if isinstance(handle, dict):
-                tensor = handle[name]
-                return (tensor.reshape(1) if tensor.dim() == 0 else tensor[start:stop]).contiguous()
+                tensor = handle[name].reshape(1) if handle[name].dim() == 0 else handle[name]
+                return (tensor[:, start:stop] if axis else tensor[start:stop]).contiguous()
             if not handle.get_slice(name).get_shape():
                 return handle.get_tensor(name).reshape(1)[start:stop]
-            return handle.get_slice(name)[start:stop].contiguous()
+            tensor = handle.get_slice(name)
+            return (tensor[:, start:stop] if axis else tensor[start:stop]).contiguous()
         except Exception as problem:
             raise self._error(f"tensor {name} of {self.folder} cannot be read ({first_line(problem)})") from None
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gqa_convert.verify.geometry import Geometry, Run
+from gqa_convert.verify.geometry import Counts, Cut, Geometry
+from gqa_convert.verify.layout import Run
 from gqa_convert.verify.merging import METHODS, FreshNumbers, deviation, differing, merge, same_bits
 from gqa_convert.verify.reading import Weights
 from gqa_convert.verify.report import Failure
@@ -46,7 +47,7 @@ class TensorComparison:
 
     def untouched(self) -> str:
         """Every tensor without K/V heads has the source's type, shape and bytes."""
-        changed = set(self._geometry.runs) | {name for names in self._geometry.lists for name in names}
+        changed = set(self._geometry.cuts) | {name for _, names in self._geometry.lists for name in names}
         names = [name for name in self._source.homes if name not in changed]
         bad = [problem for name in names if (problem := self._compare_whole(name))]
         if bad:
@@ -74,14 +75,14 @@ class TensorComparison:
         return None
 
     def merged(self) -> str:
-        """Every K/V head is the merge of its group's heads; the query rows of a fused projection are the source's."""
+        """Every K/V head is the merge of its group's heads; the query heads of a fused projection are the source's."""
         geometry = self._geometry
-        if geometry.after < geometry.before and self._method not in METHODS:
+        if any(counts.after < counts.before for counts in geometry.counts.values()) and self._method not in METHODS:
             raise Failure(f"method {self._method!r} can't be recomputed: only {', '.join(METHODS)}")
-        bad = [problem for name, runs in geometry.runs.items() if (problem := self._compare_runs(name, runs))]
-        for names in geometry.lists:
-            bad += [problem for problem in self._compare_list(names) if problem]
-        total = len(geometry.runs) + len(geometry.lists)
+        bad = [problem for name, cut in geometry.cuts.items() if (problem := self._compare_cut(name, cut))]
+        for place, names in geometry.lists:
+            bad += [problem for problem in self._compare_list(geometry.counts[place], names) if problem]
+        total = len(geometry.cuts) + len(geometry.lists)
         if bad:
             raise Failure(f"{len(bad)} of {total} tensors differ: {bad[0]}")
         return f"{total} tensors, {geometry.before} -> {geometry.after} K/V heads, bit for bit"
@@ -90,71 +91,88 @@ class TensorComparison:
         """|heads - merged head| / |heads| of every merged tensor, over all its heads; full only after `merged` has passed."""
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
-    def _compare_runs(self, name: str, runs: tuple[Run, ...]) -> str | None:
-        after = self._geometry.after
-        rows = sum(after * run.width if run.merged else run.heads * run.width for run in runs)
-        if problem := self._headers_differ(name, (rows, *self._source.shape(name)[1:])):
+    def _compare_cut(self, name: str, cut: Cut) -> str | None:
+        """A tensor's heads one by one: in OUT the parts lie one behind the other, whatever their order in SOURCE."""
+        counts = self._geometry.counts[cut.place]
+        if counts.before == counts.after:  # nothing moves then
+            return self._compare_whole(name)
+        lengths = [(counts.after if run.merged else run.heads) * run.width for run in cut.runs]
+        shape = self._source.shape(name)
+        if problem := self._headers_differ(name, (*shape[: cut.axis], sum(lengths), *shape[cut.axis + 1 :])):
             return problem
         fresh = None
-        merged = [run for run in runs if run.merged]
-        if self._method == "random" and self._geometry.size > 1 and all(run.part != "norm" for run in merged):
-            spread = deviation((self._heads(name, merged), self._heads(name, merged)))
+        merged = [run for run in cut.runs if run.merged]
+        if self._method == "random" and counts.size > 1 and all(run.part != "norm" for run in merged):
+            spread = deviation((self._heads(name, cut, merged), self._heads(name, cut, merged)))
             fresh = FreshNumbers(self._seed, name, spread, self._source.dtype(name))
         at = 0
-        for run in runs:
-            if run.merged:
-                problem = self._compare_heads(name, run, at, fresh)
-                at += after * run.width
-            else:
-                problem = self._compare_rows(name, run, at)
-                at += run.heads * run.width
-            if problem:
-                return problem
+        for run, length in zip(cut.runs, lengths, strict=True):
+            heads = self._compare_merged(name, cut, run, at, fresh) if run.merged else self._compare_kept(name, cut, run, at)
+            for head, problem in enumerate(heads):
+                if problem:
+                    return f"{name} in {problem} of {run.part} head {head}"
+            at += length
+        if fresh is not None and cut.axis:
+            return self._compare_fresh_columns(name, at - sum(counts.after * run.width for run in merged), at, fresh)
         return None
 
-    def _heads(self, name: str, runs: list[Run]) -> Iterator[Any]:
+    def _head(self, name: str, cut: Cut, run: Run, head: int) -> Any:
+        return self._source.rows(name, run.starts[head], run.starts[head] + run.width, cut.axis)
+
+    def _heads(self, name: str, cut: Cut, runs: list[Run]) -> Iterator[Any]:
         for run in runs:
             for head in range(run.heads):
-                yield self._source.rows(name, run.start + head * run.width, run.start + (head + 1) * run.width)
+                yield self._head(name, cut, run, head)
 
-    def _compare_rows(self, name: str, run: Run, at: int) -> str | None:
-        count = run.heads * run.width
-        ours, theirs = self._out.rows(name, at, at + count), self._source.rows(name, run.start, run.start + count)
-        self._progress(ours.numel() * ours.itemsize)
-        return None if same_bits(ours, theirs) else f"{name} in {differing(ours, theirs)} number(s) of its {run.part} rows"
-
-    def _compare_heads(self, name: str, run: Run, at: int, fresh: FreshNumbers | None) -> str | None:
-        def source_head(head: int) -> Any:
-            return self._source.rows(name, run.start + head * run.width, run.start + (head + 1) * run.width)
-
-        for group in range(self._geometry.after):
-            ours = self._out.rows(name, at + group * run.width, at + (group + 1) * run.width)
+    def _compare_kept(self, name: str, cut: Cut, run: Run, at: int) -> Iterator[str | None]:
+        """The query heads from `at` on in OUT."""
+        for head in range(run.heads):
+            start = at + head * run.width
+            ours, theirs = self._out.rows(name, start, start + run.width, cut.axis), self._head(name, cut, run, head)
             self._progress(ours.numel() * ours.itemsize)
-            if problem := self._compare_head(ours, group, source_head, name, fresh):
-                return f"{name} in {problem} of {run.part} head {group}"
+            yield None if same_bits(ours, theirs) else f"{differing(ours, theirs)} number(s)"
+
+    def _compare_merged(self, name: str, cut: Cut, run: Run, at: int, fresh: FreshNumbers | None) -> Iterator[str | None]:
+        """The merged heads from `at` on in OUT; where fresh numbers lie along the rows, these are looked at as a whole."""
+        counts = self._geometry.counts[cut.place]
+        for group in range(counts.after):
+            start = at + group * run.width
+            ours = self._out.rows(name, start, start + run.width, cut.axis)
+            self._progress(ours.numel() * ours.itemsize)
+            if fresh is not None and cut.axis:
+                self._add_error(name, ours, (self._head(name, cut, run, head) for head in _group(counts, group)))
+            else:
+                yield self._compare_head(ours, group, counts, lambda head: self._head(name, cut, run, head), name, fresh)
+
+    def _compare_fresh_columns(self, name: str, first: int, last: int, fresh: FreshNumbers) -> str | None:
+        """Columns of fresh numbers, which are drawn row by row over all of them."""
+        for start, stop in self._out.blocks(name, _BLOCK):
+            if not fresh.accept(self._out.rows(name, start, stop)[:, first:last].contiguous()):
+                return f"{name} in number(s) of its merged columns, rows {start} to {stop - 1}"
         return None
 
-    def _compare_list(self, names: list[str]) -> Iterator[str | None]:
+    def _compare_list(self, counts: Counts, names: list[str]) -> Iterator[str | None]:
         def source_head(head: int) -> Any:
             return self._source.rows(names[head], 0, self._source.shape(names[head])[0])
 
-        for group in range(min(self._geometry.after, len(names))):
+        for group in range(min(counts.after, len(names))):
             name = names[group]
             if problem := self._headers_differ(name, self._source.shape(name)):
                 yield problem
                 continue
             ours = self._out.rows(name, 0, self._source.shape(name)[0])
             self._progress(ours.numel() * ours.itemsize)
-            problem = self._compare_head(ours, group, source_head, name, None)
+            problem = self._compare_head(ours, group, counts, source_head, name, None)
             yield f"{name} in {problem}" if problem else None
 
-    def _compare_head(self, ours: Any, group: int, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None) -> str | None:
+    def _compare_head(
+        self, ours: Any, group: int, counts: Counts, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None
+    ) -> str | None:
         """What is wrong with one merged head, counted in numbers."""
-        before, after, size = self._geometry.before, self._geometry.after, self._geometry.size
-        if after >= before:
-            theirs = source_head(group * before // after)
+        if counts.after >= counts.before:
+            theirs = source_head(group * counts.before // counts.after)
             return None if same_bits(ours, theirs) else f"{differing(ours, theirs)} number(s)"
-        heads = range(group * size, (group + 1) * size)  # contiguous, as every native implementation repeats them
+        heads = _group(counts, group)
         self._add_error(name, ours, (source_head(head) for head in heads))
         if fresh is not None:
             return None if fresh.accept(ours) else "number(s)"
@@ -169,6 +187,11 @@ class TensorComparison:
             norm += float((wide * wide).sum())
             error += float(((wide - merged) ** 2).sum())
         self._squares[name] = (error, norm)
+
+
+def _group(counts: Counts, group: int) -> range:
+    """The heads of SOURCE that a group holds: contiguous, as every native implementation repeats them."""
+    return range(group * counts.size, (group + 1) * counts.size)
 
 
 def _some(names: list[str]) -> str:
