@@ -37,6 +37,13 @@ Method = Annotated[str, typer.Option("--method", "-m", help="How heads are merge
 Encoder = Annotated[
     bool, typer.Option("--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is.")
 ]
+Native = Annotated[
+    bool | None,
+    typer.Option(
+        "--native/--no-native", show_default=False,
+        help="For types without a K/V-head count: translate to a stock class that has one, or bring a modelling file. Default: what is possible.",
+    ),
+]  # fmt: skip
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
 Seed = Annotated[int, typer.Option("--seed", help="For --method random.")]
 ShardSize = Annotated[
@@ -62,7 +69,7 @@ def _root(
 
 @app.command()
 def plan(
-    source: Source, groups: Groups, method: Method = "mean", encoder: Encoder = False, revision: Revision = None,
+    source: Source, groups: Groups, method: Method = "mean", encoder: Encoder = False, native: Native = None, revision: Revision = None,
     max_shard_size: ShardSize = None, as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would do, from the config and the tensor headers alone.
@@ -78,7 +85,7 @@ def plan(
     from gqa_convert.plan import make_plan
 
     made = make_plan(
-        open_checkpoint(source, revision=revision), groups, method=method, encoder=encoder,
+        open_checkpoint(source, revision=revision), groups, method=method, encoder=encoder, native=native,
         max_shard_size=_bytes(max_shard_size, "--max-shard-size"),
     )  # fmt: skip
     if as_json:
@@ -91,7 +98,8 @@ def plan(
 def convert(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
-    groups: Groups, method: Method = "mean", seed: Seed = 0, encoder: Encoder = False, revision: Revision = None, max_shard_size: ShardSize = None,
+    groups: Groups, method: Method = "mean", seed: Seed = 0, encoder: Encoder = False, native: Native = None,
+    revision: Revision = None, max_shard_size: ShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
     hash_weights: Annotated[bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's weight files too; reads them whole.")] = False,
     as_json: Json = False, quiet: Quiet = False,
@@ -104,9 +112,14 @@ def convert(
 
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main
 
+      gqa-convert convert ./flan-t5-xl ./flan-t5-xl-gqa8 --groups 8
+
+      gqa-convert convert ./pythia-6.9b ./pythia-6.9b-gqa8 --groups 8 --no-native
+
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
-    The last one repeats heads exactly, for tensor parallelism.
+    T5's decoder is converted, its encoder only with --encoder; the result loads with trust_remote_code=True. Pythia becomes a stock phi
+    unless --no-native keeps it a GPT-NeoX. The last one repeats heads exactly, for tensor parallelism.
     """
     from contextlib import ExitStack
 
@@ -120,7 +133,8 @@ def convert(
             bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, seed=seed, encoder=encoder, revision=revision, overwrite=overwrite, hash_weights=hash_weights,
+            source, out, groups, method=method, seed=seed, encoder=encoder, native=native, revision=revision, overwrite=overwrite,
+            hash_weights=hash_weights,
             max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip

@@ -104,6 +104,10 @@ def show_plan(plan: "Plan") -> None:
     unknown = "no" if plan.modeling else "not known to"
     known = [f"{engine} {'yes' if engine in plan.loads_in else unknown}" for engine in ENGINES]
     console.print(f"loads as it is:   {', '.join(known)}")
+    if plan.home:
+        console.print(
+            f"route:            translated to {plan.home.model_type}, a stock class that computes the same (--no-native: keep {plan.family.model_type})"
+        )
     if plan.modeling:
         console.print(f"loads with code:  transformers 5, trust_remote_code=True, by {plan.modeling.file}.py, which is written beside it")
     degrees = ", ".join(map(str, split))

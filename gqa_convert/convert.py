@@ -30,6 +30,7 @@ def convert_checkpoint(
     method: str = "mean",
     seed: int = 0,
     encoder: bool = False,
+    native: bool | None = None,
     revision: str | None = None,
     max_shard_size: int | None = None,
     overwrite: bool = False,
@@ -47,6 +48,7 @@ def convert_checkpoint(
         method: `mean`, `first` or `random`.
         seed: for `random`.
         encoder: convert an encoder's self-attention too.
+        native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former where possible.
         revision: branch, tag or commit on the Hub.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
         overwrite: replace an existing checkpoint folder once the new one is complete.
@@ -62,7 +64,7 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = Path(out)
-    options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "max_shard_size": max_shard_size}
+    options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "native": native, "max_shard_size": max_shard_size}
     checkpoint = _open_local(source, revision, lambda remote: make_plan(remote, groups, **options))
     plan = make_plan(checkpoint, groups, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
@@ -118,7 +120,17 @@ def _write_companions(plan: Plan, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target)
         sync(target)
+    if plan.home and plan.home.special_tokens:
+        _complete_tokenizer(folder, dict(plan.home.special_tokens))
     _write_json(folder / CONFIG, plan.config)
+
+
+def _complete_tokenizer(folder: Path, defaults: dict[str, Any]) -> None:
+    """Write out what the source's tokenizer class has by default and its new one has not."""
+    path = folder / "tokenizer_config.json"
+    if path.is_file() or (folder / "tokenizer.json").is_file():
+        stated = json.loads(path.read_bytes()) if path.is_file() else {}
+        _write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

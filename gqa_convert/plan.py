@@ -15,6 +15,8 @@ from gqa_convert.families import Family, Modeling, find_family
 from gqa_convert.geometry import AttentionFinder, AttentionLayer, Place
 from gqa_convert.layouts import Role, Section
 from gqa_convert.merging.pooling import DTYPES, METHODS, Method
+from gqa_convert.translation.homes import Home, NoHome, engines_for, find_home, translate_config
+from gqa_convert.translation.tensors import TranslatedTensor, translate_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class OutputTensor:
     """A tensor of the result and the pieces whose bytes, one behind the other, are its own.
 
     Where heads lie along the last axis (Conv1D), the pieces are those of one row; each of the `rows` is made of them, and the ranges
-    move on by `stride` bytes from one to the next.
+    move on by `stride` bytes from one to the next. A tensor of a translation that takes arithmetic has no pieces, but its description.
     """
 
     name: str
@@ -43,9 +45,12 @@ class OutputTensor:
     pieces: tuple[Piece, ...]
     rows: int = 1
     stride: int = 0
+    translated: TranslatedTensor | None = None
 
     @property
     def nbytes(self) -> int:
+        if self.translated:
+            return self.translated.nbytes
         return self.rows * sum(piece.nbytes for piece in self.pieces)
 
 
@@ -86,6 +91,8 @@ class Plan:
     family: Family
     modeling: Modeling | None
     """The modelling file that the result brings along; None where stock classes load it."""
+    home: Home | None
+    """The stock model type that the source is translated to; None where it keeps its own."""
     groups: int
     method: Method
     seed: int
@@ -106,9 +113,12 @@ class Plan:
 
     @property
     def route(self) -> str:
-        """What loads the result: stock classes (`native`), the modelling file that it brings (`own file`), or the source's own code."""
+        """What loads the result: stock classes of its own type (`native`) or of another that computes the same (`translated`), the
+        modelling file that it brings (`own file`), or the source's own code."""
         if self.modeling:
             return "own file"
+        if self.home:
+            return "translated"
         return "native" if self.family.native or self.family.modeling else "checkpoint's own code"
 
     @property
@@ -116,6 +126,8 @@ class Plan:
         """Software that loads the result without custom code."""
         if self.modeling:
             return frozenset()
+        if self.home:
+            return engines_for(self.checkpoint.config, self.home)
         return frozenset({"transformers"}) if self.family.modeling else self.family.engines
 
     @property
@@ -128,7 +140,7 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return self.parameters_before + sum(_count(change.after) - _count(change.before) for change in self.changes)
+        return sum(_count(tensor.shape) for shard in self.shards for tensor in shard.tensors)
 
     @property
     def disk_bytes(self) -> int:
@@ -197,8 +209,9 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed: int = 0, encoder: bool = False, max_shard_size: int | None = None
-) -> Plan:
+    checkpoint: Checkpoint, groups: int, *, method: str = "mean", seed: int = 0, encoder: bool = False, native: bool | None = None,
+    max_shard_size: int | None = None,
+) -> Plan:  # fmt: skip
     """Plan a conversion.
 
     Args:
@@ -207,6 +220,8 @@ def make_plan(
         method: `mean`, `first` or `random`.
         seed: for `random`.
         encoder: convert an encoder's self-attention too, which keeps no cache; the paper leaves it as it is (section 2).
+        native: for families whose own class has no K/V-head count: translate to a stock class that computes the same and has one, or
+            (False) bring a modelling file; by default the former wherever there is such a class.
         max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input file has
             one output file of the same name.
 
@@ -215,7 +230,7 @@ def make_plan(
         ConfigError: the tensors' shapes contradict the config.
         GroupsError: `groups` does not fit the heads.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
-        OptionError: an unknown method, an impossible shard size, or no encoder to convert.
+        OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
     """
     if method not in METHODS:
         raise OptionError(f"--method {method!r} is unknown: choose one of {', '.join(METHODS)}")
@@ -226,19 +241,39 @@ def make_plan(
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
         _check_groups(groups, kv_heads, heads, family.model_type)
+    home = _home(checkpoint, finder, groups, native)
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
-    modeling = None if unchanged and not _converted_before(family) else family.modeling
-    shards, changes = _plan_tensors(checkpoint, finder, groups, chosen)
+    modeling = None if home or (unchanged and not _converted_before(family)) else family.modeling
+    if home:
+        shards, changes = _plan_translation(checkpoint, finder, home, groups, chosen)
+        config = translate_config(checkpoint.config, home, groups)
+    else:
+        shards, changes = _plan_tensors(checkpoint, finder, groups, chosen)
+        config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=_safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
     if max_shard_size is not None:
         shards = _reshard(shards, max_shard_size)
-    config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     return Plan(
-        checkpoint=checkpoint, family=family, modeling=modeling, groups=groups, method=chosen, seed=seed, heads=finder.heads,
+        checkpoint=checkpoint, family=family, modeling=modeling, home=home, groups=groups, method=chosen, seed=seed, heads=finder.heads,
         source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards), config=config,
-        warnings=tuple(_warnings(checkpoint, family, modeling)),
+        warnings=tuple(_warnings(checkpoint, family, modeling, home)),
     )  # fmt: skip
+
+
+def _home(checkpoint: Checkpoint, finder: AttentionFinder, groups: int, native: bool | None) -> Home | None:
+    """The stock model type to translate to, if that is the route to take."""
+    family = finder.family
+    if family.modeling is None and native is False:
+        raise OptionError(f"--no-native: stock classes hold a {family.model_type} with fewer K/V heads as it is: leave it out")
+    if family.modeling is None or native is False or (native is None and groups == finder.kv_heads):
+        return None
+    found = find_home(checkpoint.config, groups)
+    if isinstance(found, NoHome):
+        if native:
+            raise OptionError(f"--native: this {family.model_type} has no native home: {found.reason}; leave it out, for a modelling file")
+        return None
+    return found
 
 
 def _converted_before(family: Family) -> bool:
@@ -328,6 +363,37 @@ def _plan_tensors(
     return shards, changes
 
 
+def _plan_translation(
+    checkpoint: Checkpoint, finder: AttentionFinder, home: Home, groups: int, method: Method
+) -> tuple[list[OutputShard], list[TensorChange]]:
+    """Every tensor of the home, in the file of the source tensor that it comes from, and those whose heads become fewer."""
+    homes = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    translation = translate_tensors(finder.entries, checkpoint.config, home, groups, method)
+    tensors: list[list[OutputTensor]] = [[] for _ in checkpoint.shards]
+    changes = []
+    for tensor in translation.tensors:
+        if tensor.merged:
+            merged, module = tensor.merged, tensor.name.rsplit(".", 2)[0]
+            changes.append(TensorChange(tensor.name, module, merged.roles, tensor.dtype, merged.before, merged.after, merged.method))
+        tensors[homes[tensor.place][0]].append(_translated(tensor, homes))
+    files = [shard for shard in checkpoint.shards if tensors[checkpoint.shards.index(shard)]]
+    return [
+        OutputShard(shard.file, tuple(tensors[checkpoint.shards.index(shard)]), dict(shard.header.metadata)) for shard in files
+    ], changes
+
+
+def _translated(tensor: TranslatedTensor, homes: dict[str, tuple[int, TensorEntry]]) -> OutputTensor:
+    """Copies of rows travel like any others."""
+    if tensor.copied_ranges is None:
+        return OutputTensor(tensor.name, tensor.dtype, tensor.shape, (), translated=tensor)
+    pieces = []
+    for name, first, rows in tensor.copied_ranges:
+        number, entry = homes[name]
+        row_bytes = entry.nbytes // entry.shape[0]
+        pieces.append(Piece(((number, entry.start + first * row_bytes),), rows * row_bytes))
+    return OutputTensor(tensor.name, tensor.dtype, tensor.shape, tuple(pieces))
+
+
 def _norm_method(method: Method) -> Method:
     """Gains of a norm are no projection: fresh numbers would only destroy them, so that `random` averages them."""
     return "mean" if method == "random" else method
@@ -410,10 +476,12 @@ def _reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
     return [OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(run), metadata) for number, run in enumerate(runs, 1)]
 
 
-def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None) -> Iterator[str]:
+def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None, home: Home | None) -> Iterator[str]:
     if checkpoint.left_behind:
         names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
         yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
+    if home and home.special_tokens and "tokenizer.json" not in checkpoint.carried and "vocab.json" in checkpoint.carried:
+        yield f"transformers 5 loads a {home.model_type} tokenizer from tokenizer.json only, which is missing: save it with the tokenizer first"
     brings_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
     if not family.native and not family.modeling:
         keys = ", ".join(family.kv_heads_keys)

@@ -16,6 +16,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoSpaceError
 from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
 from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan
+from gqa_convert.translation.rows import RowTranslator
 
 _BLOCK_NUMBERS = 1 << 16
 """Numbers merged at a time, over all heads of a group: what fits a core's cache in float32."""
@@ -126,10 +127,21 @@ class _ShardWriter:
         self._progress = progress
         self._mergers: dict[tuple[int, str], BlockMerger] = {}
         self._squares: dict[str, tuple[float, float]] = {}
+        self._homes = {name: (number, entry) for number, name, entry in plan.checkpoint.tensors()} if plan.home else {}
+        self._translator = RowTranslator(self._read_rows, plan.seed)
 
     def errors(self) -> dict[str, float]:
         """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
-        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
+        pooled = {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
+        return pooled | self._translator.errors()
+
+    def _read_rows(self, name: str, first: int, rows: int) -> Any:
+        """Rows [rows, ...] of a source tensor."""
+        number, entry = self._homes[name]
+        row_bytes = entry.nbytes // entry.shape[0]
+        block = np.empty(rows * row_bytes, np.uint8)
+        self._sources[number].read_into(block.data, entry.start + first * row_bytes)
+        return block.view(DTYPES[entry.dtype]).reshape(rows, *entry.shape[1:])
 
     def write(self, shard: OutputShard, path: Path) -> OutputFile:
         """Write a whole file, header, then tensors; closing it, which waits for the disk, is the caller's."""
@@ -155,7 +167,7 @@ class _ShardWriter:
         """The header, padded so that the tensors start where blocks can be shared with the source, if they can be shared at all."""
         described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
         alignment = (0, 8)
-        if self._sources.shared and shard.tensors:
+        if self._sources.shared and shard.tensors and shard.tensors[0].pieces:
             alignment = (shard.tensors[0].pieces[0].ranges[0][1] % BLOCK, BLOCK)
         return build_header(described, {"format": "pt"} | shard.metadata, data_start_modulo=alignment)
 
@@ -163,10 +175,14 @@ class _ShardWriter:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             fresh = self._fresh(tensor)
-            if tensor.rows > 1:
+            if tensor.translated or tensor.rows > 1:
                 self._flush(joined, out)
                 joined = None
-                self._write_rows(tensor, out, fresh)
+                if tensor.translated:
+                    for block in self._translator.blocks(tensor.translated):
+                        out.write(block.view(np.uint8).reshape(-1).data)
+                else:
+                    self._write_rows(tensor, out, fresh)
                 continue
             for piece in tensor.pieces:
                 number, start = piece.ranges[0]

@@ -13,16 +13,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert.checkpoint.headers import Header, build_header, parse_header
-from gqa_convert.errors import ConfigError, NonFiniteError, UnsupportedFormatError
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.convert import convert_checkpoint
+from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFormatError
 from gqa_convert.merging.pooling import DTYPES
+from gqa_convert.plan import make_plan
 from gqa_convert.translation.homes import Home, NoHome, engines_for, find_home, read_dimensions, read_rotary, translate_config
 from gqa_convert.translation.rows import RowTranslator
 from gqa_convert.translation.tensors import Translation, translate_tensors
+from tests.checkpoints import write_llama
 
 HEADS, WIDTH, VOCAB = 12, 16, 40
 HIDDEN, INNER = HEADS * WIDTH, 56
@@ -204,7 +209,9 @@ def greedy(model: PreTrainedModel) -> list[list[int]]:
 def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     source = build(name)
     source.save_pretrained(tmp_path / "source")
-    translation, executor = translate(tmp_path / "source", tmp_path / "out", groups)
+    summary = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, native=True)
+    assert summary["route"] == "translated"
+    assert summary["parameters"]["after"] == sum(tensor.numel() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
     repeat_merged(source, groups)
     result = load(tmp_path / "out")
     assert result.config.model_type == CASES[name][2]
@@ -214,9 +221,45 @@ def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     assert greedy(result) == greedy(source)
     cache = result(input_ids=tokens()[0]).past_key_values
     assert all(layer.keys.shape[-3] == groups for layer in cache.layers)
-    changed = {tensor.name for tensor in translation.tensors if tensor.merged and tensor.merged.before != tensor.merged.after}
-    assert set(executor.errors()) == changed
-    assert all(0.1 < error < 1 for error in executor.errors().values())
+    changed = {change["name"] for change in summary["changes"] if change["before"] != change["after"]}
+    assert set(summary["merge_error"]) == changed
+    assert all(0.1 < error < 1 for error in summary["merge_error"].values())
+
+
+def test_the_converter_writes_what_the_translation_says(tmp_path: Path) -> None:
+    """Bit for bit, from sharded sources too."""
+    build("neox").save_pretrained(tmp_path / "source")
+    build("neox").save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    translate(tmp_path / "source", tmp_path / "small", 3)
+    expected = load_file(tmp_path / "small" / "model.safetensors")
+    for source in ("source", "sharded"):
+        convert_checkpoint(tmp_path / source, tmp_path / f"{source}-out", 3)
+        found = {name: tensor for file in (tmp_path / f"{source}-out").glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in expected.items())
+
+
+def test_the_route_is_chosen(tmp_path: Path) -> None:
+    for name in ("neox", "gpt2"):
+        build(name).save_pretrained(tmp_path / name)
+    neox, gpt2 = (open_checkpoint(tmp_path / name) for name in ("neox", "gpt2"))
+    assert make_plan(neox, 3).route == "translated"
+    assert make_plan(neox, 3).config["model_type"] == "phi"
+    assert make_plan(neox, 3, native=False).route == "own file"
+    assert make_plan(neox, HEADS).route == "native"
+    assert make_plan(neox, HEADS, native=True).config["model_type"] == "phi"
+    assert make_plan(gpt2, 1).config["model_type"] == "gpt_bigcode"
+    assert make_plan(gpt2, 3).route == "own file"
+    with pytest.raises(OptionError, match="no native home: the stock class that is GPT-2 otherwise"):
+        make_plan(gpt2, 3, native=True)
+
+
+def test_no_modelling_file_where_none_is_needed(tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama")
+    with pytest.raises(OptionError, match="leave it out"):
+        make_plan(open_checkpoint(tmp_path / "llama"), 3, native=False)
+    assert make_plan(open_checkpoint(tmp_path / "llama"), 3, native=True).route == "native"
 
 
 @pytest.mark.parametrize(
