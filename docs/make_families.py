@@ -5,18 +5,19 @@ from collections import defaultdict
 from pathlib import Path
 
 from gqa_convert.families import FAMILIES, REFUSALS, Family
+from gqa_convert.translation import homes
 
 DOCUMENT = Path(__file__).with_name("families.md")
 
 HEAD = """\
 # Model families
 
-Written by `docs/make_families.py` from `gqa_convert/families.py`; edit the table there, then run the script.
+Written by `docs/make_families.py` from `gqa_convert/families.py` and `gqa_convert/translation/homes.py`; edit the tables there, then run
+the script.
 
-## Converted
-
-{count} model types (`model_type` in `config.json`) have a grouped-query form that stock software loads. Each is tested against
-its own source: logits, greedy decoding with and without a cache, heads in the cache.
+{native} model types (`model_type` in `config.json`) have a grouped-query form that stock classes of their own type load, {own} get a
+modelling file, and one brings code of its own. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
+is tested against its own source: logits, decoding with and without a cache, heads in the cache.
 
 - Projections: names inside the attention module, in files. `[q | k | v]` is one fused projection; `q (2x)` also yields a gate.
 - Key norm: `shared` normalises each head by itself, with one gain for all or none; `per head` has a gain for each head, in one
@@ -24,6 +25,39 @@ its own source: logits, greedy decoding with and without a cache, heads in the c
 - Rotary: which numbers of a head form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types leave out layers.
 - Engines: transformers is tested for every type. vLLM and llama.cpp are named from their lists of architectures, without having
   been run here; others may load a type too. Try the engine on a converted checkpoint before you rely on it.
+
+## Native
+
+The result keeps its type; the config key says how many K/V heads there are.
+"""
+
+TRANSLATED = """
+## Translated
+
+Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows put in
+the other order, missing biases filled with zeros. With as many K/V heads as before, logits are the source's up to rounding (tested to
+1e-5 in float32). This route is taken where it is open, unless `--no-native` is given; `--native` says why it is closed.
+
+phi with fewer K/V heads than query heads is known to transformers (4.57 and 5 were run) and to no other engine that we know of.
+"""
+
+OWN = """
+## Own file
+
+The result has the type `gqa_...` and brings one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert
+being installed. Where it is installed, `gqa_convert.modeling.register()` makes plain `from_pretrained` work. Other engines do not know
+these types. All have the config keys `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`).
+In encoder-decoder models self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count
+nothing changes but the two `multi_query` keys, and stock classes load the copy.
+
+- Fused projections lie in the source as `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), as `4 x [q | v | k]` or as
+  `[q | k | v]`; the result always has `[q | k | v]`.
+"""
+
+CODE = """
+## Code of its own
+
+transformers loads the result by the code in the checkpoint (`trust_remote_code=True`), which is copied and never run by gqa-convert.
 """
 
 REFUSED = """
@@ -33,10 +67,20 @@ Model types that are known and can't be converted, and why.
 """
 
 
+HOMES = (
+    (homes.PHI_FROM_GPT_NEOX, "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
+    (homes.STARCODER2_FROM_GPT_NEOX, "not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)"),
+    (homes.PHI_FROM_GPTJ, "any"),
+    (homes.PHI_FROM_CODEGEN, "any"),
+    (homes.GPT_BIGCODE_FROM_GPT2, "one K/V head, no cross-attention"),
+)
+
+
 def projections(family: Family) -> str:
     """The attention modules with the projections in them."""
     query = family.query + (f" ({family.query_outputs}x)" if family.query_outputs > 1 else "")
-    inside = f"{family.fused} [q | k | v]" if family.fused else f"{query}, {family.key}, {family.value}"
+    layout = {"blocks": "[q | k | v]", "grouped": "[q k v] per head", "quarters": "4 x [q | v | k]"}[family.fused_layout]
+    inside = f"{family.fused} {layout}" if family.fused else f"{query}, {family.key}, {family.value}"
     return f"{' or '.join(family.attention)}: {inside}, {family.output}".replace("|", "\\|")
 
 
@@ -47,15 +91,33 @@ def key_norm(family: Family) -> str:
     return f"{family.key_norm.replace('_', ' ')} ({family.key_norm_name})"
 
 
-def document() -> str:
-    """The whole text."""
-    lines = [HEAD.format(count=len(FAMILIES))]
-    lines += ["| type | projections | key norm | rotary | K/V-head count | engines |", "|---|---|---|---|---|---|"]
-    for model_type, family in sorted(FAMILIES.items()):
+def table(families: dict[str, Family]) -> list[str]:
+    """A row for each of several families."""
+    lines = ["| type | projections | key norm | rotary | K/V-head count | engines |", "|---|---|---|---|---|---|"]
+    for model_type, family in sorted(families.items()):
         keys = ", ".join(f"`{key}`" for key in family.kv_heads_keys)
         keys += "".join(f"; not with `{key}`" for key, _ in family.refused_when)
+        keys += "".join(f"; only with `{key}`" for key, _ in family.refused_unless)
         engines = ", ".join(sorted(family.engines, key=str.lower))
         lines.append(f"| {model_type} | {projections(family)} | {key_norm(family)} | {family.rotary} | {keys} | {engines} |")
+    return lines
+
+
+def document() -> str:
+    """The whole text."""
+    native = {name: family for name, family in FAMILIES.items() if family.native}
+    own = {name: family for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name}
+    code = {name: family for name, family in FAMILIES.items() if not family.native and not family.modeling}
+    lines = [HEAD.format(native=len(native), own=len(own)), *table(native), TRANSLATED]
+    lines += ["| type | becomes | where | engines |", "|---|---|---|---|"]
+    for home, where in HOMES:
+        lines.append(f"| {home.source_type} | {home.model_type} | {where} | {', '.join(sorted(home.engines, key=str.lower))} |")
+    lines += [OWN, "| type | file | projections | converted | rotary |", "|---|---|---|---|---|"]
+    for name, family in sorted(own.items()):
+        assert family.modeling
+        what = "decoder; the encoder with `--encoder`" if family.encoder else "all layers"
+        lines.append(f"| {name} | {family.modeling.file}.py | {projections(family)} | {what} | {family.rotary} |")
+    lines += [CODE, *table(code)]
     lines.append(REFUSED)
     reasons = defaultdict(list)
     for refusal in REFUSALS.values():

@@ -147,20 +147,19 @@ def _ranges(numbers: list[str]) -> str:
 def show_conversion(result: dict[str, Any]) -> None:
     """The one summary at the end of a conversion."""
     console = stderr_console()
-    weights = result["weight_bytes"]
     console.print(
         f"[green]done[/green]  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in "
         f"{result['attention_layers']} layers, {len(result['changes'])} tensors changed"
     )
-    for key, label in CACHES.items():
-        if key in result:
-            console.print(f"      {label:<29}  {size(result[key]['before'])} -> {size(result[key]['after'])}")
-    console.print(f"      {'weights':<29}  {size(weights['before'])} -> {size(weights['after'])}")
-    console.print(f"      {'where':<29}  {result['out']}")
+    sizes = [(CACHES[key], result[key]) for key in CACHES if key in result] + [("weights", result["weight_bytes"])]
+    rows = [(label, f"{size(both['before'])} -> {size(both['after'])}") for label, both in sizes]
+    rows.append(("where", result["out"]))
     if result["modeling_file"]:
-        console.print(f"      {'load it':<29}  from_pretrained(..., trust_remote_code=True): it brings {result['modeling_file']}")
-    command = shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])
-    console.print(f"      {'next':<29}  {command}", soft_wrap=True)
+        rows.append(("load it", f"from_pretrained(..., trust_remote_code=True), by {result['modeling_file']} beside the weights"))
+    rows.append(("next", shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])))
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        console.print(f"      {label:<{width}}  {text}", soft_wrap=True, markup=False)
 
 
 def show_verification(report: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ ALLOWED = {
     "provenance": {"", "checkpoint", "plan"},
     "convert": {"checkpoint", "errors", "plan", "provenance", "writing"},
     "evaluate": {"errors"},
-    "loading": set(),
+    "loading": {"modeling"},
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},
     "demo": {"checkpoint", "convert", "errors", "evaluate", "loading", "plan", "stdlib_text", "verify"},
     "attention": {"errors"},

@@ -27,4 +27,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_number_of_families() -> None:
-    assert f"{len(FAMILIES)} causal-LM types" in README
+    native = [family for family in FAMILIES.values() if family.native]
+    own = [name for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name]
+    assert f"{len(native)} causal-LM types" in README
+    assert f"{len(native) - 1} other types" in README
+    assert f"{len(own)} types without one" in README
