@@ -248,8 +248,7 @@ FAMILIES: dict[str, Family] = {
             "Model ForConditionalGeneration EncoderModel ForSequenceClassification ForQuestionAnswering", **_T5,
         ),
         *_own_file(
-            "gqa_t5", {"longt5": "LongT5", "switch_transformers": "SwitchTransformers"},
-            "Model ForConditionalGeneration EncoderModel", **_T5,
+            "gqa_t5", {"longt5": "LongT5", "switch_transformers": "SwitchTransformers"}, "Model ForConditionalGeneration", **_T5,
         ),
         *_own_file(
             "gqa_bart",
