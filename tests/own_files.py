@@ -17,7 +17,7 @@ _NAMES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _T5: dict[str, Any] = {
-    "vocab_size": VOCAB, "d_model": 96, "d_kv": 16, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": HEADS,
+    "vocab_size": VOCAB, "d_model": 96, "d_kv": 16, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": HEADS,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0, "pad_token_id": 0,
     "eos_token_id": 1, "decoder_start_token_id": 0,
 }  # fmt: skip
