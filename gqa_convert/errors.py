@@ -66,6 +66,14 @@ class OptionError(GQAConvertError):
     """A command-line value that makes no sense by itself or beside another."""
 
 
+class RecipeError(GQAConvertError):
+    """A recipe that can't be read, or a key of it that makes no sense by itself or beside another."""
+
+
+class DataError(GQAConvertError):
+    """Training or evaluation text that is missing, unreadable, empty or too short."""
+
+
 class MissingExtraError(GQAConvertError):
     """A part of the program needs a package that is not installed."""
 

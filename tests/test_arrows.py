@@ -26,6 +26,7 @@ ALLOWED = {
     "writing": {"checkpoint", "errors", "merging", "plan", "translation"},
     "provenance": {"", "checkpoint", "plan"},
     "convert": {"checkpoint", "errors", "plan", "provenance", "writing"},
+    "data": {"errors", "stdlib_text"},
     "evaluate": {"errors"},
     "loading": {"modeling"},
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},
