@@ -27,6 +27,8 @@ ALLOWED = {
     "provenance": {"", "checkpoint", "plan"},
     "convert": {"checkpoint", "errors", "plan", "provenance", "writing"},
     "data": {"errors", "stdlib_text"},
+    "recipe": {"errors"},
+    "training": {"checkpoint", "data", "errors", "families", "recipe"},
     "evaluate": {"errors"},
     "loading": {"modeling"},
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},
