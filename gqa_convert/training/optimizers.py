@@ -36,7 +36,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
-    """Let exactly the parameters that `trainable` stands for take gradients.
+    """Let only the parameters that `trainable` stands for take gradients; what the model itself holds fixed stays so.
 
     Returns:
         Their names.
@@ -44,7 +44,7 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
     Raises:
         RecipeError: there are none, or the model's type is not known well enough to tell.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if trainable != "all":
         try:
@@ -54,7 +54,7 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
                 f"trainable is {trainable}, and where model type {model_type!r} has its attention is unknown: use all"
             ) from None
     if not names:
-        raise RecipeError(f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind here: use all")
+        raise RecipeError(f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind to train: use all")
     chosen = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
@@ -145,7 +145,7 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
             state[name].mul_(1 - fresh).add_(mean, alpha=fresh)
         if factored:
             rows, columns = state["rows"], state["columns"]
-            update = gradient * (rows / _mean(rows, -1)).rsqrt() * columns.rsqrt()
+            update = gradient * (rows / _mean(rows, -2)).rsqrt() * columns.rsqrt()
         else:
             update = gradient * state["squares"].rsqrt()
         scale = group["lr"] * _rms(weight).clamp(min=1e-3)
