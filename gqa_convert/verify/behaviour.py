@@ -16,8 +16,9 @@ from gqa_convert.verify.probe import STEPS, Caches, Probe, Shapes, cache_shapes
 from gqa_convert.verify.reading import INDEX, first_line
 from gqa_convert.verify.replacing import holds_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
+from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
 
-__all__ = ["Shapes", "cache_shapes", "check_behaviour", "judge_cache"]
+__all__ = ["Shapes", "cache_shapes", "check_behaviour", "judge_cache", "judge_caches"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -89,7 +90,7 @@ def check_behaviour(
         return f"{losses[which]:.4f} nats per token over {len(ids) - 1:,} tokens"
 
     def text_of_out() -> str:
-        state["ids"] = tokenize(source if own_file else out, text or "", max_text_tokens)  # no code of the package's stands in for OUT's
+        state["ids"] = tokenize(out, text or "", max_text_tokens)
         return score("out", 0)
 
     def same_logits() -> str:
@@ -102,6 +103,8 @@ def check_behaviour(
             raise Failure(f"{_relative(error)}, over the tolerance of {probe.tolerance:g}: {probe.describe()}")
         return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced"
 
+    if own_file is not None:
+        check("tokenizer", lambda: check_tokenizer(out, source))
     if own_file is False:
         for name in ("loads", "logits", "cache heads", "cached decoding"):
             check(name, _not_executed)
@@ -126,7 +129,7 @@ def check_behaviour(
     own = 0.0
     if not cached <= state["probe"].tolerance:  # SOURCE with the same merged heads must be off by as much, or OUT is at fault
         own, _ = state["probe"].decoding_error(state["source"], lambda: None)
-    check("cache heads", lambda: _judge_caches(held, there, geometry, no_cache))
+    check("cache heads", lambda: judge_caches(held, there, geometry, no_cache))
     check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
 
 
@@ -168,7 +171,7 @@ def _not_executed() -> str:
     raise Failure("not run: the modelling file in OUT did not pass its check, and other code than the package's own is not executed")
 
 
-def _judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
+def judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
     """The caches of self-attention and, where there is any, of cross-attention."""
     found = [judge_cache(ours.get("self", []), theirs.get("self", []), geometry.after, reason)]
     if "cross" in geometry.counts:
@@ -210,11 +213,3 @@ def _judge_decoding(error: float, own: float, tolerance: float, reason: str) -> 
 
 def _relative(error: float) -> str:
     return f"largest difference {error:.2g} of the logits' spread"
-
-
-def tokenize(folder: Path, text: str, limit: int | None) -> list[int]:
-    """The text's token ids by the checkpoint's own tokenizer, at most `limit` of them."""
-    ids: list[int] = loading.load_tokenizer(folder)(text, verbose=False)["input_ids"][:limit]
-    if len(ids) < 2:
-        raise Failure(f"the text has {len(ids)} token(s), too few for a loss")
-    return ids

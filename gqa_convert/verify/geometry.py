@@ -15,8 +15,8 @@ from gqa_convert.verify.report import Failure
 Place = Literal["decoder", "cross", "encoder"]
 """Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention."""
 
-Route = Literal["native", "own file", "translated"]
-"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or stock classes of another type."""
+Route = Literal["native", "own file", "checkpoint's own code"]
+"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or code that SOURCE brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class Geometry:
 
     def route(self, family: Family) -> Route:
         """Heads of a type with a modelling file need it once their number differs from SOURCE's; a result of ours has it already."""
-        if family.modeling is None or not (self.changed or family.modeling.model_type == family.model_type):
-            return "native"
-        return "own file"
+        if family.modeling is None:
+            return "native" if family.native else "checkpoint's own code"
+        return "own file" if self.changed or family.modeling.model_type == family.model_type else "native"
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:
