@@ -131,7 +131,7 @@ def test_at_the_sources_own_count_stock_classes_load_it(made: Made, name: str) -
 
 def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
     """What it is made from has a modelling file already, which the new result brings along in its place."""
-    for name, encoder in (("bart", True), ("codegen", False)):
+    for name, encoder in (("bart", True), ("codegen", False), ("gpt2", False)):
         first, _ = made(name, 4, "mean", encoder)
         for groups, more in ((2, False), (4, False), (4, True), (12, False)):
             if more and not encoder:

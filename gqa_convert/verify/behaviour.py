@@ -73,7 +73,8 @@ def check_behaviour(
     def load() -> str:
         import transformers
 
-        model = load_out(out, parameters, family) if own_file else load_model(out, parameters)
+        code = f"{family.modeling.file}.py" if own_file and family.modeling else None  # as whoever lacks this package loads it
+        model = load_model(out, parameters, code=code)
         state["out"], state["probe"] = model, Probe(model, seed, cross=geometry is not None and "cross" in geometry.counts)
         state["logits"] = state["probe"].logits(model)
         step()
@@ -133,24 +134,28 @@ def check_behaviour(
     check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
 
 
-def load_model(folder: Path, parameters: int, *, run_code: bool = False) -> Any:
-    """A model with logits on the CPU, in evaluation mode: in float32 unless it has too many parameters."""
+def load_model(folder: Path, parameters: int, *, code: str | None = None) -> Any:
+    """A model with logits on the CPU, in evaluation mode: in float32 unless it has too many parameters.
+
+    Args:
+        folder: the checkpoint.
+        parameters: how many numbers it has, more or less.
+        code: the name of the modelling file in it that may run.
+    """
     import torch
 
+    dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
     try:
-        model, missing = loading.load_model(folder, torch.float32 if parameters <= FLOAT32_LIMIT else "auto", run_code=run_code)
+        if code is None:
+            model, missing = loading.load_model(folder, dtype)
+        else:
+            with _only(folder, code) as alone:
+                model, missing = loading.load_model(alone, dtype, run_code=True)
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if missing:
         raise Failure(f"transformers finds no fitting tensor for {min(missing)} ({len(missing)} such) in {folder}")
     return model
-
-
-def load_out(out: Path, parameters: int, family: Family) -> Any:
-    """OUT as whoever lacks this package loads it: with its own modelling file, which was seen to be the package's."""
-    assert family.modeling is not None
-    with _only(out, f"{family.modeling.file}.py") as folder:
-        return load_model(folder, parameters, run_code=True)
 
 
 @contextmanager
