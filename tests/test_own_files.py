@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -236,6 +236,7 @@ class TestResult:
     def test_logits(self, result: Result) -> None:
         found = whole(result.found["logits"])
         assert distance(found, whole(result.expected["logits"])) < ROUNDING
+        assert distance(whole(result.found["logits in parts"]), whole(result.expected["logits in parts"])) < ROUNDING
         if result.groups < SOURCE_HEADS.get(result.case, HEADS):
             assert distance(found, logits(load_stock(result.source, result.model_type))) > 0.01
             if result.groups > 1:  # neighbours share a group, and no others
@@ -330,6 +331,48 @@ def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[..., Path]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())
     assert torch.equal(logits(load_stock(folder, model_type)), logits(load_stock(source, model_type)))
+
+
+def age(source: Path, folder: Path) -> Path:
+    """A copy as older releases saved it: without the model's prefix, with buffers and with tied tensors repeated."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    prefix = "model." if config["model_type"] in ("opt", "bart") else "biogpt." if config["model_type"] == "biogpt" else "transformer."
+    old = {name.removeprefix(prefix): tensor for name, tensor in tensors(source).items()}
+    if config["model_type"] == "t5":
+        old |= {f"{half}.embed_tokens.weight": old["shared.weight"].clone() for half in ("encoder", "decoder")}
+        old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.randn(8, 12)
+    if config["model_type"] == "bart":
+        old |= {"encoder.version": torch.tensor([3.0]), "decoder.version": torch.tensor([3.0])}
+    for name in list(old):
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        if module.endswith(("attn", "attn.attention", "attention")) and config["model_type"] in ("gpt2", "gpt_neo", "gptj", "gpt_neox"):
+            old[f"{module}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+            old[f"{module}.masked_bias"] = torch.tensor(-1e9)
+        if config["model_type"] == "codegen" and module.endswith("attn"):
+            old[f"{module}.causal_mask"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+        if config["model_type"] == "gpt_neox" and module.endswith("attention"):
+            old[f"{module}.rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["t5", "bart", "opt", "biogpt", "gpt2", "gpt_neo", "gptj", "codegen", "gpt_neox", "bloom", "falcon", "falcon, RW", "mpt"],
+)
+def test_old_checkpoints(case: str, sources: Callable[..., Path], elsewhere: Elsewhere, tmp_path: Path) -> None:
+    """Names and buffers of older releases: what stock classes make of them, the converted model's classes do."""
+    model_type, _ = CASES[case]
+    source = age(sources(case), tmp_path / "source")
+    answer = whole(elsewhere.ask("measure", folder=str(converted(source, 3)), auto=auto_class(model_type), ways=["greedy"], saved=True))
+    model, info = getattr(transformers, auto_class(model_type)).from_pretrained(source, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert answer["info"] == {key: sorted(info[key]) for key in answer["info"]}
+    stock = merge(model.eval(), model_type, 3)
+    assert distance(whole(answer["logits"]), logits(stock)) < ROUNDING
+    assert whole(answer["tokens"]["greedy"]) == generated(stock)
+    assert torch.equal(whole(answer["saved"])["logits"], answer["logits"])
 
 
 @pytest.mark.parametrize("case", FIRST)
