@@ -217,14 +217,16 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("saved"):
         result["saved"] = attempt(lambda: save_twice(model, load))
     if request.get("thorough"):
-        result["attentions"] = attempt(lambda: attentions(load(attn_implementation="eager").eval()))
+        eager = load(attn_implementation="eager").eval()
+        result["attentions"] = attempt(lambda: attentions(eager))
+        result["eager"] = measure(eager, ["greedy", "static cache"])
         result["training"] = attempt(lambda: measure_training(model))
         result["bfloat16"] = attempt(lambda: logits(load(dtype=torch.bfloat16).eval()))
         result["device map"] = attempt(lambda: logits(load(device_map="cpu").eval()))
     if request.get("autos"):
         result["autos"] = {name: attempt(lambda name=name: measure_auto(name, folder)) for name in request["autos"]}
     if request.get("compiled"):
-        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", dynamic=False)))
+        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", fullgraph=True)))
     return result
 
 

@@ -24,7 +24,18 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.families import FAMILIES, Modeling
 from gqa_convert.plan import make_plan
-from tests.elsewhere import WAYS, Elsewhere, attentions, cached_heads, first_output, generated, logits, measure, measure_training
+from tests.elsewhere import (
+    WAYS,
+    Elsewhere,
+    attentions,
+    cached_heads,
+    first_output,
+    generated,
+    logits,
+    logits_in_parts,
+    measure,
+    measure_training,
+)
 from tests.own_files import CASES, SIZES, auto_class, make_source
 from tests.test_families import distance
 from tests.tiny import HEADS
@@ -270,13 +281,20 @@ class TestResult:
 class TestThoroughly:
     """Every family and variant, in one number of groups."""
 
-    def test_eager_attention_weights(self, trained: Result) -> None:
-        expected = attentions(trained.stock(attn_implementation="eager"))
-        found = whole(trained.found["attentions"])
+    def test_eager_attention(self, trained: Result) -> None:
+        """Attention weights, and what comes of them."""
+        stock = trained.stock(attn_implementation="eager")
+        expected, found = attentions(stock), whole(trained.found["attentions"])
         assert found.keys() == expected.keys()
         for kind, weights in expected.items():
             assert found[kind].shape == weights.shape
             assert (found[kind] - weights).abs().max() < ROUNDING
+        eager, tokens = trained.found["eager"], generated(stock)
+        assert distance(whole(eager["logits"]), logits(stock)) < ROUNDING
+        assert distance(whole(eager["logits in parts"]), logits_in_parts(stock)) < ROUNDING
+        assert whole(eager["tokens"]["greedy"]) == tokens
+        if trained.case not in STOCK_STATIC_CACHE_FAILS:
+            assert whole(eager["tokens"]["static cache"]) == tokens
 
     def test_gradients(self, trained: Result) -> None:
         """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing too."""
@@ -438,8 +456,10 @@ def expected_tensors(source: Path, model_type: str, groups: int, pool: Callable[
     """The tensors that a conversion changes, fused ones as [q | k | v], by the names of transformers' parameters."""
     model = load_stock(source, model_type, dtype="auto")
     found: dict[str, list[torch.Tensor]] = {}
+    kv_heads = {}
     for name, view in views(model, model_type):
         found.setdefault(name, []).append(merged_rows(view, groups, pool))
+        kv_heads[name] = stacked(view).shape[0]
     changed = {}
     for name, parts in found.items():
         rows, projection = model.get_parameter(name).data, name.split(".")[-2]
@@ -447,7 +467,8 @@ def expected_tensors(source: Path, model_type: str, groups: int, pool: Callable[
             query = rows.unflatten(0, (4, 3, -1))[:, 0].flatten(0, 1)
             changed[name] = torch.cat([query, parts[1], parts[0]])
         elif projection == "query_key_value":
-            changed[name] = torch.cat([rows.unflatten(0, (HEADS, 3, -1))[:, 0].flatten(0, 1), *parts])
+            blocks = rows.unflatten(0, (kv_heads[name], HEADS // kv_heads[name] + 2, -1))
+            changed[name] = torch.cat([blocks[:, :-2].flatten(0, 2), *parts])
         elif projection == "Wqkv":
             changed[name] = torch.cat([rows.chunk(3)[0], *parts])
         elif projection == "c_attn":
@@ -463,13 +484,14 @@ def on_disk(name: str, names: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "falcon"])
+@pytest.mark.parametrize("case", [case for case in CASES if SOURCE_HEADS.get(case) != 1])
 def test_bfloat16_source(case: str, sources: Callable[..., Path]) -> None:
     """Merged heads are the exact mean rounded once, every other tensor is the source's, and the layout is [q | k | v]."""
     source, (model_type, _) = sources(case, dtype=torch.bfloat16), CASES[case]
-    ours, theirs = tensors(converted(source, 3)), tensors(source)
+    groups = SOURCE_HEADS.get(case, HEADS) // 2
+    ours, theirs = tensors(converted(source, groups)), tensors(source)
     assert ours.keys() == theirs.keys()
-    expected = expected_tensors(source, model_type, 3, lambda cut: cut.double().mean(1).to(torch.bfloat16))
+    expected = expected_tensors(source, model_type, groups, lambda cut: cut.double().mean(1).to(torch.bfloat16))
     assert expected
     for name, tensor in expected.items():
         assert torch.equal(on_disk(name, ours), tensor)
