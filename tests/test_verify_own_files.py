@@ -18,6 +18,7 @@ from gqa_convert.loading import auto_class, load_causal_lm, load_model
 from gqa_convert.verify import VerificationReport, behaviour, layout, verify_checkpoint
 from gqa_convert.verify.geometry import Counts, Geometry
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.tokenizers import check_tokenizer
 from tests.own_files import make_source
 from tests.test_chatglm import write_source as write_chatglm
 from tests.test_verify import claim, edit, edit_json, failed, flip, save_tokenizer
@@ -115,6 +116,7 @@ def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, 
     crosses = name.startswith(("t5", "switch", "bart", "whisper", "gpt2, cross"))
     assert ("cross-attention" in found["cache heads"]) == crosses
     assert f"{groups} heads in each" in found["cache heads"]
+    assert ("layers of the encoder" in found["heads"]) == encoder
     repeated = groups > {"falcon, 7B": 1, "falcon, 40B": 6}.get(name, 12)
     assert (" 0 parameters of SOURCE replaced" in found["logits"]) == repeated
 
@@ -364,6 +366,8 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     path = out / "tokenizer.json"
     path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
     assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
+    path.unlink()
+    assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
 
 
 def test_the_loss_of_a_language_model(made: Made, tmp_path: Path) -> None:
@@ -417,6 +421,45 @@ def test_layouts_are_those_of_the_models() -> None:
     query, value, key = (part.reshape(heads, width)[:, 0].tolist() for part in torch.split(rows, heads * width // 4, dim=-1))
     parts = {run.part: run.starts for run in layout.fused("quarters", heads, heads, width)}
     assert parts == {"query": tuple(query), "key": tuple(key), "value": tuple(value)}
+
+
+def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
+    """Whether it was converted is the same to its tensors; config and provenance must agree on it."""
+    source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
+    for encoder in (False, True):
+        out = tmp_path / f"out-{encoder}"
+        convert_checkpoint(source, out, 4, encoder=encoder)
+        assert failed(verify_checkpoint(out, source, logits=encoder)) == {}
+        claim(out, encoder=not encoder)
+        assert set(failed(verify_checkpoint(out, source, logits=False))) == {"config"}
+
+
+def test_old_configs_name_their_heads_otherwise(tmp_path: Path) -> None:
+    source = make_source("gpt2", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["num_attention_heads"] = config.pop("n_head")
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, tmp_path / "out", 3, native=False)
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+def test_whisper_without_its_encoder(tmp_path: Path) -> None:
+    """Distilled Whisper's decoder alone reads an encoder's states given to it in another way."""
+    whole = make_source("whisper", tmp_path / "whole")
+    transformers.WhisperForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 3)
+    report = verify_checkpoint(tmp_path / "out", tmp_path / "source")
+    assert failed(report) == {}
+    assert "states of an encoder" in details(report)["logits"]
+
+
+def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of more than three billion parameters run."""
+    monkeypatch.setattr(behaviour, "FLOAT32_LIMIT", 0)
+    for name in HALF:
+        report = verify_checkpoint(*made(name, 3))
+        assert failed(report) == {}
+        assert "in bfloat16" in details(report)["loads"]
 
 
 def test_two_files_of_weights_are_compared(made: Made, tmp_path: Path) -> None:

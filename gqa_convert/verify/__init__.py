@@ -135,8 +135,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
 
         def heads() -> str:
             found.append(read_geometry(family, original, source, ours))
-            counts = f"{found[0].heads} query heads, {found[0].before} -> {found[0].after} K/V heads"
-            return f"{counts} in {len(found[0].modules)} layers"
+            return found[0].describe()
 
         run.check("heads", heads)
     if found:

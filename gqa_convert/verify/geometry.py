@@ -74,6 +74,15 @@ class Geometry:
     def changed(self) -> bool:
         return any(counts.before != counts.after for counts in self.counts.values())
 
+    def describe(self) -> str:
+        """Heads and layers, in one line."""
+        names = {"decoder": "layers", "cross": "layers of cross-attention", "encoder": "layers of the encoder"}
+        layers = {place: sum(1 for one in self.modules.values() if one == place) for place in self.counts}
+        text = f"{self.heads} query heads, {self.before} -> {self.after} K/V heads in "
+        text += ", ".join(f"{layers[place]} {names[place]}" for place in self.counts)
+        own = self.counts.get("encoder")
+        return f"{text} ({own.before} -> {own.after} of {own.heads})" if own and own.before != self.before else text
+
     def dropped(self) -> set[str]:
         """Tensors that OUT must not have."""
         return {name for place, names in self.lists for name in names[self.counts[place].after :]}
