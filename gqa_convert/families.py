@@ -164,10 +164,10 @@ _SPEECH_TASKS = _TASKS | {
 _TOKENIZERS = {
     model_type: tokenizer
     for tokenizer, model_types in {
-        "T5Tokenizer": "t5 mt5 umt5 longt5 switch_transformers",
+        "T5Tokenizer": "t5 mt5 switch_transformers",
         "GPT2Tokenizer": "gpt2 gpt_neo gptj codegen opt",
         "GPTNeoXTokenizerFast": "gpt_neox mpt",
-        "PreTrainedTokenizerFast": "bloom falcon",
+        "TokenizersBackend": "bloom falcon longt5 persimmon umt5",
         "BartTokenizer": "bart",
         "MBartTokenizer": "mbart",
         "PegasusTokenizer": "pegasus",
@@ -177,7 +177,6 @@ _TOKENIZERS = {
         "BlenderbotSmallTokenizer": "blenderbot-small",
         "WhisperTokenizer": "whisper",
         "BioGptTokenizer": "biogpt",
-        "LlamaTokenizer": "persimmon",
     }.items()
     for model_type in model_types.split()
 }

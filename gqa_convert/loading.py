@@ -35,6 +35,18 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json holds; nothing if it can't be read, which transformers is left to say."""
     try:
@@ -116,12 +128,12 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False) -> tuple[Any
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's own tokenizer.
+    """The checkpoint's own tokenizer, for which no code of a modelling file is needed.
 
     Raises:
         Exception: whatever transformers raises.
     """
     from transformers import AutoTokenizer
 
-    _register(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with _no_warnings():  # it does not know the model types of our results, and need not
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

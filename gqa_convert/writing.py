@@ -244,7 +244,8 @@ class _ShardWriter:
                 into[:] = merged.view(np.uint8).reshape(rows, -1)
                 error, norm = error + merger.squared_error, norm + merger.squared_norm
             out.write(result[:rows].reshape(-1).data)
-        self._squares[tensor.name] = (error, norm)
+        if any(piece.method for piece in tensor.pieces):
+            self._squares[tensor.name] = (error, norm)
 
     def _merger(self, heads: int, dtype: str, count: int) -> BlockMerger:
         """Buffers for a group of `heads` heads, at least `count` numbers each, with its sums at nothing."""

@@ -57,6 +57,22 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(**floating, use_cache=False).logits[mask]
 
 
+@torch.no_grad()
+def logits_in_parts(model: nn.Module) -> torch.Tensor:
+    """The same, from two passes: the second adds several tokens to a cache."""
+    given, mask = batch(model)
+    tokens, padding = "input_ids", "attention_mask"
+    if model.config.is_encoder_decoder:
+        encoded = {name: given.pop(name) for name in ("input_ids", "attention_mask", "input_features") if name in given}
+        given["encoder_outputs"] = model.get_encoder()(**encoded)
+        given |= {name: encoded[name] for name in ("attention_mask",) if name in encoded}
+        tokens, padding = "decoder_input_ids", "decoder_attention_mask"
+    half = given[tokens].shape[1] // 2
+    first = model(**given | {tokens: given[tokens][:, :half], padding: given[padding][:, :half]}, use_cache=True)
+    second = model(**given | {tokens: given[tokens][:, half:]}, past_key_values=first.past_key_values, use_cache=True)
+    return torch.cat([first.logits, second.logits], dim=1)[mask]
+
+
 def generate(model: nn.Module, **options: Any) -> Any:
     """The output of `generate` for a batch with padding. No token comes twice, so that the most likely one can't hide the others."""
     given = {name: tensor for name, tensor in batch(model)[0].items() if not name.startswith("decoder_")}
@@ -138,9 +154,10 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def measure(model: nn.Module, ways: list[str]) -> dict[str, Any]:
-    """Logits, cached heads and generated tokens; a measurement that fails leaves its trace in its place."""
+    """Logits at once and in parts, cached heads, generated tokens; a measurement that fails leaves its trace in its place."""
     return {
         "logits": attempt(lambda: logits(model)),
+        "logits in parts": attempt(lambda: logits_in_parts(model)),
         "heads": attempt(lambda: cached_heads(model)),
         "tokens": {way: attempt(lambda way=way: generated(model, **WAYS[way])) for way in ways},
     }
@@ -200,14 +217,16 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("saved"):
         result["saved"] = attempt(lambda: save_twice(model, load))
     if request.get("thorough"):
-        result["attentions"] = attempt(lambda: attentions(load(attn_implementation="eager").eval()))
+        eager = load(attn_implementation="eager").eval()
+        result["attentions"] = attempt(lambda: attentions(eager))
+        result["eager"] = measure(eager, ["greedy", "static cache"])
         result["training"] = attempt(lambda: measure_training(model))
         result["bfloat16"] = attempt(lambda: logits(load(dtype=torch.bfloat16).eval()))
         result["device map"] = attempt(lambda: logits(load(device_map="cpu").eval()))
     if request.get("autos"):
         result["autos"] = {name: attempt(lambda name=name: measure_auto(name, folder)) for name in request["autos"]}
     if request.get("compiled"):
-        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", dynamic=False)))
+        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", fullgraph=True)))
     return result
 
 

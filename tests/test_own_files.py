@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -24,7 +24,18 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.families import FAMILIES, Modeling
 from gqa_convert.plan import make_plan
-from tests.elsewhere import WAYS, Elsewhere, attentions, cached_heads, first_output, generated, logits, measure, measure_training
+from tests.elsewhere import (
+    WAYS,
+    Elsewhere,
+    attentions,
+    cached_heads,
+    first_output,
+    generated,
+    logits,
+    logits_in_parts,
+    measure,
+    measure_training,
+)
 from tests.own_files import CASES, SIZES, auto_class, make_source
 from tests.test_families import distance
 from tests.tiny import HEADS
@@ -236,6 +247,7 @@ class TestResult:
     def test_logits(self, result: Result) -> None:
         found = whole(result.found["logits"])
         assert distance(found, whole(result.expected["logits"])) < ROUNDING
+        assert distance(whole(result.found["logits in parts"]), whole(result.expected["logits in parts"])) < ROUNDING
         if result.groups < SOURCE_HEADS.get(result.case, HEADS):
             assert distance(found, logits(load_stock(result.source, result.model_type))) > 0.01
             if result.groups > 1:  # neighbours share a group, and no others
@@ -269,13 +281,20 @@ class TestResult:
 class TestThoroughly:
     """Every family and variant, in one number of groups."""
 
-    def test_eager_attention_weights(self, trained: Result) -> None:
-        expected = attentions(trained.stock(attn_implementation="eager"))
-        found = whole(trained.found["attentions"])
+    def test_eager_attention(self, trained: Result) -> None:
+        """Attention weights, and what comes of them."""
+        stock = trained.stock(attn_implementation="eager")
+        expected, found = attentions(stock), whole(trained.found["attentions"])
         assert found.keys() == expected.keys()
         for kind, weights in expected.items():
             assert found[kind].shape == weights.shape
             assert (found[kind] - weights).abs().max() < ROUNDING
+        eager, tokens = trained.found["eager"], generated(stock)
+        assert distance(whole(eager["logits"]), logits(stock)) < ROUNDING
+        assert distance(whole(eager["logits in parts"]), logits_in_parts(stock)) < ROUNDING
+        assert whole(eager["tokens"]["greedy"]) == tokens
+        if trained.case not in STOCK_STATIC_CACHE_FAILS:
+            assert whole(eager["tokens"]["static cache"]) == tokens
 
     def test_gradients(self, trained: Result) -> None:
         """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing too."""
@@ -330,6 +349,48 @@ def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[..., Path]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())
     assert torch.equal(logits(load_stock(folder, model_type)), logits(load_stock(source, model_type)))
+
+
+def age(source: Path, folder: Path) -> Path:
+    """A copy as older releases saved it: without the model's prefix, with buffers and with tied tensors repeated."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    prefix = "model." if config["model_type"] in ("opt", "bart") else "biogpt." if config["model_type"] == "biogpt" else "transformer."
+    old = {name.removeprefix(prefix): tensor for name, tensor in tensors(source).items()}
+    if config["model_type"] == "t5":
+        old |= {f"{half}.embed_tokens.weight": old["shared.weight"].clone() for half in ("encoder", "decoder")}
+        old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.randn(8, 12)
+    if config["model_type"] == "bart":
+        old |= {"encoder.version": torch.tensor([3.0]), "decoder.version": torch.tensor([3.0])}
+    for name in list(old):
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        if module.endswith(("attn", "attn.attention", "attention")) and config["model_type"] in ("gpt2", "gpt_neo", "gptj", "gpt_neox"):
+            old[f"{module}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+            old[f"{module}.masked_bias"] = torch.tensor(-1e9)
+        if config["model_type"] == "codegen" and module.endswith("attn"):
+            old[f"{module}.causal_mask"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+        if config["model_type"] == "gpt_neox" and module.endswith("attention"):
+            old[f"{module}.rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["t5", "bart", "opt", "biogpt", "gpt2", "gpt_neo", "gptj", "codegen", "gpt_neox", "bloom", "falcon", "falcon, RW", "mpt"],
+)
+def test_old_checkpoints(case: str, sources: Callable[..., Path], elsewhere: Elsewhere, tmp_path: Path) -> None:
+    """Names and buffers of older releases: what stock classes make of them, the converted model's classes do."""
+    model_type, _ = CASES[case]
+    source = age(sources(case), tmp_path / "source")
+    answer = whole(elsewhere.ask("measure", folder=str(converted(source, 3)), auto=auto_class(model_type), ways=["greedy"], saved=True))
+    model, info = getattr(transformers, auto_class(model_type)).from_pretrained(source, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert answer["info"] == {key: sorted(info[key]) for key in answer["info"]}
+    stock = merge(model.eval(), model_type, 3)
+    assert distance(whole(answer["logits"]), logits(stock)) < ROUNDING
+    assert whole(answer["tokens"]["greedy"]) == generated(stock)
+    assert torch.equal(whole(answer["saved"])["logits"], answer["logits"])
 
 
 @pytest.mark.parametrize("case", FIRST)
@@ -395,8 +456,10 @@ def expected_tensors(source: Path, model_type: str, groups: int, pool: Callable[
     """The tensors that a conversion changes, fused ones as [q | k | v], by the names of transformers' parameters."""
     model = load_stock(source, model_type, dtype="auto")
     found: dict[str, list[torch.Tensor]] = {}
+    kv_heads = {}
     for name, view in views(model, model_type):
         found.setdefault(name, []).append(merged_rows(view, groups, pool))
+        kv_heads[name] = stacked(view).shape[0]
     changed = {}
     for name, parts in found.items():
         rows, projection = model.get_parameter(name).data, name.split(".")[-2]
@@ -404,7 +467,8 @@ def expected_tensors(source: Path, model_type: str, groups: int, pool: Callable[
             query = rows.unflatten(0, (4, 3, -1))[:, 0].flatten(0, 1)
             changed[name] = torch.cat([query, parts[1], parts[0]])
         elif projection == "query_key_value":
-            changed[name] = torch.cat([rows.unflatten(0, (HEADS, 3, -1))[:, 0].flatten(0, 1), *parts])
+            blocks = rows.unflatten(0, (kv_heads[name], HEADS // kv_heads[name] + 2, -1))
+            changed[name] = torch.cat([blocks[:, :-2].flatten(0, 2), *parts])
         elif projection == "Wqkv":
             changed[name] = torch.cat([rows.chunk(3)[0], *parts])
         elif projection == "c_attn":
@@ -420,13 +484,14 @@ def on_disk(name: str, names: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "falcon"])
+@pytest.mark.parametrize("case", [case for case in CASES if SOURCE_HEADS.get(case) != 1])
 def test_bfloat16_source(case: str, sources: Callable[..., Path]) -> None:
     """Merged heads are the exact mean rounded once, every other tensor is the source's, and the layout is [q | k | v]."""
     source, (model_type, _) = sources(case, dtype=torch.bfloat16), CASES[case]
-    ours, theirs = tensors(converted(source, 3)), tensors(source)
+    groups = SOURCE_HEADS.get(case, HEADS) // 2
+    ours, theirs = tensors(converted(source, groups)), tensors(source)
     assert ours.keys() == theirs.keys()
-    expected = expected_tensors(source, model_type, 3, lambda cut: cut.double().mean(1).to(torch.bfloat16))
+    expected = expected_tensors(source, model_type, groups, lambda cut: cut.double().mean(1).to(torch.bfloat16))
     assert expected
     for name, tensor in expected.items():
         assert torch.equal(on_disk(name, ours), tensor)

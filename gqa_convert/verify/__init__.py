@@ -75,6 +75,9 @@ def verify_checkpoint(
         _check_scores_text(family, original)
     weights = Weights(origin, lambda text: CorruptCheckpointError(f"{text}: download or copy the source again"))
     run = _Run(VerificationReport(str(out), str(source)), on_check)
+    if folders.claimed_route(out) == "translated":
+        run.check("route", folders.translated)
+        return run.report
     geometry = _check_data(run, out, family, original, weights, progress)
     if logits and not _has_classes(family):
         run.check(
@@ -120,7 +123,6 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
     """All checks on files; returns the geometry unless OUT is too damaged to have one."""
     opened: list[Weights] = []
     claims: dict[str, Any] = {}
-    file = None
 
     def files() -> str:
         opened.append(Weights(out, Failure))
@@ -133,8 +135,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
 
         def heads() -> str:
             found.append(read_geometry(family, original, source, ours))
-            counts = f"{found[0].heads} query heads, {found[0].before} -> {found[0].after} K/V heads"
-            return f"{counts} in {len(found[0].modules)} layers"
+            return found[0].describe()
 
         run.check("heads", heads)
     if found:
@@ -156,15 +157,14 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         same = run.check("merged tensors", comparison.merged)
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder))
-        if modeling := configs.modelling_file(family, geometry):
-            file = f"{modeling.file}.py"
-            run.own_file = run.check(
-                "modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling)
-            )  # fmt: skip
         errors = comparison.errors() if same else None
         run.check(
             "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, encoder, source, errors)
         )  # fmt: skip
+    modeling = configs.modelling_file(family, found[0]) if found else family.modeling
+    file = f"{modeling.file}.py" if modeling else None
+    if modeling and (found or (out / f"{modeling.file}.py").is_file()):
+        run.own_file = run.check("modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling))
     run.check("carried files", lambda: folders.check_carried(out, source.folder, file))
     return found[0] if found else None
 

@@ -16,8 +16,9 @@ from gqa_convert.verify.probe import STEPS, Caches, Probe, Shapes, cache_shapes
 from gqa_convert.verify.reading import INDEX, first_line
 from gqa_convert.verify.replacing import holds_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
+from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
 
-__all__ = ["Shapes", "cache_shapes", "check_behaviour", "judge_cache"]
+__all__ = ["Shapes", "cache_shapes", "check_behaviour", "judge_cache", "judge_caches"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -72,7 +73,8 @@ def check_behaviour(
     def load() -> str:
         import transformers
 
-        model = load_out(out, parameters, family) if own_file else load_model(out, parameters)
+        code = f"{family.modeling.file}.py" if own_file and family.modeling else None  # as whoever lacks this package loads it
+        model = load_model(out, parameters, code=code)
         state["out"], state["probe"] = model, Probe(model, seed, cross=geometry is not None and "cross" in geometry.counts)
         state["logits"] = state["probe"].logits(model)
         step()
@@ -89,7 +91,7 @@ def check_behaviour(
         return f"{losses[which]:.4f} nats per token over {len(ids) - 1:,} tokens"
 
     def text_of_out() -> str:
-        state["ids"] = tokenize(source if own_file else out, text or "", max_text_tokens)  # no code of the package's stands in for OUT's
+        state["ids"] = tokenize(out, text or "", max_text_tokens)
         return score("out", 0)
 
     def same_logits() -> str:
@@ -102,6 +104,8 @@ def check_behaviour(
             raise Failure(f"{_relative(error)}, over the tolerance of {probe.tolerance:g}: {probe.describe()}")
         return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced"
 
+    if own_file is not None:
+        check("tokenizer", lambda: check_tokenizer(out, source))
     if own_file is False:
         for name in ("loads", "logits", "cache heads", "cached decoding"):
             check(name, _not_executed)
@@ -126,28 +130,32 @@ def check_behaviour(
     own = 0.0
     if not cached <= state["probe"].tolerance:  # SOURCE with the same merged heads must be off by as much, or OUT is at fault
         own, _ = state["probe"].decoding_error(state["source"], lambda: None)
-    check("cache heads", lambda: _judge_caches(held, there, geometry, no_cache))
+    check("cache heads", lambda: judge_caches(held, there, geometry, no_cache))
     check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
 
 
-def load_model(folder: Path, parameters: int, *, run_code: bool = False) -> Any:
-    """A model with logits on the CPU, in evaluation mode: in float32 unless it has too many parameters."""
+def load_model(folder: Path, parameters: int, *, code: str | None = None) -> Any:
+    """A model with logits on the CPU, in evaluation mode: in float32 unless it has too many parameters.
+
+    Args:
+        folder: the checkpoint.
+        parameters: how many numbers it has, more or less.
+        code: the name of the modelling file in it that may run.
+    """
     import torch
 
+    dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
     try:
-        model, missing = loading.load_model(folder, torch.float32 if parameters <= FLOAT32_LIMIT else "auto", run_code=run_code)
+        if code is None:
+            model, missing = loading.load_model(folder, dtype)
+        else:
+            with _only(folder, code) as alone:
+                model, missing = loading.load_model(alone, dtype, run_code=True)
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if missing:
         raise Failure(f"transformers finds no fitting tensor for {min(missing)} ({len(missing)} such) in {folder}")
     return model
-
-
-def load_out(out: Path, parameters: int, family: Family) -> Any:
-    """OUT as whoever lacks this package loads it: with its own modelling file, which was seen to be the package's."""
-    assert family.modeling is not None
-    with _only(out, f"{family.modeling.file}.py") as folder:
-        return load_model(folder, parameters, run_code=True)
 
 
 @contextmanager
@@ -168,7 +176,7 @@ def _not_executed() -> str:
     raise Failure("not run: the modelling file in OUT did not pass its check, and other code than the package's own is not executed")
 
 
-def _judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
+def judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
     """The caches of self-attention and, where there is any, of cross-attention."""
     found = [judge_cache(ours.get("self", []), theirs.get("self", []), geometry.after, reason)]
     if "cross" in geometry.counts:
@@ -210,11 +218,3 @@ def _judge_decoding(error: float, own: float, tolerance: float, reason: str) -> 
 
 def _relative(error: float) -> str:
     return f"largest difference {error:.2g} of the logits' spread"
-
-
-def tokenize(folder: Path, text: str, limit: int | None) -> list[int]:
-    """The text's token ids by the checkpoint's own tokenizer, at most `limit` of them."""
-    ids: list[int] = loading.load_tokenizer(folder)(text, verbose=False)["input_ids"][:limit]
-    if len(ids) < 2:
-        raise Failure(f"the text has {len(ids)} token(s), too few for a loss")
-    return ids

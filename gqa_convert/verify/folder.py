@@ -125,6 +125,19 @@ def read_provenance(out: Path) -> dict[str, Any]:
         raise Failure(f"{PROVENANCE} cannot be read ({first_line(problem)})") from None
 
 
+def claimed_route(out: Path) -> Any:
+    """Which way OUT says that it was made; None if it doesn't."""
+    try:
+        return read_provenance(out).get("route")
+    except Failure:  # reported by the check on provenance
+        return None
+
+
+def translated() -> str:
+    """The finding about a route whose tensors are not SOURCE's."""
+    raise Failure("OUT was translated to another model type, which can't be verified yet: --no-native makes a result that can")
+
+
 def true_method(claimed: Any, geometry: Geometry) -> Any:
     """What must have happened: heads that do not become fewer are copied or repeated, whatever was asked for."""
     counts = [counts for counts in geometry.counts.values() if counts.before != counts.after]

@@ -15,8 +15,8 @@ from gqa_convert.verify.report import Failure
 Place = Literal["decoder", "cross", "encoder"]
 """Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention."""
 
-Route = Literal["native", "own file", "translated"]
-"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or stock classes of another type."""
+Route = Literal["native", "own file", "checkpoint's own code"]
+"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or code that SOURCE brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,24 @@ class Geometry:
     def changed(self) -> bool:
         return any(counts.before != counts.after for counts in self.counts.values())
 
+    def describe(self) -> str:
+        """Heads and layers, in one line."""
+        names = {"decoder": "layers", "cross": "layers of cross-attention", "encoder": "layers of the encoder"}
+        layers = {place: sum(1 for one in self.modules.values() if one == place) for place in self.counts}
+        text = f"{self.heads} query heads, {self.before} -> {self.after} K/V heads in "
+        text += ", ".join(f"{layers[place]} {names[place]}" for place in self.counts)
+        own = self.counts.get("encoder")
+        return f"{text} ({own.before} -> {own.after} of {own.heads})" if own and own.before != self.before else text
+
     def dropped(self) -> set[str]:
         """Tensors that OUT must not have."""
         return {name for place, names in self.lists for name in names[self.counts[place].after :]}
 
     def route(self, family: Family) -> Route:
         """Heads of a type with a modelling file need it once their number differs from SOURCE's; a result of ours has it already."""
-        if family.modeling is None or not (self.changed or family.modeling.model_type == family.model_type):
-            return "native"
-        return "own file"
+        if family.modeling is None:
+            return "native" if family.native else "checkpoint's own code"
+        return "own file" if self.changed or family.modeling.model_type == family.model_type else "native"
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:
