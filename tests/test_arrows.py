@@ -28,7 +28,7 @@ ALLOWED = {
     "convert": {"checkpoint", "errors", "plan", "provenance", "writing"},
     "data": {"errors", "stdlib_text"},
     "recipe": {"errors"},
-    "training": {"checkpoint", "data", "errors", "families", "recipe"},
+    "training": {"checkpoint", "data", "errors", "families", "loading", "recipe"},
     "evaluate": {"errors"},
     "loading": {"modeling"},
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},
