@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,19 +219,23 @@ def _tokens(source: Source, encoder: TextEncoder, sampler: Sampler, folder: Path
 
 
 def _written_tokens(source: Source, encoder: TextEncoder, sampler: Sampler, folder: Path) -> TokenSource:
-    """A source's tokens, which another process has made."""
+    """A source's tokens, which another process has made, or begun to make."""
     text = open_source(source, folder, ask=False)
     if isinstance(text, HubText):
-        tokens: TokenSource = GrowingFile(text, encoder, folder, writes=False)
-    else:
-        tokens = _opened(folder / f"{file_key(text.identity(), encoder)}.tokens", text)
-    check_size(tokens, sampler.shortest, text.label)
-    return tokens
+        tokens = GrowingFile(text, encoder, folder, writes=False)
+        tokens.look()
+        if tokens.size()[0] < sampler.shortest:
+            raise _not_there(text.label, folder)
+        return tokens
+    return _opened(folder / f"{file_key(text.identity(), encoder)}.tokens", text)
 
 
 def _opened(path: Path, text: FileText) -> TokenSource:
-    with suppress(ValueError):
-        tokens = open_token_file(path)
-        if tokens is not None:
-            return tokens
-    raise DataError(f"{text.label} has not been tokenised in {path.parent}, which the first process of this machine does: see its message")
+    tokens = open_token_file(path)
+    if tokens is None:
+        raise _not_there(text.label, path.parent)
+    return tokens
+
+
+def _not_there(label: str, folder: Path) -> DataError:
+    return DataError(f"{label} has not been tokenised in {folder}, which is up to the first process of this machine: see its message")

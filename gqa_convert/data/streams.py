@@ -5,6 +5,7 @@ after the tokens are on the disk. A writer that was killed is followed by one th
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -62,7 +63,6 @@ class GrowingFile:
         self.fingerprint = file_key(text.identity(), encoder)
         self._dtype = encoder.dtype
         self._path = cache / f"{self.fingerprint}.growing"
-        self._commit_path = self._path.with_suffix(".json")
         self._wish_path = self._path.with_suffix(".wish")
         self._commit = Commit()
         self._tokens = map_tokens(self._path, self._dtype, 0)
@@ -79,7 +79,7 @@ class GrowingFile:
         if self._writer is not None:
             self._writer.wanted = max(self._writer.wanted, wanted)
         if self._commit.tokens < wanted + _AHEAD // 2:
-            self._look()
+            self.look()
         known, since = self._commit.tokens, time.monotonic()
         while not self._commit.finished and self._commit.tokens < wanted:
             _wish(self._wish_path, wanted)
@@ -88,10 +88,10 @@ class GrowingFile:
             if time.monotonic() - since > _PATIENCE:
                 raise DataError(f"{self.label} has stood still at {known} tokens for {_PATIENCE / 60:.0f} minutes: check the network")
             time.sleep(_POLL)
-            self._look()
+            self.look()
         return self._commit.tokens, self._commit.finished
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Read the commit, and see to it that somebody appends while the stream has not ended."""
         self._commit = read_commit(self._path, self._dtype.itemsize) or Commit()
         if self._writer is not None and not self._commit.finished:
@@ -114,7 +114,8 @@ class _Writer:
 
     def __init__(self, text: HubText, encoder: TextEncoder, path: Path) -> None:
         self.wanted = 0
-        self._text, self._encoder, self._path = text, encoder, path
+        self._text, self._path = text, path
+        self._encoder = copy.deepcopy(encoder)  # a tokenizer is not for two threads
         self._stop = threading.Event()
         self._problem: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -135,6 +136,7 @@ class _Writer:
         except OSError as problem:
             raise cache_problem(problem, self._path.parent) from None
         if handle is not None:
+            self._stop.clear()
             self._thread = threading.Thread(target=self._run, args=(handle,), name=f"tokens of {self._text.label}", daemon=True)
             self._thread.start()
 
@@ -173,11 +175,9 @@ class _Writer:
         """Go on from a commit, to the end of the stream or until told to stop."""
         if commit.finished:
             return
-        source = self._text.rows()
-        counted = _CountedRows(source, commit)
-        with self._explained(), self._path.open("r+b" if self._path.exists() else "w+b") as file:
-            file.truncate(commit.tokens * self._encoder.dtype.itemsize)
-            file.seek(0, os.SEEK_END)
+        counted = _CountedRows(self._text.rows(), commit)
+        with self._explained(), self._path.open("ab") as file:
+            file.truncate(commit.tokens * self._encoder.dtype.itemsize)  # what came after the last commit
         for batch in batches(counted.pieces(self._text.text_field, self._text.label)):
             tokens, _ = self._encoder.encode(batch, begins=True)
             commit = Commit(commit.tokens + len(tokens), counted.rows, False, counted.state())
@@ -208,11 +208,12 @@ class _Writer:
 class _CountedRows:
     """The rows after those of a commit, and how many there were."""
 
-    def __init__(self, source: Iterable[Mapping[str, Any]], commit: Commit) -> None:
-        self._source: Any = source
+    def __init__(self, source: Any, commit: Commit) -> None:
+        self._source = source
+        self._knows = hasattr(source, "state_dict") and (commit.state is not None or not commit.rows)
         self.rows = commit.rows
-        if commit.rows and commit.state is not None and hasattr(source, "load_state_dict"):
-            source.load_state_dict(commit.state)
+        if commit.rows and self._knows:
+            self._source.load_state_dict(commit.state)
         elif commit.rows:
             self._source = source.skip(commit.rows) if hasattr(source, "skip") else _without(source, commit.rows)
 
@@ -223,7 +224,7 @@ class _CountedRows:
 
     def state(self) -> Any:
         """Where the dataset stands, if it knows and JSON can say it."""
-        if not hasattr(self._source, "state_dict"):
+        if not self._knows:
             return None
         state = self._source.state_dict()
         try:
