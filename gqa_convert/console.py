@@ -3,12 +3,14 @@
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
 
     from gqa_convert.plan import Plan
 
@@ -73,6 +75,74 @@ def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[stage], completed=done, total=total)
 
         yield advance
+
+
+class TrainingScreen:
+    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then."""
+
+    _SECONDS = 30.0
+
+    def __init__(self, bars: "Progress | None", *, quiet: bool) -> None:
+        self._bars, self._quiet = bars, quiet
+        self._console = stderr_console() if bars is None else bars.console
+        self._tasks: dict[str, TaskID] = {}
+        self._shown = 0.0
+
+    def say(self, message: str) -> None:
+        if not self._quiet:
+            self._console.print(message, soft_wrap=True, markup=False)
+
+    def tokenize(self, label: str, done: int, total: int) -> None:
+        self._advance(f"tokenising {label}", done, total)
+
+    def step(self, line: dict[str, Any]) -> None:
+        """A line of the metrics file, with `steps` of the whole run."""
+        rate = f"{line['tokens_per_second']:,.0f} tokens/s"
+        loss = f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss"
+        if line.get("evaluation_loss") is not None:
+            self.say(f"step {line['step']:,}: evaluation loss {line['evaluation_loss']:.4f}")
+        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or line["step"] == line["steps"]):
+            self._shown = time.monotonic()
+            self.say(f"step {line['step']:,} of {line['steps']:,}  {loss}  {rate}")
+        self._advance("uptraining", line["step"], line["steps"], f"{loss}  {rate}")
+
+    def _advance(self, label: str, done: int, total: int, text: str = "") -> None:
+        if self._bars is None:
+            return
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(label, total=total, text=text)
+        self._bars.update(self._tasks[label], completed=done, text=text, visible=done < total or label == "uptraining")
+
+
+@contextmanager
+def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
+    """Loss, tokens per second, share of the budget and time left."""
+    if quiet or not sys.stderr.isatty():
+        yield TrainingScreen(None, quiet=quiet)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
+    )  # fmt: skip
+    with Progress(*columns, console=stderr_console(), transient=True) as bars:
+        yield TrainingScreen(bars, quiet=quiet)
+
+
+def show_training(summary: dict[str, Any]) -> None:
+    """The summary at the end of a run."""
+    console = stderr_console()
+    console.print(f"[green]done[/green]  {summary['tokens']:,} tokens in {summary['steps']:,} steps")
+    evaluation = summary["evaluation"]
+    if evaluation:
+        console.print(f"      evaluation loss  {evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token")
+    if evaluation and evaluation["source"] is not None:
+        share = evaluation["recovered_share"]
+        recovered = "" if share is None else f"; {share:.1%} of the gap recovered"
+        console.print(f"      source           {evaluation['source']:.4f}{recovered}")
+    if summary["skipped_steps"]:
+        console.print(f"      [yellow]{summary['skipped_steps']} step(s) had no finite gradient and changed nothing[/yellow]")
+    console.print(f"      model            {summary['model']}", soft_wrap=True)
 
 
 def show_plan(plan: "Plan") -> None:

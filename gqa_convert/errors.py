@@ -88,3 +88,23 @@ class InterruptedRunError(GQAConvertError):
     """The user or the system asked the program to stop."""
 
     exit_code = 130
+
+
+class LaunchError(GQAConvertError):
+    """The processes that run are not those that were meant to, or another job uses their output."""
+
+
+class ResumeError(GQAConvertError):
+    """A run can't go on from its checkpoints."""
+
+
+class DivergedError(GQAConvertError):
+    """Training produced numbers that are not finite, several times in a row."""
+
+    exit_code = 1
+
+
+class StoppedError(GQAConvertError):
+    """A run was asked to stop and has saved its state: the same command goes on (75 is EX_TEMPFAIL of sysexits.h)."""
+
+    exit_code = 75

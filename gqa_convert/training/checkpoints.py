@@ -1,0 +1,162 @@
+"""Checkpoints of a run: each appears whole or not at all, the last few are kept, and a run goes on from the newest.
+
+A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process for its own part
+(torch.distributed.checkpoint), and `run.json`, written last.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.publication import sync
+from gqa_convert.errors import NoSpaceError, ResumeError
+
+_NAME = re.compile(r"step-(\d{6,})")
+_UNFINISHED = ".unfinished-"
+_RECORD = "run.json"
+
+
+@dataclass
+class Progress:
+    """How far a run is. What is not here follows from the recipe and the step."""
+
+    step: int = 0
+    """Optimizer steps taken or skipped."""
+    tokens: int = 0
+    skipped: int = 0
+    """Steps without an update, because a loss or a gradient was not finite."""
+    skipped_in_a_row: int = 0
+    evaluations: dict[str, float] = field(default_factory=dict)
+    """Losses on the evaluation data: of the source, and at the start."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: `output/checkpoints`.
+        keep: how many to keep.
+        main: whether this is the process that publishes.
+        barrier: waits for all processes.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, main: bool, barrier: Any) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._main = main
+        self._barrier = barrier
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return sorted(step for step, path in found if (path / _RECORD).is_file())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the tensors.
+
+        Raises:
+            ResumeError: it cannot be read.
+        """
+        path = self.path(step) / _RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(record, dict):
+                raise ValueError("no object")  # noqa: TRY004 - one class for all
+        except (OSError, ValueError) as problem:
+            raise ResumeError(f"{path} cannot be read ({problem}): remove {path.parent} to go on from the checkpoint before it") from None
+        return record
+
+    def save(self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str) -> Path:
+        """Write a checkpoint, publish it, and remove those that are too many. Every process calls this.
+
+        Args:
+            state: tensors, whole or sharded, as torch.distributed.checkpoint takes them.
+            progress: where the run is.
+            recipe: resolved, to be compared on resumption.
+            processes: how many there are.
+            samples: fingerprint of the training data, likewise.
+
+        Raises:
+            NoSpaceError: the disk is full; older checkpoints are intact.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        final = self.path(progress.step)
+        work = self.folder / f"{_UNFINISHED}{final.name}"
+        if self._main:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+        self._barrier()
+        problem: BaseException | None = None
+        try:
+            dcp.save(state, checkpoint_id=work, no_dist=processes == 1)
+        except Exception as raised:
+            problem = raised
+        if problem is not None:
+            shutil.rmtree(work, ignore_errors=True)
+            raise self._explained(problem)
+        self._barrier()
+        if self._main:
+            try:
+                record = {"progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples}
+                (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+                for path in work.iterdir():
+                    sync(path)
+                sync(work)
+                if final.exists():  # of a run that went back behind it
+                    shutil.rmtree(final)
+                work.rename(final)
+                sync(self.folder)
+                for step in self.steps()[: -self._keep]:
+                    self._remove(step)
+            except OSError as raised:
+                shutil.rmtree(work, ignore_errors=True)
+                raise self._explained(raised) from None
+        self._barrier()
+        return final
+
+    def load(self, step: int, state: dict[str, Any], processes: int) -> None:
+        """Fill `state` in place.
+
+        Raises:
+            ResumeError: the checkpoint is damaged.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        try:
+            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1)
+        except Exception as problem:
+            first = str(problem).strip().splitlines()[0] if str(problem).strip() else repr(problem)
+            raise ResumeError(
+                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first}): remove it to go on from the checkpoint before it"
+            ) from None
+
+    def sweep(self) -> None:
+        """Remove what a run that died left unfinished."""
+        if self._main and self.folder.is_dir():
+            for path in self.folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _remove(self, step: int) -> None:
+        """Under another name first, so that a half-removed checkpoint is never taken for one."""
+        doomed = self.folder / f"{_UNFINISHED}removed-{step:06d}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        self.path(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _explained(self, problem: BaseException) -> BaseException:
+        text = f"{problem} {problem.__cause__ or ''}"
+        full = getattr(problem, "errno", None) in (28, 122) or "No space left" in text or "quota" in text.lower()
+        if full:
+            return NoSpaceError(
+                f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
+            )
+        return problem
