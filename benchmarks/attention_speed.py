@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +186,45 @@ def summary(cell: Cell, seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
+def as_json(report: dict[str, Any]) -> str:
+    """One line per cell."""
+    head = json.dumps({name: value for name, value in report.items() if name != "cells"}, indent=1)
+    return head[:-2] + ',\n "cells": [\n  ' + ",\n  ".join(map(json.dumps, report["cells"])) + "\n ]\n}"
+
+
+def unrest(record: dict[str, Any]) -> float:
+    """How widely the ratios of a cell are spread."""
+    shown = [record[name] for name in ("ours_over_best_stock", "ours_in_transformers_over_its_sdpa", "ours_over_read")]
+    return max(ratio["max"] / ratio["min"] for ratio in shown if ratio)
+
+
+def disturbance(record: dict[str, Any]) -> float:
+    """The time of all contenders together: other work on the machine only adds to it, and evens out ratios where threads wait for each other."""
+    return sum(record["milliseconds"].values())
+
+
+def following(records: dict[Cell, dict[str, Any] | None], tries: dict[Cell, int], more: bool) -> Cell | None:
+    """The next cell to measure: one without figures; then, if there is time, the most doubtful for its number of tries."""
+    for cell, record in records.items():
+        if record is None:
+            return cell
+    doubts = {}
+    for cell, record in records.items():
+        assert record
+        fewer = [other for other in records if other.threads < cell.threads and replace(other, threads=cell.threads) == cell]
+        slower = max((disturbance(record) / disturbance(records[other] or record) for other in fewer), default=0.0)
+        doubt = max(unrest(record), 5 * slower if slower > 0.9 else 0.0)
+        if doubt > 1.3 and tries[cell] < 5:
+            doubts[cell] = doubt / 2 ** tries[cell]
+    return max(doubts, key=lambda cell: doubts[cell]) if doubts and more else None
+
+
 def table(report: dict[str, Any]) -> str:
     """The figures as markdown: one table per kind and number of threads."""
     lines = [
         "# Speed of attention",
         "",
-        f"    {report['command']}",
+        *(f"    {command}" for command in report["commands"]),
         "",
         f"{report['machine']}; {report['versions']}. {HEADS} query heads of width {WIDTH}. How many times as long as ours each contender takes",
         "(median of the ratios within a round, range in brackets): above 1, ours is faster. Made by `benchmarks/attention_speed.py`; absolute",
@@ -204,7 +237,10 @@ def table(report: dict[str, Any]) -> str:
         "- ours / best: our time over that of the fastest among sdpa, eager and enable_gqa in that cell",
         "",
         "Padded cells have two rows in the batch and a boolean mask that hides an eighth of the second.",
-        f"Eager attention is left out where its scores would exceed {EAGER_LIMIT >> 30} GiB.",
+        f"Eager attention is left out where its scores would exceed {EAGER_LIMIT >> 30} GiB. Load averages of the machine before and after each",
+        f"run: {', '.join(map(str, report['load_averages']))}. Disturbed cells (a wide range, or slower than with fewer threads) were measured again;",
+        "that measurement is shown in which all contenders together took the least time.",
+        *([report["note"]] if "note" in report else []),
     ]
     names = {"transformers sdpa": "sdpa", "transformers eager": "eager", "torch enable_gqa": "enable_gqa", "full MHA": "full MHA"}
     for (threads, kind), cells in itertools.groupby(report["cells"], key=lambda cell: (cell["threads"], cell["kind"])):
@@ -249,6 +285,10 @@ def main() -> None:
     parser.add_argument(
         "--long-groups", type=int, nargs="+", default=[4], help="K/V heads of prefill over 1024 and training over 512 tokens"
     )
+    parser.add_argument(
+        "--calm", type=float, default=120.0, help="seconds after the start until which cells with a wide spread are repeated"
+    )
+    parser.add_argument("--resume", type=Path, help="a report whose cells are taken over")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per cell, once it had its least rounds")
     parser.add_argument("--rounds", type=int, nargs=2, default=[3, 15], metavar=("LEAST", "MOST"))
     parser.add_argument("--quick", action="store_true", help="few cells and rounds")
@@ -270,33 +310,38 @@ def main() -> None:
         kind: [n for n in arguments.lengths if n <= limit] for kind, limit in zip(("prefill", "prefill, padded"), limits, strict=True)
     }
     threads = arguments.threads if device.type == "cpu" else [torch.get_num_threads()]
-    cells = []
-    load = os.getloadavg()[0]
-    for count, kind, dtype, groups in itertools.product(threads, arguments.kinds, arguments.dtypes, arguments.groups):
-        for length in lengths[kind]:
-            if groups not in arguments.long_groups and length > {"prefill": 1024, "training": 512}.get(kind, length):
-                continue
-            cell = Cell(count, kind, dtype, groups, length)
-            cells.append(summary(cell, measure(cell, device, arguments.budget, *arguments.rounds)))
-            if not arguments.json:
-                last = cells[-1]
-                print(
-                    f"{count} {kind:<16}{dtype:<9}{groups:>3}{length:>6}  {last['milliseconds']['ours']:9.3f} ms  "
-                    + "  ".join(f"{name} {ratio['median']:.2f}" for name, ratio in last["times_ours"].items()),
-                    flush=True,
-                )
+    wanted = [
+        Cell(count, kind, dtype, groups, length)
+        for count, kind, dtype, groups in itertools.product(threads, arguments.kinds, arguments.dtypes, arguments.groups)
+        for length in lengths[kind]
+        if groups in arguments.long_groups or length <= {"prefill": 1024, "training": 512}.get(kind, length)
+    ]
+    earlier = json.loads(arguments.resume.read_text()) if arguments.resume else {"cells": [], "commands": [], "load_averages": []}
+    found = {tuple(record[name] for name in Cell.__annotations__): record for record in earlier["cells"]}
+    records = {cell: found.get(tuple(vars(cell).values())) for cell in wanted}
+    load, began, tries = os.getloadavg()[0], time.perf_counter(), dict.fromkeys(wanted, 0)
+    while cell := following(records, tries, time.perf_counter() - began < arguments.calm):
+        record = summary(cell, measure(cell, device, arguments.budget, *arguments.rounds))
+        tries[cell] += 1
+        records[cell] = min(record, records[cell] or record, key=disturbance)
+        if not arguments.json:
+            print(
+                f"{cell.threads} {cell.kind:<16}{cell.dtype:<9}{cell.groups:>3}{cell.length:>6}  {record['milliseconds']['ours']:9.3f} ms  "
+                + "  ".join(f"{name} {ratio['median']:.2f}" for name, ratio in record["times_ours"].items()),
+                flush=True,
+            )
     report = {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commands": [*earlier["commands"], " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])],
         "device": device.type,
         "machine": f"{processor(device)}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}",
         "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else list(torch.cuda.get_device_capability(device)),
-        "load_before_and_after": [round(load, 2), round(os.getloadavg()[0], 2)],
-        "cells": cells,
+        "load_averages": [*earlier["load_averages"], round(load, 2), round(os.getloadavg()[0], 2)],
+        "cells": list(records.values()),
     }
     if arguments.json:
-        print(json.dumps(report, indent=1))
-    for path, text in ((arguments.output, json.dumps(report, indent=1) + "\n"), (arguments.table, table(report))):
+        print(as_json(report))
+    for path, text in ((arguments.output, as_json(report) + "\n"), (arguments.table, table(report))):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

@@ -244,7 +244,7 @@ FAMILIES: dict[str, Family] = {
         ),
         *_own_file(
             "gqa_t5", {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"},
-            "Model ForConditionalGeneration EncoderModel ForSequenceClassification ForQuestionAnswering", **_T5,
+            "Model ForConditionalGeneration EncoderModel ForSequenceClassification ForTokenClassification ForQuestionAnswering", **_T5,
         ),
         *_own_file(
             "gqa_t5", {"longt5": "LongT5", "switch_transformers": "SwitchTransformers"}, "Model ForConditionalGeneration", **_T5,

@@ -68,7 +68,9 @@ class AttentionFinder:
                 "the config and the weights do not belong together"
             )
         if encoder and "encoder" not in places.values():
-            raise OptionError(f"--encoder: {checkpoint.source_id} is a {family.model_type} without an encoder: leave it out")
+            raise OptionError(
+                f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
+            )
         self.stated_width = config_value(config, family.head_width_key) if family.head_width_key else None
         self.kv_heads = self._kv_heads(next(module for module in modules if places[module] != "encoder"))
         self.layers = tuple(self._layer(module, places[module]) for module in modules)

@@ -36,7 +36,7 @@ from tests.elsewhere import (
     measure,
     measure_training,
 )
-from tests.own_files import CASES, SIZES, auto_class, make_source
+from tests.own_files import CASES, SIZES, VARIANTS, auto_class, make_source
 from tests.test_families import distance
 from tests.tiny import HEADS
 
@@ -51,13 +51,13 @@ SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
 """K/V heads of the sources that do not have as many as query heads."""
 
 GROUPS = {
-    "falcon, 7B": (3, 12), "falcon, 40B": (3, 1, 12), "falcon, 40B with 4": (2, 1), **dict.fromkeys(
+    **dict.fromkeys(SIZES, (3, 4)), **dict.fromkeys(VARIANTS, (3,)), **dict.fromkeys(
         ("t5", "bart", "whisper", "opt", "gpt2", "gptj", "codegen", "gpt_neox", "bloom", "mpt", "falcon"), (3, 4, 1)
-    ),
+    ), "falcon, 7B": (3, 12), "falcon, 40B": (3, 1, 12), "falcon, 40B with 4": (2, 1), "falcon, RW": (3, 4),
 }  # fmt: skip
-"""The counts that a case is converted to, where they are not 3 and 4."""
+"""The counts that each case is converted to."""
 
-CONVERSIONS = [(case, groups) for case in CASES for groups in GROUPS.get(case, (3, 4))]
+CONVERSIONS = [(case, groups) for case in CASES for groups in GROUPS[case]]
 
 STOCK_STATIC_CACHE_FAILS = ("falcon, RW",)
 STOCK_STATIC_CACHE_IS_WRONG = ("gpt_neo",)
@@ -208,7 +208,7 @@ def result(request: pytest.FixtureRequest, ask: Callable[..., Result]) -> Result
     return ask(*request.param, ways=list(WAYS), saved=True)
 
 
-@pytest.fixture(scope="module", params=[(case, GROUPS.get(case, (3,))[0]) for case in CASES], ids=lambda pair: f"{pair[0]} to {pair[1]}")
+@pytest.fixture(scope="module", params=[(case, GROUPS[case][0]) for case in CASES], ids=lambda pair: f"{pair[0]} to {pair[1]}")
 def trained(request: pytest.FixtureRequest, ask: Callable[..., Result]) -> Result:
     return ask(*request.param, ways=[], thorough=True, compiled=request.param[0] in ("t5", "gpt2"))
 

@@ -250,6 +250,10 @@ class GQAT5ForQuestionAnswering(GroupedT5, t5.T5ForQuestionAnswering):
     config: GQAT5Config
 
 
+class GQAT5ForTokenClassification(GroupedT5, t5.T5ForTokenClassification):
+    config: GQAT5Config
+
+
 class GroupedMT5(GroupedModel):
     attention = (mt5.MT5Attention, GQAMT5Attention)
 
@@ -274,6 +278,10 @@ class GQAMT5ForQuestionAnswering(GroupedMT5, mt5.MT5ForQuestionAnswering):
     config: GQAMT5Config
 
 
+class GQAMT5ForTokenClassification(GroupedMT5, mt5.MT5ForTokenClassification):
+    config: GQAMT5Config
+
+
 class GroupedUMT5(GroupedModel):
     attention = (umt5.UMT5Attention, GQAUMT5Attention)
 
@@ -295,6 +303,10 @@ class GQAUMT5ForSequenceClassification(GroupedUMT5, umt5.UMT5ForSequenceClassifi
 
 
 class GQAUMT5ForQuestionAnswering(GroupedUMT5, umt5.UMT5ForQuestionAnswering):
+    config: GQAUMT5Config
+
+
+class GQAUMT5ForTokenClassification(GroupedUMT5, umt5.UMT5ForTokenClassification):
     config: GQAUMT5Config
 
 
