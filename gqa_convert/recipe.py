@@ -39,6 +39,9 @@ BOOKKEEPING = (
 )  # fmt: skip
 """Keys that leave the trained weights as they are: a resumed run may change them."""
 
+EXECUTION = ("micro_batch_size", "gradient_checkpointing", "compile")
+"""Keys that change rounding, memory and speed alone: a run that ran out of memory may go on with others."""
+
 _LONGEST_FILE = 1_000_000  # bytes
 
 
@@ -176,7 +179,7 @@ class Recipe:
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def differences(
-        self, other: "Recipe", may_grow: Iterable[str] = BUDGET, may_change: Iterable[str] = BOOKKEEPING
+        self, other: "Recipe", may_grow: Iterable[str] = BUDGET, may_change: Iterable[str] = (*BOOKKEEPING, *EXECUTION)
     ) -> tuple[str, ...]:  # fmt: skip
         """What speaks against resuming a run of this recipe with another one.
 
@@ -231,7 +234,7 @@ def _exact(value: object) -> Fraction | None:
         return Fraction(value)
     if isinstance(value, float):
         return Fraction(repr(value)) if math.isfinite(value) else None
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+    if isinstance(value, str) and len(value) < 100 and _NUMBER.fullmatch(value.strip()):
         return Fraction(value.strip().replace("_", ""))
     return None
 
@@ -261,10 +264,11 @@ def _real(above: float = -math.inf, least: float = -math.inf, below: float = mat
     bounds += [f"below {below:g}"] * (below < math.inf) + [f"at most {most:g}"] * (most < math.inf)
 
     def read(key: str, value: Any) -> float:
-        number = _exact(value)
-        if number is None or not (above < number < below and least <= number <= most):
+        exact = _exact(value)
+        number = math.nan if exact is None or abs(exact) > 10**300 else float(exact)
+        if not (above < number < below and least <= number <= most):
             raise RecipeError(f"{key} is {_shown(value)}: it must be a number {' and '.join(bounds)}")
-        return float(number)
+        return number
 
     return read
 
@@ -279,6 +283,12 @@ def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise RecipeError(f"{key} is {_shown(value) or 'empty'}: it must be text")
     return value
+
+
+def _place(key: str, value: Any) -> str:
+    """A path, where `~/` is the home folder, or a Hub id."""
+    text = _text(key, value)
+    return os.path.expanduser(text) if text.startswith("~/") else text  # noqa: PTH111 - a Hub id is no Path
 
 
 def _choice(of: Any) -> _Reader:
@@ -309,7 +319,7 @@ def _trackers(key: str, value: Any) -> tuple[str, ...]:
 
 
 _SOURCE_KEYS: dict[str, _Reader] = {
-    "source": _text, "weight": _real(above=0), "text_field": _text, "split": _text, "name": _or_none(_text), "revision": _or_none(_text),
+    "source": _place, "weight": _real(above=0), "text_field": _text, "split": _text, "name": _or_none(_text), "revision": _or_none(_text),
 }  # fmt: skip
 
 
@@ -325,7 +335,7 @@ def _source(key: str, item: Any) -> DataSource:
     if isinstance(item, DataSource):
         item = dataclasses.asdict(item)
     if not isinstance(item, Mapping):
-        return DataSource(_text(key, item))
+        return DataSource(_place(key, item))
     for name in item:
         if name not in _SOURCE_KEYS:
             raise RecipeError(f"{key} has an unknown key {_quoted(name)}: {_instead(name, _SOURCE_KEYS)}")
@@ -336,8 +346,8 @@ def _source(key: str, item: Any) -> DataSource:
 
 _tokens = _whole(units=True)
 _KEYS: dict[str, _Reader] = {
-    "model": _text,
-    "output": _text,
+    "model": _place,
+    "output": _place,
     "data": _sources,
     "objective": _choice(Objective),
     "sequence_length": _or_none(_whole(least=2, most=2**24, units=True)),
@@ -365,7 +375,7 @@ _KEYS: dict[str, _Reader] = {
     "evaluate_every": _or_none(_whole()),
     "evaluation_data": _or_none(_sources),
     "evaluation_tokens": _tokens,
-    "teacher": _or_none(_text),
+    "teacher": _or_none(_place),
     "distillation_weight": _or_none(_real(least=0, most=1)),
     "temperature": _real(above=0, most=1000),
     "teacher_top_k": _or_none(_whole()),
@@ -454,12 +464,12 @@ def _check_budget(recipe: Recipe) -> None:
 
 
 def _check_folders(recipe: Recipe) -> None:
-    output = Path(recipe.output).expanduser().resolve()
+    output = _resolved("output", recipe.output)
     for key in ("model", "teacher"):
         value = getattr(recipe, key)
         if value is None:
             continue
-        folder = Path(value).expanduser().resolve()
+        folder = _resolved(key, value)
         if folder == output:
             raise RecipeError(f"output and {key} are the same folder {value}: name a new folder for output")
         if folder.is_dir() and (folder in output.parents or output in folder.parents):
@@ -468,6 +478,15 @@ def _check_folders(recipe: Recipe) -> None:
         raise RecipeError(f"output {recipe.output} is a file: name a folder")
     if recipe.teacher is not None and os.path.normpath(recipe.teacher) == os.path.normpath(recipe.model):
         raise RecipeError(f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from")
+
+
+def _resolved(key: str, path: str) -> Path:
+    try:
+        place = Path(path).resolve()
+        place.exists()
+    except (OSError, RuntimeError) as problem:  # a name that is too long, a loop of links
+        raise RecipeError(f"{key} {_shown(path)} is no path: {getattr(problem, 'strerror', None) or problem}") from None
+    return place
 
 
 def _check_teacher(recipe: Recipe) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -203,6 +205,34 @@ def test_a_saved_state_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("trainable", ["all", "kv"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_a_sharded_checkpoint_goes_on_bit_for_bit(name: str, trainable: str, tmp_path: Path) -> None:
+    asked = recipe(optimizer=name, trainable=trainable, learning_rate=1e-2, weight_decay=0.01)
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = llama(attention_bias=True)
+        choose_trained(model, asked.trainable)
+        return model, build_optimizer(model, asked)
+
+    model, optimizer = start()
+    train(model, optimizer, 3)
+    for group in optimizer.param_groups:
+        group["lr"] = 5e-3
+    tensors, moments = get_state_dict(model, optimizer)
+    save({"model": tensors, "optimizer": moments}, checkpoint_id=tmp_path / "state")
+    train(model, optimizer, 3)
+
+    resumed, again = start()
+    tensors, moments = get_state_dict(resumed, again)
+    state = {"model": tensors, "optimizer": moments}
+    load(state, checkpoint_id=tmp_path / "state")
+    set_state_dict(resumed, again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    train(resumed, again, 3)
+    for before, after in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
 def test_a_changed_rate_reaches_both_parts_of_muon() -> None:
     model = llama()
     optimizer = build_optimizer(model, recipe(optimizer="muon"))
@@ -314,6 +344,8 @@ from torch import nn
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from gqa_convert.training.optimizers import Adafactor
 
 def model():
@@ -336,14 +368,31 @@ for one, other in zip(whole.parameters(), sharded.parameters()):
     assert other.to_local().numel() < one.numel()
 states = [sum(value.numel() for value in each.state[next(iter(each.state))].values()) for each in optimizers]
 assert states[0] == states[1] == 131 + 129 + 1
+
+tensors, moments = get_state_dict(sharded, optimizers[1])
+save({"model": tensors, "optimizer": moments}, checkpoint_id=sys.argv[1])
+resumed = model()
+fully_shard(resumed, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+again = Adafactor(resumed.parameters(), lr=0.05, weight_decay=0.1)
+tensors, moments = get_state_dict(resumed, again)
+state = {"model": tensors, "optimizer": moments}
+load(state, checkpoint_id=sys.argv[1])
+set_state_dict(resumed, again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+batch = torch.randn(8, 131)
+for each, optimizer in ((sharded, optimizers[1]), (resumed, again)):
+    optimizer.zero_grad()
+    each(batch).square().sum().backward()
+    optimizer.step()
+for one, other in zip(sharded.parameters(), resumed.parameters()):
+    assert torch.equal(one.to_local(), other.to_local())
 dist.destroy_process_group()
 """
 
 
-def test_adafactor_on_sharded_parameters_is_that_on_whole_ones(tmp_path: Path) -> None:
+def test_adafactor_on_sharded_parameters_is_that_on_whole_ones_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path / "state")]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(gqa_convert.__file__).parents[1])}
     result = subprocess.run(command, capture_output=True, text=True, env=surroundings, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]

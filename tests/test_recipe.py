@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gqa_convert
 from gqa_convert.errors import RecipeError
-from gqa_convert.recipe import _KEYS, BOOKKEEPING, BUDGET, DataSource, Recipe, make_recipe, read_recipe
+from gqa_convert.recipe import _KEYS, BOOKKEEPING, BUDGET, EXECUTION, DataSource, Recipe, make_recipe, read_recipe
 
 ROOT = Path(gqa_convert.__file__).parents[1]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -57,7 +57,7 @@ def test_defaults() -> None:
 def test_every_field_has_a_reader_and_a_meaning() -> None:
     names = [field.name for field in dataclasses.fields(Recipe)]
     assert names == list(_KEYS)
-    assert {*BUDGET, *BOOKKEEPING} < {*names}
+    assert {*BUDGET, *BOOKKEEPING, *EXECUTION} < {*names}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,9 @@ BAD_KEYS = {
     "decay_share: 0": "decay_share is 0: it must be a number above 0 and at most 1",
     "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be a number at least 0 and at most 1",
     "beta2: 1": "beta2 is 1: it must be a number at least 0 and below 1",
+    "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number above 0",
+    "learning_rate: 1e-999": "learning_rate is 1e-999: it must be a number above 0",
+    f"seed: {'9' * 5000}": "seed is 999",
     "gradient_clipping: 0": "gradient_clipping is 0: it must be a number above 0",
     "trackers: [wandb, wnadb]": "trackers names wnadb: the trackers are aim",
     "trackers: [wandb, wandb]": "trackers names a tracker twice",
@@ -262,6 +265,19 @@ def test_output_must_lie_apart(tmp_path: Path) -> None:
     assert make(model=model, output=str(tmp_path / "run")).model == model
 
 
+def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    recipe = make(model="~/m", output="~/o", data=["~/d*.txt", {"source": "~/e"}], teacher="org/name")
+    assert (recipe.model, recipe.output, recipe.teacher) == ("/home/somebody/m", "/home/somebody/o", "org/name")
+    assert [source.source for source in recipe.data] == ["/home/somebody/d*.txt", "/home/somebody/e"]
+
+
+def test_paths_that_are_none() -> None:
+    for key in ("output", "model", "teacher"):
+        with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is no path"):
+            make(**{key: "x" * 5000})
+
+
 def test_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, LINES + "learning_rate: 1e-3\n")
     recipe = read_recipe(
@@ -344,8 +360,9 @@ def test_resolved_recipes_make_themselves(path: Path) -> None:
 def test_differences() -> None:
     recipe = make(seed=1)
     assert recipe.differences(recipe) == ()
-    assert recipe.differences(make(seed=2, compile=True)) == ("seed was 1 and is now 2", "compile was false and is now true")
+    assert recipe.differences(make(seed=2, document_mask=True)) == ("seed was 1 and is now 2", "document_mask was false and is now true")
     assert recipe.differences(make(seed=1, save_every=7, trackers=["wandb"], output="elsewhere", evaluation_data="e")) == ()
+    assert recipe.differences(make(seed=1, micro_batch_size=2, gradient_checkpointing=True, compile=True)) == ()
     assert recipe.differences(make(seed=1, log_every=7), may_change=()) == ("log_every was 1 and is now 7",)
     assert recipe.differences(make(seed=1, gradient_clipping=None)) == ("gradient_clipping was 1.0 and is now null",)
     assert recipe.differences(make(seed=1, data=["d", "e"]))[0].startswith("data was [{'source': 'd'")
