@@ -128,9 +128,9 @@ def build_token_file(text: FileText, encoder: TextEncoder, cache: Path, progress
     path = cache / f"{key}.tokens"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{key}.lock"):
+        with locked(cache / f"{key}.lock") as alone:
             if open_token_file(path) is None:
-                _sweep(cache)
+                _sweep(cache, key if alone else None)
                 _write(text, encoder, path, progress)
     except OSError as problem:
         raise cache_problem(problem, cache) from None
@@ -166,13 +166,15 @@ def _write(text: FileText, encoder: TextEncoder, path: Path, progress: Progress)
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Alone among the processes of this machine; where the filesystem has no locks, hopefully."""
+def locked(path: Path) -> Iterator[bool]:
+    """A context that one process at a time is in; it says whether that is so, as some filesystems have no locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    alone = False
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+            alone = True
+        yield alone
     finally:
         os.close(handle)
 
@@ -190,14 +192,18 @@ def try_lock(path: Path) -> int | None:
     return handle
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what killed processes left of files that nobody writes now."""
+def _sweep(cache: Path, own: str | None) -> None:
+    """Remove what killed processes left: parts of the file whose lock the caller holds, and of those that nobody locks."""
     for part in cache.glob("*.part"):
+        key = part.name.split("-")[0]
         with contextlib.suppress(OSError):
-            handle = os.open(cache / f"{part.name.split('-')[0]}.lock", os.O_RDWR)
+            if key == own:
+                part.unlink()
+                continue
+            handle = os.open(cache / f"{key}.lock", os.O_RDWR)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another descriptor of this process counts as somebody else
-                part.unlink(missing_ok=True)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
             finally:
                 os.close(handle)
 
