@@ -24,6 +24,7 @@ from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import TokenFile, build_token_file, open_token_file
 from gqa_convert.data.tokenizing import TextEncoder
 from gqa_convert.errors import DataError
+from gqa_convert.recipe import DataSource
 from tests.data_helpers import EOS, demo_tokenizer, span_tokenizer
 
 TOKENIZER = span_tokenizer()
@@ -167,6 +168,12 @@ def test_bad_sources(tmp_path: Path) -> None:
         as_source({"weight": 2})
     with pytest.raises(DataError, match="at least one source"):
         open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
+
+
+def test_sources_of_a_recipe() -> None:
+    given = DataSource(source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1")
+    assert as_source(given) == Source("org/some", 2.0, "content", "train[:1%]", "en", "v1")
+    assert as_source({"source": "org/some", "weight": 2}) == Source("org/some", 2)
 
 
 def test_a_tokenizer_without_end_of_text(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Streams: tokens that come while others are read."""
 
+import errno
 import json
 import threading
 import time
@@ -180,6 +181,21 @@ def test_bad_rows(tmp_path: Path, from_rows: Callable[[Any], None], row: dict[st
     from_rows(lambda _: [row])
     with pytest.raises(DataError, match=message):
         opened(tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path, from_rows: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from_rows(Rows())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams.os, "fsync", full)
+        with pytest.raises(DataError, match=r"the disk or quota of the token cache .* is full: make room"):
+            opened(tmp_path)
+    samples = opened(tmp_path)
+    assert samples.batch([1])["input_ids"][0].tolist() == expected_tokens()[LENGTH : 2 * LENGTH]
+    samples.close()
 
 
 def test_a_stream_that_is_too_short(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:

@@ -17,8 +17,8 @@ SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_JSON_LINES, *_PARQUET)
 """Of the files that are read where a folder is named; others are plain text if they are named themselves."""
 
 _COMPRESSED = (".gz", ".zst")
-_PIECE = 1 << 22
-"""Characters of a long text file that are read at a time."""
+_PIECE = 1 << 18
+"""Characters of a long text file that are tokenised at a time, so that the tokenizer's threads share it."""
 
 
 class FileText:

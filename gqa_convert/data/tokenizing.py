@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gqa_convert.data.documents import Piece
 from gqa_convert.errors import DataError
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-_BATCH_CHARACTERS = 1 << 20
+_BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
 
 
@@ -51,7 +52,7 @@ class TextEncoder:
         for piece, ids in zip(pieces, self._ids([piece.text for piece in pieces]), strict=True):
             parts.append([*(self.begin if begins else []), *ids, *(self.end if piece.last else [])])
             begins = piece.last
-        flat = np.fromiter((token for part in parts for token in part), self.dtype, sum(map(len, parts)))
+        flat = np.fromiter(chain.from_iterable(parts), self.dtype, sum(map(len, parts)))
         return flat, sum(piece.last for piece in pieces)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -104,7 +105,7 @@ def _state(tokenizer: Any) -> list[Any]:
         state = json.loads(backend.to_str())
         state.pop("truncation", None)  # set by whoever used the tokenizer last
         state.pop("padding", None)
-        return ["tokenizers", state]
+        return [type(tokenizer).__name__, state]
     settings = {name: repr(value) for name, value in sorted(getattr(tokenizer, "init_kwargs", {}).items()) if name != "name_or_path"}
     vocabulary = getattr(tokenizer, "vocab_file", None)
     content = hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest() if vocabulary and Path(vocabulary).is_file() else ""
