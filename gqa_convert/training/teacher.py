@@ -93,7 +93,7 @@ def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
         OptionError: an encoder-decoder would get no decoder_input_ids.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "document_ids")}
-    if teacher.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+    if getattr(teacher.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
         raise OptionError("the teacher is an encoder-decoder, and the batch has no decoder_input_ids: both must be given the same")
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
         logits: Tensor = teacher(**inputs, use_cache=False).logits
