@@ -268,7 +268,9 @@ def progress(label, done, total):
     print("tokenised", flush=True)
     time.sleep(float(sys.argv[3]))
 
-samples = open_samples(sys.argv[1], span_tokenizer(), objective="causal", sequence_length=16, seed=3, cache=Path(sys.argv[2]), progress=progress)
+samples = open_samples(
+    sys.argv[1], span_tokenizer(), objective="causal", sequence_length=16, seed=3, cache=Path(sys.argv[2]), progress=progress
+)
 print(samples.fingerprint, samples.batch([5])["input_ids"].tolist(), flush=True)
 """
 

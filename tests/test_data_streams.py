@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gqa_convert.data import hub_rows, sources, streams
+from gqa_convert.data import hub_rows, sources, streams, token_files
 from gqa_convert.data.hub_rows import HubText
 from gqa_convert.data.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.errors import DataError
@@ -196,6 +196,22 @@ def test_a_full_disk(tmp_path: Path, from_rows: Callable[[Any], None], monkeypat
     samples = opened(tmp_path)
     assert samples.batch([1])["input_ids"][0].tolist() == expected_tokens()[LENGTH : 2 * LENGTH]
     samples.close()
+
+
+def test_filesystems_without_locks(tmp_path: Path, from_rows: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written whole and renamed, which two can do at once; two that append to one file would ruin it."""
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
+    from_rows(Rows())
+    with pytest.raises(DataError, match=r"can't be used \(No locks available\)"):
+        opened(tmp_path)
+    path = tmp_path / "some.txt"
+    path.write_text("w1 w2 w3", encoding="utf-8")
+    samples = open_samples(str(path), TOKENIZER, objective="causal", sequence_length=2, cache=tmp_path)
+    assert samples.epoch_samples == 2
 
 
 def test_a_stream_that_is_too_short(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:

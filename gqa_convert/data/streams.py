@@ -267,12 +267,10 @@ def _check(commit: Commit) -> str:
 
 
 def _wish(path: Path, wanted: int) -> None:
-    """Tell the writer, in whatever process it is, what a reader waits for."""
+    """Tell the writer, in whatever process it is, what a reader waits for; a half-written number is only a smaller one."""
     if _wished(path) < wanted:
         with contextlib.suppress(OSError):
-            new = path.with_name(f"{path.name}-{os.getpid()}")
-            new.write_text(str(wanted), encoding="utf-8")
-            new.replace(path)
+            path.write_text(str(wanted), encoding="utf-8")
 
 
 def _wished(path: Path) -> int:

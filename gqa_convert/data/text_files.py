@@ -58,9 +58,8 @@ class FileText:
                 yield from self._read(path)
             except UnicodeDecodeError as problem:
                 if not self._lenient:
-                    raise DataError(
-                        f"{path} is not UTF-8 ({problem.reason} near byte 0x{problem.object[problem.start]:02x}): convert it, or leave it out"
-                    ) from None
+                    byte = problem.object[problem.start]
+                    raise DataError(f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or leave it out") from None
             except (EOFError, gzip.BadGzipFile) as problem:
                 raise DataError(f"{path} is damaged ({problem}): fetch it again, or leave it out") from None
             except OSError as problem:

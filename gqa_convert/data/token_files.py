@@ -180,7 +180,11 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None if somebody else does."""
+    """A descriptor that holds the lock, or None if somebody else does.
+
+    Raises:
+        OSError: the filesystem has no locks.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +192,8 @@ def try_lock(path: Path) -> int | None:
         os.close(handle)
         return None
     except OSError:
-        pass  # a filesystem without locks
+        os.close(handle)
+        raise
     return handle
 
 
@@ -221,4 +226,6 @@ def cache_problem(problem: OSError, cache: Path) -> DataError:
     """What the system says, as one line."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk")
-    return DataError(f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder of yours")
+    return DataError(
+        f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
+    )
