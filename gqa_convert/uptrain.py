@@ -1,12 +1,12 @@
 """Takes a converted checkpoint back to its source's quality: everything around the training loop, from the recipe to the trained model."""
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,15 +70,17 @@ class _Setup:
 
     @classmethod
     def make(cls, recipe: Recipe) -> "_Setup":
-        from accelerate import Accelerator
+        from gqa_convert.training.distributed import join, together
 
-        from gqa_convert.training.distributed import OutputLock, check_launch
+        trackers = str(Path(recipe.output) / "trackers") if recipe.trackers else None
+        accelerator = join(log_with=list(recipe.trackers) or None, project_dir=trackers)
+        with together(accelerator):
+            return cls._look(recipe, accelerator)
 
-        output = Path(recipe.output)
-        accelerator = Accelerator(
-            mixed_precision="no", log_with=list(recipe.trackers) or None, project_dir=str(output / "trackers") if recipe.trackers else None
-        )
-        check_launch(os.environ, accelerator.num_processes)
+    @classmethod
+    def _look(cls, recipe: Recipe, accelerator: Any) -> "_Setup":
+        from gqa_convert.training.distributed import OutputLock
+
         student = open_checkpoint(recipe.model, download=True)
         teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True).folder
         assert student.folder is not None
@@ -87,7 +89,7 @@ class _Setup:
 
             shared_vocabulary(student.folder, teacher)
         objective, length = _objective(recipe, student)
-        lock = OutputLock(output) if accelerator.is_main_process else None
+        lock = OutputLock(Path(recipe.output)) if accelerator.is_main_process else None
         return cls(accelerator, student, student.folder, teacher, teacher or _source_of(student), objective, length, lock)
 
 
@@ -144,15 +146,15 @@ class _Run:
 
     def __init__(self, recipe: Recipe, setup: _Setup, on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any) -> None:
         from gqa_convert.training.checkpoints import Checkpoints
+        from gqa_convert.training.distributed import together, wait
 
         self.recipe, self.setup, self.accelerator = recipe, setup, setup.accelerator
         self.main = bool(self.accelerator.is_main_process)
+        self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
         self.output = Path(recipe.output)
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize = on_step, on_tokenize
-        self.checkpoints = Checkpoints(
-            self.output / "checkpoints", recipe.keep_checkpoints, main=self.main, barrier=self.accelerator.wait_for_everyone
-        )
+        self.checkpoints = Checkpoints(self.output / "checkpoints", recipe.keep_checkpoints, main=self.main, barrier=self.wait)
 
     def go(self) -> dict[str, Any]:
         import torch
@@ -166,7 +168,8 @@ class _Run:
         steps = self.recipe.steps(samples.tokens_per_sample)
         self.recipe.warmup(steps)
         torch.manual_seed(self.recipe.seed)
-        inner = self._load_student()
+        with self.together():
+            inner = self._load_student()
         model = self._distribute(inner)
         optimizer = build_optimizer(inner, self.recipe)
         progress = self._restore(resumed, model, optimizer, samples.fingerprint)
@@ -176,10 +179,12 @@ class _Run:
         trainer = Trainer(
             self.recipe, model, optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=progress
         )  # fmt: skip
-        self._save_recipe()
+        with self.together():
+            self._save_recipe()
         if evaluation and not progress.evaluations:
             self._first_evaluations(trainer, model, teacher, evaluation)
-        metrics = Metrics(self.output / "metrics.jsonl", progress.step) if self.main else None
+        with self.together():
+            metrics = Metrics(self.output / "metrics.jsonl", progress.step) if self.main else None
         self._start_trackers()
         self.say(
             f"{steps:,} steps of {trainer.samples_per_step * samples.tokens_per_sample:,} tokens on {self.accelerator.num_processes} "
@@ -215,8 +220,12 @@ class _Run:
 
     def _resumable(self) -> tuple[int, dict[str, Any]] | None:
         """The newest checkpoint and its record, once the recipe is seen to fit."""
-        self.checkpoints.sweep()
-        self.accelerator.wait_for_everyone()
+        with self.together():
+            self.checkpoints.sweep()
+        with self.together():
+            return self._newest()
+
+    def _newest(self) -> tuple[int, dict[str, Any]] | None:
         steps = self.checkpoints.steps()
         if not steps:
             return None
@@ -235,15 +244,17 @@ class _Run:
         start = self.setup.student.config.get("decoder_start_token_id")
         common: dict[str, Any] = {
             "objective": self.setup.objective, "sequence_length": self.setup.sequence_length, "decoder_start": start,
-            "is_local_main": self.accelerator.is_local_main_process, "wait": self.accelerator.wait_for_everyone,
+            "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait,
             "progress": self.on_tokenize,
         }  # fmt: skip
-        samples = open_samples(
-            list(self.recipe.data), tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
-        )  # fmt: skip
+        with self.together():
+            samples = open_samples(
+                list(self.recipe.data), tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
+            )  # fmt: skip
         if self.recipe.evaluation_data is None:
             return samples, []
-        blocks = evaluation_blocks(list(self.recipe.evaluation_data), tokenizer, tokens=self.recipe.evaluation_tokens, **common)
+        with self.together():
+            blocks = evaluation_blocks(list(self.recipe.evaluation_data), tokenizer, tokens=self.recipe.evaluation_tokens, **common)
         size = self.recipe.micro_batch_size
         return samples, [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
 
@@ -270,26 +281,27 @@ class _Run:
 
         accelerator = self.accelerator
         if sharding.wanted():
-            model.to(accelerator.device)
             return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=self.recipe.precision == "bf16")
         if accelerator.num_processes == 1:
             return model.to(accelerator.device)
-        from torch.nn.parallel import DistributedDataParallel
-
-        model.to(accelerator.device)
-        devices = [accelerator.device] if accelerator.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return sharding.replicate(model, accelerator.device)
 
     def _load_teacher(self) -> Any:
         if self.setup.teacher_folder is None:
             return None
-        from gqa_convert.training import sharding
         from gqa_convert.training.teacher import load_teacher
 
-        teacher = load_teacher(self.setup.teacher_folder, self.recipe.teacher_dtype, self.accelerator.device)
+        with self.together():
+            teacher = load_teacher(self.setup.teacher_folder, self.recipe.teacher_dtype, "cpu")
+        return self._place_fixed(teacher)
+
+    def _place_fixed(self, model: Any) -> Any:
+        """A model without gradients, whole on every device or, where the student is, split."""
+        from gqa_convert.training import sharding
+
         if sharding.wanted():
-            teacher = sharding.shard(teacher, self.accelerator.device, self.accelerator.num_processes, bf16=False)
-        return teacher
+            return sharding.shard(model, self.accelerator.device, self.accelerator.num_processes, bf16=False)
+        return model.to(self.accelerator.device)
 
     def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -333,8 +345,9 @@ class _Run:
         self.say(f"loss at the start: {evaluations['start']:.4f} nats per token of the evaluation data")
         source = teacher
         if source is None and self.setup.source_folder is not None:
-            source, _ = load_model(self.setup.source_folder, "auto")
-            source.to(self.accelerator.device)
+            with self.together():
+                source, _ = load_model(self.setup.source_folder, "auto")
+            source = self._place_fixed(source.requires_grad_(False))
         if source is not None:
             evaluations["source"] = trainer.evaluate(source, evaluation)
             self.say(f"loss of the source: {evaluations['source']:.4f}")
@@ -365,31 +378,36 @@ class _Run:
     def _finish(self, inner: Any, model: Any, progress: Any, steps: int, seconds: float, tokens: int) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        from gqa_convert.training.export import export_model
-        from gqa_convert.training.metrics import read_metrics
-
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         summary: dict[str, Any] = {}
-        if self.main:
-            lines = read_metrics(self.output / "metrics.jsonl")
-            final = next((line["evaluation_loss"] for line in reversed(lines) if "evaluation_loss" in line), None)
-            summary = {
-                "model": str(self.output / "model"), "steps": steps, "tokens": progress.tokens, "skipped_steps": progress.skipped,
-                "alpha": self._alpha(progress.tokens), "final_loss": lines[-1].get("loss") if lines else None,
-                "evaluation": _recovery(progress.evaluations, final), "processes": self.accelerator.num_processes,
-                "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round(tokens / seconds) if seconds else None,
-            }  # fmt: skip
-            record = {"tokens": progress.tokens, "recipe": self.recipe.resolved(), "evaluation": summary["evaluation"]}
-            export_model(inner, state, self.setup.student, self.output / "model", record)
-            summary["plot"] = self._plot(lines, progress.evaluations)
-            (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        with self.together():
+            if self.main:
+                summary = self._publish(inner, state, progress, steps, seconds, tokens)
         if self.recipe.trackers:
             self.accelerator.end_training()
-        self.accelerator.wait_for_everyone()
         if self.accelerator.num_processes > 1:
             import torch
 
             torch.distributed.destroy_process_group()
+        return summary
+
+    def _publish(self, inner: Any, state: dict[str, Any], progress: Any, steps: int, seconds: float, tokens: int) -> dict[str, Any]:
+        """The trained model, the curve and the summary."""
+        from gqa_convert.training.export import export_model
+        from gqa_convert.training.metrics import read_metrics
+
+        lines = read_metrics(self.output / "metrics.jsonl")
+        final = next((line["evaluation_loss"] for line in reversed(lines) if "evaluation_loss" in line), None)
+        summary: dict[str, Any] = {
+            "model": str(self.output / "model"), "steps": steps, "tokens": progress.tokens, "skipped_steps": progress.skipped,
+            "alpha": self._alpha(progress.tokens), "final_loss": lines[-1].get("loss") if lines else None,
+            "evaluation": _recovery(progress.evaluations, final), "processes": self.accelerator.num_processes,
+            "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round(tokens / seconds) if seconds else None,
+        }  # fmt: skip
+        record = {"tokens": progress.tokens, "recipe": self.recipe.resolved(), "evaluation": summary["evaluation"]}
+        export_model(inner, state, self.setup.student, self.output / "model", record)
+        summary["plot"] = self._plot(lines, progress.evaluations)
+        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
     def _alpha(self, tokens: int) -> float | None:
