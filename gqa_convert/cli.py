@@ -252,7 +252,7 @@ def main() -> Never:
     try:
         code = app(standalone_mode=False)
     except GQAConvertError as mistake:
-        sys.exit(_report(str(mistake), mistake.exit_code))
+        sys.exit(mistake.exit_code if mistake.told_elsewhere else _report(str(mistake), mistake.exit_code))
     except Exception as problem:
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
         if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):

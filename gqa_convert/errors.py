@@ -11,6 +11,8 @@ class GQAConvertError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 2
+    told_elsewhere = False
+    """Another process of the same run has the same error and prints it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
@@ -96,6 +98,12 @@ class LaunchError(GQAConvertError):
 
 class ResumeError(GQAConvertError):
     """A run can't go on from its checkpoints."""
+
+
+class DeviceMemoryError(GQAConvertError):
+    """The memory of a GPU, or of the machine, does not suffice for a step."""
+
+    exit_code = 1
 
 
 class DivergedError(GQAConvertError):

@@ -49,9 +49,10 @@ def uptrain(
         StoppedError: a signal asked to stop, and the state is saved.
     """
     recipe = read_recipe(path, overrides)
-    setup = _Setup.make(recipe)
-    with no_bars():
-        return _Run(recipe, setup, on_message, on_step, on_tokenize).go()
+    from gqa_convert.training.distributed import taking_part
+
+    with taking_part(), no_bars():
+        return _Run(recipe, _Setup.make(recipe), on_message, on_step, on_tokenize).go()
 
 
 @dataclass(frozen=True)
@@ -385,10 +386,6 @@ class _Run:
                 summary = self._publish(inner, state, progress, steps, seconds, tokens)
         if self.recipe.trackers:
             self.accelerator.end_training()
-        if self.accelerator.num_processes > 1:
-            import torch
-
-            torch.distributed.destroy_process_group()
         return summary
 
     def _publish(self, inner: Any, state: dict[str, Any], progress: Any, steps: int, seconds: float, tokens: int) -> dict[str, Any]:

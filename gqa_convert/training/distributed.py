@@ -142,14 +142,41 @@ def together(accelerator: Any) -> Iterator[None]:
     found: list[tuple[str, str] | None] = [None] * accelerator.num_processes
     with _partners():
         torch.distributed.all_gather_object(found, stated, group=_waiting_group)
-    if problem is not None:
-        raise problem
-    for number, each in enumerate(found):
-        if each is not None:
-            known = getattr(errors, each[0], None)
-            if isinstance(known, type) and issubclass(known, GQAConvertError):
-                raise known(each[1])
-            raise LaunchError(f"process {number} failed: {each[0]}: {each[1]}")
+    first = next((number for number, each in enumerate(found) if each is not None), None)
+    if first is None:
+        return
+    error = problem or _error(first, *(found[first] or ("", "")))
+    if isinstance(error, GQAConvertError):
+        error.told_elsewhere = first != accelerator.process_index
+    raise error
+
+
+def _error(process: int, name: str, text: str) -> GQAConvertError:
+    """That of another process."""
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, GQAConvertError):
+        return known(text)
+    return LaunchError(f"process {process} failed: {name}: {text}")
+
+
+@contextmanager
+def taking_part() -> Iterator[None]:
+    """Within, `join` may be called; behind it, torch's process groups are gone, without which it may end the process by a signal."""
+    try:
+        yield
+    except GQAConvertError:
+        _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    global _waiting_group
+    _waiting_group = None
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def wait(accelerator: Any) -> None:
