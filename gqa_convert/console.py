@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,7 +78,10 @@ def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class TrainingScreen:
-    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then."""
+    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then.
+
+    A terminal that is closed or a pipe that breaks does not end the run.
+    """
 
     _SECONDS = 30.0
 
@@ -86,32 +89,51 @@ class TrainingScreen:
         self._bars, self._quiet = bars, quiet
         self._console = stderr_console() if bars is None else bars.console
         self._tasks: dict[str, TaskID] = {}
-        self._shown = 0.0
+        self._paces: dict[str, tuple[float, int]] = {}
+        self._shown = -self._SECONDS
 
     def say(self, message: str) -> None:
         if not self._quiet:
-            self._console.print(message, soft_wrap=True, markup=False)
+            with suppress(OSError):
+                self._console.print(message, soft_wrap=True, markup=False)
 
     def tokenize(self, label: str, done: int, total: int) -> None:
-        self._advance(f"tokenising {label}", done, total)
+        self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
 
     def step(self, line: dict[str, Any]) -> None:
         """A line of the metrics file, with `steps` of the whole run."""
-        rate = f"{line['tokens_per_second']:,.0f} tokens/s"
-        loss = f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss"
+        step, steps = line["step"], line["steps"]
+        parts = [
+            f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss",
+            f"{line['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if line.get("mfu") is not None:
+            parts.append(f"MFU {line['mfu']:.1%}")
+        text = "  ".join([*parts, self._left("steps", step, steps)])
         if line.get("evaluation_loss") is not None:
-            self.say(f"step {line['step']:,}: evaluation loss {line['evaluation_loss']:.4f}")
-        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or line["step"] == line["steps"]):
+            self.say(f"step {step:,}: evaluation loss {line['evaluation_loss']:.4f}")
+        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):
             self._shown = time.monotonic()
-            self.say(f"step {line['step']:,} of {line['steps']:,}  {loss}  {rate}")
-        self._advance("uptraining", line["step"], line["steps"], f"{loss}  {rate}")
+            self.say(f"step {step:,} of {steps:,} ({step / steps:.1%})  {text}")
+        self._advance("uptraining", step, steps, text)
 
-    def _advance(self, label: str, done: int, total: int, text: str = "") -> None:
+    def _left(self, what: str, done: int, total: int) -> str:
+        """Time left at the pace since this process began: what an earlier one did says nothing about it."""
+        began, first = self._paces.setdefault(what, (time.monotonic(), done))
+        if not first < done < total:
+            return ""
+        seconds = round((time.monotonic() - began) / (done - first) * (total - done))
+        days, hours = divmod(seconds // 3600, 24)
+        clock = f"{hours}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return f"{days} d {clock} left" if days else f"{clock} left"
+
+    def _advance(self, label: str, done: int, total: int, text: str) -> None:
         if self._bars is None:
             return
-        if label not in self._tasks:
-            self._tasks[label] = self._bars.add_task(label, total=total, text=text)
-        self._bars.update(self._tasks[label], completed=done, text=text, visible=done < total or label == "uptraining")
+        with suppress(OSError):
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, total=total, text=text)
+            self._bars.update(self._tasks[label], completed=done, text=text, visible=done < total or label == "uptraining")
 
 
 @contextmanager
@@ -120,19 +142,23 @@ def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
     if quiet or not sys.stderr.isatty():
         yield TrainingScreen(None, quiet=quiet)
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
-    )  # fmt: skip
-    with Progress(*columns, console=stderr_console(), transient=True) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
+    bars = Progress(*columns, console=stderr_console(), transient=True)
+    bars.start()
+    try:
         yield TrainingScreen(bars, quiet=quiet)
+    finally:
+        with suppress(OSError):
+            bars.stop()
 
 
 def show_training(summary: dict[str, Any]) -> None:
     """The summary at the end of a run."""
     console = stderr_console()
-    console.print(f"[green]done[/green]  {summary['tokens']:,} tokens in {summary['steps']:,} steps")
+    alpha = "" if summary["alpha"] is None else f", alpha {summary['alpha']:.2g}"
+    console.print(f"[green]done[/green]  {summary['tokens']:,} tokens in {summary['steps']:,} steps{alpha}")
     evaluation = summary["evaluation"]
     if evaluation:
         console.print(f"      evaluation loss  {evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token")
@@ -142,7 +168,11 @@ def show_training(summary: dict[str, Any]) -> None:
         console.print(f"      source           {evaluation['source']:.4f}{recovered}")
     if summary["skipped_steps"]:
         console.print(f"      [yellow]{summary['skipped_steps']} step(s) had no finite gradient and changed nothing[/yellow]")
-    console.print(f"      model            {summary['model']}", soft_wrap=True)
+    for change in summary["changes"]:
+        console.print(f"      {change}", soft_wrap=True, markup=False)
+    plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
+    console.print(f"      curve            {plot}", soft_wrap=True, markup=False)
+    console.print(f"      model            {summary['model']}", soft_wrap=True, markup=False)
 
 
 def show_plan(plan: "Plan") -> None:

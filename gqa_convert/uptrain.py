@@ -1,23 +1,29 @@
 """Takes a converted checkpoint back to its source's quality: everything around the training loop, from the recipe to the trained model."""
 
-import json
-import signal
+import errno
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, RecipeError, ResumeError, StoppedError
-from gqa_convert.loading import load_model, load_tokenizer, no_bars
-from gqa_convert.recipe import Recipe, make_recipe, read_recipe
+from gqa_convert.errors import CorruptCheckpointError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
+from gqa_convert.loading import load_model, no_bars
+from gqa_convert.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from gqa_convert.training.checkpoints import Progress
+    from gqa_convert.training.loop import StepResult, Trainer
+    from gqa_convert.training.metrics import Metrics
+    from gqa_convert.training.stopping import StopRequests
 
 OnStep = Callable[[dict[str, Any]], None]
 """Called on the main process with every line of the metrics file, and `steps` of the whole run."""
+
+AGAINST_DIVERGENCE = ("learning_rate", "gradient_clipping", "precision")
+"""Keys that may change where a run has diverged."""
 
 
 def uptrain(
@@ -38,233 +44,236 @@ def uptrain(
         on_tokenize: called with a source of text, the bytes tokenised and their total.
 
     Returns:
-        The summary that is also in `output/summary.json`.
+        The summary that is also in `output/summary.json`; on the main process only.
 
     Raises:
         RecipeError: the recipe is wrong.
         LaunchError: the processes are not those that were meant.
         ResumeError: the output holds a run that this one can't go on from.
+        OutputError: the output can't be written, or holds other things.
+        NoSpaceError: its disk is full.
         DataError: the text can't be used.
         DivergedError: training produced numbers that are not finite.
+        DeviceMemoryError: a step needs more memory than there is.
         StoppedError: a signal asked to stop, and the state is saved.
     """
     recipe = read_recipe(path, overrides)
-    from gqa_convert.training.distributed import taking_part
+    from gqa_convert.training.stopping import StopRequests
 
-    with taking_part(), no_bars():
-        return _Run(recipe, _Setup.make(recipe), on_message, on_step, on_tokenize).go()
+    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        from gqa_convert.training.distributed import taking_part
 
-
-@dataclass(frozen=True)
-class _Setup:
-    """What a recipe names, looked at before anything large is loaded."""
-
-    accelerator: Any
-    student: Checkpoint
-    student_folder: Path
-    teacher_folder: Path | None
-    source_folder: Path | None
-    """The checkpoint that the student was converted from, if it lies on this machine."""
-    objective: str
-    sequence_length: int
-    lock: Any
-
-    @classmethod
-    def make(cls, recipe: Recipe) -> "_Setup":
-        from gqa_convert.training.distributed import join, together
-
-        trackers = str(Path(recipe.output) / "trackers") if recipe.trackers else None
-        accelerator = join(log_with=list(recipe.trackers) or None, project_dir=trackers)
-        with together(accelerator):
-            return cls._look(recipe, accelerator)
-
-    @classmethod
-    def _look(cls, recipe: Recipe, accelerator: Any) -> "_Setup":
-        from gqa_convert.training.distributed import OutputLock
-
-        student = open_checkpoint(recipe.model, download=True)
-        teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True).folder
-        assert student.folder is not None
-        if teacher is not None:
-            from gqa_convert.training.teacher import shared_vocabulary
-
-            shared_vocabulary(student.folder, teacher)
-        objective, length = _objective(recipe, student)
-        lock = OutputLock(Path(recipe.output)) if accelerator.is_main_process else None
-        return cls(accelerator, student, student.folder, teacher, teacher or _source_of(student), objective, length, lock)
-
-
-def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
-    """The objective and the length of a sample, where the recipe leaves them open."""
-    config = student.config
-    seq2seq = bool(config.get("is_encoder_decoder"))
-    objective = recipe.objective
-    if objective == "auto":
-        objective = "span_corruption" if seq2seq else "causal"
-    if seq2seq == (objective == "causal"):
-        kind = "an encoder-decoder" if seq2seq else "a decoder alone"
-        raise RecipeError(f"objective is {objective} and {recipe.model} is {kind}: leave objective out")
-    context = next((config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None)
-    length = recipe.sequence_length or (512 if seq2seq else min(2048, context or 2048))
-    if context is not None and length > context and "t5" not in str(config.get("model_type")):
-        raise RecipeError(f"sequence_length is {length} and {recipe.model} has positions for {context}: lower it")
-    return objective, length
-
-
-def _source_of(student: Checkpoint) -> Path | None:
-    """Where the student's provenance says that it comes from, if that is a folder here."""
-    assert student.folder is not None
-    try:
-        stated = json.loads((student.folder / "gqa_conversion.json").read_bytes())["source"]["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    folder = Path(str(stated))
-    return folder if (folder / "config.json").is_file() else None
+        with taking_part(), no_bars():
+            run = _Run(recipe, stops, on_message, on_step, on_tokenize)
+            try:
+                return run.go()
+            finally:
+                run.release()
 
 
 @contextmanager
-def _stop_requests() -> Iterator[list[str]]:
-    """Signals that ask to stop, by name, as they come; a second Ctrl-C stops at once."""
-    received: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del frame
-        if number == signal.SIGINT and "SIGINT" in received:
-            raise KeyboardInterrupt
-        received.append(signal.Signals(number).name)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, note) for number in numbers}
+def _explained(output: Path) -> Iterator[None]:
+    """What the system says about the output or the memory, as one line."""
     try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(
+                f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
+            ) from None
+        if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
+            raise OutputError(
+                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a folder that can be written"
+            ) from None
+        raise
+    except (RuntimeError, MemoryError) as problem:
+        from gqa_convert.training.opening import explain_memory
+
+        explain_memory(problem)
+        raise
 
 
 class _Run:
     """One run, on this process."""
 
-    def __init__(self, recipe: Recipe, setup: _Setup, on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, stops: "StopRequests", on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any
+    ) -> None:  # fmt: skip
         from gqa_convert.training.checkpoints import Checkpoints
-        from gqa_convert.training.distributed import together, wait
+        from gqa_convert.training.distributed import join, together, wait
+        from gqa_convert.training.opening import check_trackers
+        from gqa_convert.training.run_folder import RunFolder
 
-        self.recipe, self.setup, self.accelerator = recipe, setup, setup.accelerator
+        check_trackers(recipe)
+        self.recipe, self.stops = recipe, stops
+        self.folder = RunFolder(Path(recipe.output))
+        trackers = str(self.folder.trackers) if recipe.trackers else None
+        self.accelerator = join(log_with=list(recipe.trackers) or None, project_dir=trackers)
         self.main = bool(self.accelerator.is_main_process)
         self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
-        self.output = Path(recipe.output)
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize = on_step, on_tokenize
-        self.checkpoints = Checkpoints(self.output / "checkpoints", recipe.keep_checkpoints, main=self.main, barrier=self.wait)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, barrier=self.wait)
+        self.lock: Any = None
 
     def go(self) -> dict[str, Any]:
+        """From what the output holds to the trained model."""
         import torch
 
         from gqa_convert.training.loop import Trainer
         from gqa_convert.training.metrics import Metrics
+        from gqa_convert.training.opening import open_recipe
         from gqa_convert.training.optimizers import build_optimizer
 
-        resumed = self._resumable()
+        with self.together():
+            self._take_output()
+        with self.together():
+            finished, record = self._look_back()
+        if finished is not None:
+            self.say(f"{self.recipe.output} is complete already; a larger budget or another output would train on")
+            return finished if self.main else {}
+        progress = self._progress(record)
+        with self.together():
+            self.opened = open_recipe(self.recipe)
         samples, evaluation = self._data()
+        self.fingerprint = samples.fingerprint
+        if record and record["samples"] != samples.fingerprint:
+            raise ResumeError(
+                f"the training text or the tokenizer is not what it was when {self.checkpoints.path(progress.step)} was saved: restore it, "
+                "or name another output"
+            )
         steps = self.recipe.steps(samples.tokens_per_sample)
         self.recipe.warmup(steps)
         torch.manual_seed(self.recipe.seed)
         with self.together():
             inner = self._load_student()
-        model = self._distribute(inner)
-        optimizer = build_optimizer(inner, self.recipe)
-        progress = self._restore(resumed, model, optimizer, samples.fingerprint)
+        self.inner, self.model = inner, self._distribute(inner)
+        self.optimizer = build_optimizer(inner, self.recipe)
         teacher = self._load_teacher()
         if self.recipe.compile:
-            model.compile()
+            self.model.compile()
         trainer = Trainer(
-            self.recipe, model, optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=progress
+            self.recipe, self.model, self.optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=progress
         )  # fmt: skip
         with self.together():
-            self._save_recipe()
-        if evaluation and not progress.evaluations:
-            self._first_evaluations(trainer, model, teacher, evaluation)
+            self._begin_files()
+        self._first_evaluations(trainer, teacher, *evaluation)
+        if record:
+            self._restore(progress.step)
         with self.together():
-            metrics = Metrics(self.output / "metrics.jsonl", progress.step) if self.main else None
+            metrics = Metrics(self.folder.metrics, progress.step) if self.main else None
         self._start_trackers()
-        self.say(
-            f"{steps:,} steps of {trainer.samples_per_step * samples.tokens_per_sample:,} tokens on {self.accelerator.num_processes} "
-            f"process(es), from step {progress.step + 1:,}"
-        )
-        saved = progress.step
-        began, begun_at = time.time(), progress.tokens
-        with _stop_requests() as stops:
-            for result in trainer.run(lambda: bool(stops)):
-                last = result.step == steps
-                loss = None
-                if evaluation and (last or (self.recipe.evaluate_every and result.step % self.recipe.evaluate_every == 0)):
-                    loss = trainer.evaluate(model, evaluation)
-                if metrics and (last or loss is not None or result.skipped or result.step % self.recipe.log_every == 0):
-                    self._log(metrics, result, loss, steps, trainer.samples_per_step * samples.tokens_per_sample)
-                if result.skipped:
-                    self.say(f"step {result.step}: the loss or a gradient is not finite; no update")
-                if last or result.step % self.recipe.save_every == 0:
-                    self._save(model, optimizer, progress, samples.fingerprint)
-                    saved = result.step
-            if progress.step < steps:
-                if saved != progress.step:
-                    self._save(model, optimizer, progress, samples.fingerprint)
-                name = stops[0] if stops else "a signal to another process"
-                raise StoppedError(
-                    f"stopped by {name} after step {progress.step} of {steps}, which is saved: run the same command again to go on"
-                )
-        if metrics:
-            metrics.close()
-        samples.close()
-        seconds = time.time() - began
-        return self._finish(inner, model, progress, steps, seconds, progress.tokens - begun_at)
+        began, step_before, tokens_before = time.monotonic(), progress.step, progress.tokens
+        try:
+            self._train(trainer, metrics, evaluation[0])
+        finally:
+            if metrics:
+                with suppress(OSError):  # what was to be saved is; the file system is full or gone
+                    metrics.close()
+            samples.close()
+        seconds = time.monotonic() - began
+        pace = {
+            "processes": self.accelerator.num_processes, "steps_since_resumption": steps - step_before,
+            "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round((progress.tokens - tokens_before) / max(seconds, 1e-3)),
+        }  # fmt: skip
+        return self._finish(progress, pace)
 
-    def _resumable(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest checkpoint and its record, once the recipe is seen to fit."""
-        with self.together():
+    def release(self) -> None:
+        """Let others use the output."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _take_output(self) -> None:
+        """Lock the output for this run, and remove what a run that died left unfinished."""
+        from gqa_convert.checkpoint.publication import sweep
+        from gqa_convert.training.distributed import OutputLock
+
+        path = self.folder.path
+        if path.exists() and not path.is_dir():
+            raise OutputError(f"output {path} is a file: name a folder")
+        self.folder.refuse_foreign()
+        if self.main:
+            self.lock = OutputLock(path)
+            sweep(path)
             self.checkpoints.sweep()
-        with self.together():
-            return self._newest()
 
-    def _newest(self) -> tuple[int, dict[str, Any]] | None:
-        steps = self.checkpoints.steps()
-        if not steps:
-            return None
-        record = self.checkpoints.read_record(steps[-1])
-        different = make_recipe(record["recipe"]).differences(self.recipe)
+    def _look_back(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The summary of a run that is complete, and the record of the checkpoint to go on from.
+
+        Raises:
+            ResumeError: the output holds a run that this recipe can't go on from.
+        """
+        finished, newest = self.folder.finished(), self.checkpoints.newest()
+        if finished is None and newest is None:
+            return None, None
+        earlier = make_recipe(newest[1]["recipe"]) if newest else self.folder.read_recipe()
+        may_change = (*BOOKKEEPING, *EXECUTION, *(AGAINST_DIVERGENCE if self.folder.diverged.exists() else ()))
+        different = earlier.differences(self.recipe, may_change=may_change)
         if different:
             raise ResumeError(
-                f"{self.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to go on, or name another output"
+                f"{self.recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to go on, or name "
+                "another output"
             )
-        return steps[-1], record
+        if finished is not None and earlier.budget_tokens == self.recipe.budget_tokens:
+            return finished, None
+        if newest is None:
+            raise ResumeError(f"{self.recipe.output} is complete and its checkpoints are gone, so that it can't go on: name another output")
+        return None, newest[1]
 
-    def _data(self) -> tuple[Any, list[Any]]:
+    def _progress(self, record: dict[str, Any] | None) -> "Progress":
+        """Where the run is, once it is said what is not as it was."""
+        from gqa_convert.training.checkpoints import Progress
+
+        if record is None:
+            return Progress()
+        progress = Progress(**record["progress"])
+        with self.together():
+            aside = self.checkpoints.set_aside_after(progress.step) if self.main else []
+        for path in aside:
+            self.say(f"a checkpoint is damaged and was renamed to {path}: going back to the one before it")
+        self.say(f"going on from {self.checkpoints.path(progress.step)}")
+        if record["processes"] != self.accelerator.num_processes:
+            self.say(f"it was saved by {record['processes']} process(es): sums will be rounded otherwise from here on")
+        changes = make_recipe(record["recipe"]).differences(self.recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION))
+        for change in changes:
+            progress.changes.append(f"from step {progress.step + 1}: {change}")
+            self.say(change)
+        if self.folder.diverged.exists():
+            progress.skipped_in_a_row = 0
+        return progress
+
+    def _data(self) -> tuple[Any, tuple[list[Any], str]]:
+        """Training samples; batches of evaluation data and their fingerprint."""
         from gqa_convert.data.samples import evaluation_blocks, open_samples
 
-        tokenizer = load_tokenizer(self.setup.student_folder)
-        start = self.setup.student.config.get("decoder_start_token_id")
         common: dict[str, Any] = {
-            "objective": self.setup.objective, "sequence_length": self.setup.sequence_length, "decoder_start": start,
-            "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait,
-            "progress": self.on_tokenize,
+            "objective": self.opened.objective, "sequence_length": self.opened.sequence_length,
+            "decoder_start": self.opened.student.config.get("decoder_start_token_id"),
+            "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait, "progress": self.on_tokenize,
         }  # fmt: skip
         with self.together():
             samples = open_samples(
-                list(self.recipe.data), tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
-            )  # fmt: skip
+                list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
+            )
         if self.recipe.evaluation_data is None:
-            return samples, []
+            return samples, ([], "")
         with self.together():
-            blocks = evaluation_blocks(list(self.recipe.evaluation_data), tokenizer, tokens=self.recipe.evaluation_tokens, **common)
+            blocks = evaluation_blocks(
+                list(self.recipe.evaluation_data), self.opened.tokenizer, tokens=self.recipe.evaluation_tokens, **common
+            )  # fmt: skip
         size = self.recipe.micro_batch_size
-        return samples, [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
+        batches = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
+        return samples, (batches, blocks.fingerprint)
 
     def _load_student(self) -> Any:
         import torch
 
+        from gqa_convert.training.opening import explained
         from gqa_convert.training.optimizers import choose_trained
 
-        model, missing = load_model(self.setup.student_folder, torch.float32)
+        with explained(self.recipe.model):
+            model, missing = load_model(self.opened.student_folder, torch.float32)
         if missing:
             raise CorruptCheckpointError(f"{self.recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
         if self.recipe.document_mask:
@@ -288,12 +297,13 @@ class _Run:
         return sharding.replicate(model, accelerator.device)
 
     def _load_teacher(self) -> Any:
-        if self.setup.teacher_folder is None:
+        if self.opened.teacher_folder is None:
             return None
+        from gqa_convert.training.opening import explained
         from gqa_convert.training.teacher import load_teacher
 
-        with self.together():
-            teacher = load_teacher(self.setup.teacher_folder, self.recipe.teacher_dtype, "cpu")
+        with self.together(), explained(str(self.recipe.teacher)):
+            teacher = load_teacher(self.opened.teacher_folder, self.recipe.teacher_dtype, "cpu")
         return self._place_fixed(teacher)
 
     def _place_fixed(self, model: Any) -> Any:
@@ -304,126 +314,149 @@ class _Run:
             return sharding.shard(model, self.accelerator.device, self.accelerator.num_processes, bf16=False)
         return model.to(self.accelerator.device)
 
-    def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        tensors, moments = get_state_dict(model, optimizer)
-        return {"model": tensors, "optimizer": moments}
-
-    def _save(self, model: Any, optimizer: Any, progress: Any, fingerprint: str) -> None:
-        state = self._state(model, optimizer)
-        self.checkpoints.save(state, progress, self.recipe.resolved(), self.accelerator.num_processes, fingerprint)
-
-    def _restore(self, resumed: tuple[int, dict[str, Any]] | None, model: Any, optimizer: Any, fingerprint: str) -> Any:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        from gqa_convert.training.checkpoints import Progress
-
-        if resumed is None:
-            return Progress()
-        step, record = resumed
-        if record["samples"] != fingerprint:
-            raise ResumeError(
-                f"the training text or the tokenizer is not what it was when {self.checkpoints.path(step)} was saved: restore it, or name "
-                "another output"
-            )
-        state = self._state(model, optimizer)
-        self.checkpoints.load(step, state, self.accelerator.num_processes)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.say(f"going on from {self.checkpoints.path(step)}")
-        return Progress(**record["progress"])
-
-    def _save_recipe(self) -> None:
+    def _begin_files(self) -> None:
+        """From here on the folder is this run's, and not complete."""
         if self.main:
-            import yaml
+            self.folder.write_recipe(self.recipe)
+            self.folder.summary.unlink(missing_ok=True)
 
-            (self.output / "recipe.yaml").write_text(yaml.safe_dump(self.recipe.resolved(), sort_keys=False), encoding="utf-8")
-
-    def _first_evaluations(self, trainer: Any, model: Any, teacher: Any, evaluation: list[Any]) -> None:
-        """The losses between which the recovery is measured: of the source, and at the start."""
-        evaluations = trainer.progress.evaluations
-        evaluations["start"] = trainer.evaluate(model, evaluation)
-        self.say(f"loss at the start: {evaluations['start']:.4f} nats per token of the evaluation data")
+    def _first_evaluations(self, trainer: "Trainer", teacher: Any, batches: list[Any], fingerprint: str) -> None:
+        """The losses between which the recovery is measured, at the start and of the source, unless they are known."""
+        progress = trainer.progress
+        if not batches or progress.evaluated_on == fingerprint:
+            return
+        progress.evaluations = {"start": trainer.evaluate(self.model, batches)}
+        self.say(f"loss at the start: {progress.evaluations['start']:.4f} nats per token of the evaluation data")
         source = teacher
-        if source is None and self.setup.source_folder is not None:
+        if source is None and self.opened.source_folder is not None:
             with self.together():
-                source, _ = load_model(self.setup.source_folder, "auto")
+                source, _ = load_model(self.opened.source_folder, "auto")
             source = self._place_fixed(source.requires_grad_(False))
         if source is not None:
-            evaluations["source"] = trainer.evaluate(source, evaluation)
-            self.say(f"loss of the source: {evaluations['source']:.4f}")
+            progress.evaluations["source"] = trainer.evaluate(source, batches)
+            self.say(f"loss of the source: {progress.evaluations['source']:.4f}")
+        progress.evaluated_on = fingerprint
 
-    def _start_trackers(self) -> None:
-        if self.recipe.trackers:
-            flat = {
-                key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in self.recipe.resolved().items()
-            }
-            self.accelerator.init_trackers("gqa-convert", config=flat)
+    def _train(self, trainer: "Trainer", metrics: "Metrics | None", evaluation: list[Any]) -> None:
+        """The steps that are left, with what belongs between them."""
+        progress, recipe, steps = trainer.progress, self.recipe, trainer.steps
+        saved, tokens_per_step = progress.step, trainer.samples_per_step * trainer.samples.tokens_per_sample
+        self.say(
+            f"{steps:,} steps of {tokens_per_step:,} tokens on {self.accelerator.num_processes} process(es), from step {progress.step + 1:,}"
+        )
+        with self.stops.at_boundaries():
+            for result in trainer.run(lambda: bool(self.stops)):
+                last = result.step == steps
+                evaluated = None
+                if evaluation and (last or (recipe.evaluate_every and result.step % recipe.evaluate_every == 0)):
+                    evaluated = trainer.evaluate(self.model, evaluation)
+                if metrics and (last or evaluated is not None or result.skipped or result.step % recipe.log_every == 0):
+                    self._log(metrics, result, evaluated, trainer)
+                if result.skipped:
+                    self.say(f"step {result.step}: the loss or a gradient is not finite; no update")
+                if result.hopeless:
+                    self._give_up(progress)
+                if last or result.step % recipe.save_every == 0:
+                    self._save(progress, metrics)
+                    saved = progress.step
+            if progress.step == steps:
+                return
+            if saved != progress.step:
+                self._save(progress, metrics)
+        if trainer.problem is not None:
+            self.say(f"step {progress.step} is saved, and the text for the next one can't be read")
+            raise trainer.problem
+        name = self.stops.names[0] if self.stops else "another process of this run"
+        done = f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
+        raise StoppedError(f"stopped by {name} {done}: run the same command again to go on")
 
-    def _log(self, metrics: Any, result: Any, evaluation_loss: float | None, steps: int, tokens_per_step: int) -> None:
+    def _log(self, metrics: "Metrics", result: "StepResult", evaluated: float | None, trainer: "Trainer") -> None:
         def finite(value: float | None) -> float | None:
             return value if value is not None and abs(value) < float("inf") else None
 
+        rate = trainer.samples_per_step * trainer.samples.tokens_per_sample / result.seconds
         line = {
             "step": result.step, "tokens": result.tokens, "loss": finite(result.loss), "lm": finite(result.lm), "kl": finite(result.kl),
             "attention": finite(result.attention), "learning_rate": result.learning_rate, "gradient_norm": finite(result.gradient_norm),
-            "tokens_per_second": tokens_per_step / result.seconds, "evaluation_loss": finite(evaluation_loss),
+            "tokens_per_second": round(rate, 1), "mfu": trainer.utilisation(rate), "evaluation_loss": finite(evaluated),
             "skipped": True if result.skipped else None,
         }  # fmt: skip
         metrics.write(**line)
-        self.on_step(line | {"steps": steps})
+        self.on_step(line | {"steps": trainer.steps})
         if self.recipe.trackers:
             numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
             self.accelerator.log(numbers, step=result.step)
 
-    def _finish(self, inner: Any, model: Any, progress: Any, steps: int, seconds: float, tokens: int) -> dict[str, Any]:
+    def _give_up(self, progress: "Progress") -> None:
+        """Training has no sense any more; from here on, keys that may help may change.
+
+        Raises:
+            DivergedError: always.
+        """
+        from gqa_convert.training.run_folder import write_json
+
+        if self.main:
+            write_json(self.folder.diverged, {"step": progress.step})
+        steps = self.checkpoints.steps()
+        where = f"{self.checkpoints.path(steps[-1])} is intact" if steps else "there is no checkpoint yet"
+        raise DivergedError(
+            f"{progress.skipped_in_a_row} steps in a row up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
+            "again with a lower learning_rate, a lower gradient_clipping or precision=no"
+        )
+
+    def _save(self, progress: "Progress", metrics: "Metrics | None") -> None:
+        if metrics:
+            metrics.sync()
+        self.checkpoints.save(self._state(), progress, self.recipe.resolved(), self.accelerator.num_processes, self.fingerprint)
+        if self.main and not progress.skipped_in_a_row:
+            self.folder.diverged.unlink(missing_ok=True)
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        tensors, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": tensors, "optimizer": moments}
+
+    def _restore(self, step: int) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        self.checkpoints.load(step, state, self.accelerator.num_processes)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _start_trackers(self) -> None:
+        if self.recipe.trackers:
+            settings = self.recipe.resolved()
+            flat = {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in settings.items()}
+            self.accelerator.init_trackers("gqa-convert", config=flat)
+
+    def _finish(self, progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         summary: dict[str, Any] = {}
         with self.together():
             if self.main:
-                summary = self._publish(inner, state, progress, steps, seconds, tokens)
+                summary = self._publish(state, progress, pace)
         if self.recipe.trackers:
             self.accelerator.end_training()
         return summary
 
-    def _publish(self, inner: Any, state: dict[str, Any], progress: Any, steps: int, seconds: float, tokens: int) -> dict[str, Any]:
-        """The trained model, the curve and the summary."""
+    def _publish(self, state: dict[str, Any], progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
+        """The trained model, the curve and, last, the summary."""
+        from gqa_convert.training.curve import draw_curve
         from gqa_convert.training.export import export_model
         from gqa_convert.training.metrics import read_metrics
+        from gqa_convert.training.run_folder import write_json, write_whole
+        from gqa_convert.training.summary import summarise
 
-        lines = read_metrics(self.output / "metrics.jsonl")
-        final = next((line["evaluation_loss"] for line in reversed(lines) if "evaluation_loss" in line), None)
-        summary: dict[str, Any] = {
-            "model": str(self.output / "model"), "steps": steps, "tokens": progress.tokens, "skipped_steps": progress.skipped,
-            "alpha": self._alpha(progress.tokens), "final_loss": lines[-1].get("loss") if lines else None,
-            "evaluation": _recovery(progress.evaluations, final), "processes": self.accelerator.num_processes,
-            "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round(tokens / seconds) if seconds else None,
-        }  # fmt: skip
-        record = {"tokens": progress.tokens, "recipe": self.recipe.resolved(), "evaluation": summary["evaluation"]}
-        export_model(inner, state, self.setup.student, self.output / "model", record)
-        summary["plot"] = self._plot(lines, progress.evaluations)
-        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        return summary
-
-    def _alpha(self, tokens: int) -> float | None:
-        """The paper's uptraining proportion, where the recipe says what the source was pretrained on."""
-        return tokens / self.recipe.pretraining_tokens if self.recipe.pretraining_tokens else None
-
-    def _plot(self, lines: list[dict[str, Any]], evaluations: dict[str, float]) -> str | None:
+        lines = read_metrics(self.folder.metrics)
+        summary = {"model": str(self.folder.model), **summarise(self.recipe, progress, lines), **pace, "plot": str(self.folder.plot)}
+        record = {key: summary[key] for key in ("tokens", "evaluation", "changes")} | {"recipe": self.recipe.resolved()}
+        export_model(self.inner, state, self.opened.student, self.folder.model, record)
         try:
-            from gqa_convert.training.curve import draw_curve
+            write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))
         except ImportError:
-            return None
-        draw_curve(lines, evaluations, self.output / "loss.png")
-        return str(self.output / "loss.png")
-
-
-def _recovery(evaluations: dict[str, float], final: float | None) -> dict[str, float | None] | None:
-    """The share of the loss gap between start and source that is closed."""
-    if not evaluations or final is None:
-        return None
-    start, source = evaluations["start"], evaluations.get("source")
-    share = None if source is None or start <= source else (start - final) / (start - source)
-    return {"start": start, "source": source, "final": final, "recovered_share": share}
+            summary["plot"] = None
+        write_json(self.folder.summary, summary)
+        return summary

@@ -1,7 +1,7 @@
 """Checkpoints of a run: each appears whole or not at all, the last few are kept, and a run goes on from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process for its own part
-(torch.distributed.checkpoint), and `run.json`, written last.
+(torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size.
 """
 
 import json
@@ -17,6 +17,8 @@ from gqa_convert.errors import NoSpaceError, ResumeError
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
+_FORMAT = 1
+_FULL = ("No space left", "Errno 28", "quota exceeded", "Errno 122", "File too large", "Errno 27")
 
 
 @dataclass
@@ -31,6 +33,10 @@ class Progress:
     skipped_in_a_row: int = 0
     evaluations: dict[str, float] = field(default_factory=dict)
     """Losses on the evaluation data: of the source, and at the start."""
+    evaluated_on: str = ""
+    """Fingerprint of that data."""
+    changes: list[str] = field(default_factory=list)
+    """What changed in the recipe on the way."""
 
 
 class Checkpoints:
@@ -59,23 +65,50 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def read_record(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the tensors.
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """The step and the record of the newest checkpoint that is whole; those after it are damaged.
 
         Raises:
-            ResumeError: it cannot be read.
+            ResumeError: there are checkpoints, and none of them is whole.
         """
-        path = self.path(step) / _RECORD
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(record, dict):
-                raise ValueError("no object")  # noqa: TRY004 - one class for all
-        except (OSError, ValueError) as problem:
-            raise ResumeError(f"{path} cannot be read ({problem}): remove {path.parent} to go on from the checkpoint before it") from None
+        problem = ""
+        for step in reversed(self.steps()):
+            try:
+                return step, self._record(step)
+            except (OSError, ValueError, KeyError, TypeError) as raised:
+                problem = problem or str(raised)
+        if problem:
+            raise ResumeError(f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to begin anew")
+        return None
+
+    def _record(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the tensors, which are looked at.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError: something is missing or cut short.
+        """
+        folder = self.path(step)
+        record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise ValueError(f"{folder} is in format {record['format']}, this program knows {_FORMAT}")
+        Progress(**record["progress"])
+        for name, size in record["files"].items():
+            if (found := _size(folder / name)) != size:
+                raise ValueError(f"{folder / name} has {found} bytes, expected {size}")
         return record
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints behind a step, which are damaged; returns their new names."""
+        aside = [(self.path(later), self.folder / f"damaged-step-{later:06d}") for later in self.steps() if later > step]
+        for old, new in aside:
+            shutil.rmtree(new, ignore_errors=True)
+            old.rename(new)
+        return [new for _, new in aside]
 
     def save(self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str) -> Path:
         """Write a checkpoint, publish it, and remove those that are too many. Every process calls this.
+
+        While steps are skipped nothing is removed: what was saved before may be what is needed.
 
         Args:
             state: tensors, whole or sharded, as torch.distributed.checkpoint takes them.
@@ -106,16 +139,20 @@ class Checkpoints:
         self._barrier()
         if self._main:
             try:
-                record = {"progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples}
+                files = {path.name: _size(path) for path in work.iterdir()}
+                record = {
+                    "format": _FORMAT, "progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples,
+                    "files": files,
+                }  # fmt: skip
                 (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
                 for path in work.iterdir():
                     sync(path)
                 sync(work)
                 if final.exists():  # of a run that went back behind it
-                    shutil.rmtree(final)
+                    self._remove(progress.step)
                 work.rename(final)
                 sync(self.folder)
-                for step in self.steps()[: -self._keep]:
+                for step in [] if progress.skipped_in_a_row else self.steps()[: -self._keep]:
                     self._remove(step)
             except OSError as raised:
                 shutil.rmtree(work, ignore_errors=True)
@@ -153,10 +190,19 @@ class Checkpoints:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _explained(self, problem: BaseException) -> BaseException:
-        text = f"{problem} {problem.__cause__ or ''}"
-        full = getattr(problem, "errno", None) in (28, 122) or "No space left" in text or "quota" in text.lower()
-        if full:
+        seen: BaseException | None = problem
+        text = repr(getattr(problem, "failures", ""))  # of each process, in torch's exception
+        while seen is not None:
+            text += f" {seen!r}"
+            seen = seen.__cause__ or seen.__context__
+        if any(sign in text for sign in _FULL):
             return NoSpaceError(
                 f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
             )
         return problem
+
+
+def _size(path: Path) -> int:
+    """Of a file; opening it first makes a network file system look."""
+    with path.open("rb") as file:
+        return file.seek(0, 2)

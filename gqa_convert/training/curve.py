@@ -1,22 +1,22 @@
 """The loss curve of a run as a picture."""
 
-from pathlib import Path
+import io
 from typing import Any
 
-import matplotlib as mpl
 
-mpl.use("Agg")
-from matplotlib.figure import Figure
-
-
-def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float], path: Path) -> None:
-    """Draw training and evaluation losses over tokens.
+def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes:
+    """Training and evaluation losses over tokens, as a PNG file.
 
     Args:
         lines: of the metrics file.
         evaluations: losses at the `start` and of the `source`, as far as they were measured.
-        path: of the PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     measured = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
@@ -31,5 +31,8 @@ def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float], path:
         axes.axhline(evaluations["source"], color="gray", linestyle="--", linewidth=1, label="source")
     axes.set_xlabel("tokens")
     axes.set_ylabel("nats per token")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    if measured or held_out:
+        axes.legend()
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.provenance import PROVENANCE
 
 _SHARD = "5GB"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Path, record: dict[str, Any]) -> None:
@@ -17,19 +19,14 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
 
     Args:
         model: of transformers, not wrapped.
-        state: its tensors, whole.
+        state: its tensors, whole; emptied.
         source: the checkpoint that training began with.
         out: the folder.
         record: what training adds to the provenance.
     """
-    import torch
-
     assert source.folder is not None
-    stated = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(stated).removeprefix("torch."))
-    state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     with StagedFolder(out) as staged:
-        model.save_pretrained(staged.path, state_dict=state, max_shard_size=_SHARD)
+        model.save_pretrained(staged.path, state_dict=_in_first_type(model, state, source), max_shard_size=_SHARD)
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
@@ -48,3 +45,23 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
                 path.chmod(0o644)
                 sync(path)
         staged.publish(overwrite=True)
+
+
+def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
+    """The tensors in the type that most of the source's numbers have; those that are one tensor in the model are one here."""
+    import torch
+
+    sizes: Counter[str] = Counter()
+    for _, _, entry in source.tensors():
+        if entry.dtype in _DTYPES:
+            sizes[entry.dtype] += entry.nbytes
+    dtype = getattr(torch, _DTYPES[sizes.most_common(1)[0][0]])
+    first: dict[int, str] = {}
+    own = {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    made: dict[str, Any] = {}
+    for name in list(state):
+        tensor, owner = state.pop(name), own.get(name, name)
+        if owner not in made:
+            made[owner] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        made[name] = made[owner]
+    return made

@@ -5,7 +5,6 @@ so that a run that goes on from a checkpoint does what it would have done withou
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,20 @@ from torch import Tensor
 
 from gqa_convert.data.order import mix
 from gqa_convert.data.samples import Samples
-from gqa_convert.errors import DivergedError
 from gqa_convert.recipe import Recipe
 from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.losses import AttentionTap, attention_match, combined_loss
 from gqa_convert.training.masks import packed_attention_mask
+from gqa_convert.training.reading import ReadAhead
 from gqa_convert.training.schedules import learning_rate
 from gqa_convert.training.teacher import teacher_logits
+from gqa_convert.training.utilisation import flops_per_token, peak
 
 Batch = dict[str, np.ndarray[Any, Any]]
 _LONGEST_STREAK = 5
-"""Steps in a row without a finite gradient, after which training has no sense."""
+"""Steps in a row without a finite gradient, after which training has no sense any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class StepResult:
     gradient_norm: float
     seconds: float
     skipped: bool
+    """The loss or a gradient was not finite, and nothing was changed."""
+    hopeless: bool
+    """So it was for many steps in a row."""
 
 
 class Trainer:
@@ -61,6 +64,9 @@ class Trainer:
         steps: of the whole run.
         teacher: the model to distil from.
         progress: where the run is; kept up to date.
+
+    Attributes:
+        problem: what went wrong with the text, if that ended the run.
     """
 
     def __init__(
@@ -69,30 +75,30 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.recipe, self.model, self.optimizer, self.samples, self.accelerator = recipe, model, optimizer, samples, accelerator
         self.steps, self.teacher, self.progress = steps, teacher, progress
+        self.problem: Exception | None = None
         self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
         self._weight = 0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.wanted()
         self._taps = recipe.attention_matching > 0
+        self._flops_per_token = _flops_per_token(self._inner(), samples.tokens_per_sample)
+        self._peak: float | None = peak(accelerator.device)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
-        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds on any process.
-
-        Raises:
-            DivergedError: losses or gradients are not finite, several steps in a row.
-        """
-        with ThreadPoolExecutor(1) as pool:
-            upcoming: Future[list[Batch]] = pool.submit(self.micro_batches, self.progress.step + 1)
-            for step in range(self.progress.step + 1, self.steps + 1):
-                began = time.perf_counter()
-                batches = upcoming.result()
-                labels = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-                count, stops = summed(self.accelerator, [float(labels), float(stop())])
-                if stops:
-                    return
-                if step < self.steps:
-                    upcoming = pool.submit(self.micro_batches, step + 1)  # read while this one computes
-                yield self._step(step, batches, count, began)
+        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds or text fails on any process."""
+        ahead = ReadAhead(self.micro_batches)
+        if self.progress.step < self.steps:
+            ahead.ask(self.progress.step + 1)
+        for step in range(self.progress.step + 1, self.steps + 1):
+            began = time.perf_counter()
+            batches, self.problem = ahead.take(stop)
+            labels = sum(int((batch["labels"] != -100).sum()) for batch in batches or ())
+            count, stops = summed(self.accelerator, [float(labels), float(batches is None or stop())])
+            if stops or batches is None:
+                return
+            if step < self.steps:
+                ahead.ask(step + 1)  # read while this one computes
+            yield self._step(step, batches, count, began)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This process's share of a step's samples, as many batches on every process; where samples run out, their labels are ignored."""
@@ -123,12 +129,16 @@ class Trainer:
         total, lm, kl, attention = (value / max(count, 1.0) for value in summed(self.accelerator, parts.tolist()))
         skipped = not (math.isfinite(total) and math.isfinite(norm))
         if not skipped:
+            for parameter in self._trained:  # of an expert that no token came to: its moments are there from the first step on
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._advance(step, skipped)
         return StepResult(
             step, self.progress.tokens, total, lm if self._weight < 1 else None, kl if self._weight > 0 else None,
             attention if self._taps else None, rate, norm, time.perf_counter() - began, skipped,
+            self.progress.skipped_in_a_row >= _LONGEST_STREAK,
         )  # fmt: skip
 
     def _advance(self, step: int, skipped: bool) -> None:
@@ -136,11 +146,6 @@ class Trainer:
         self.progress.tokens += self.samples_per_step * self.samples.tokens_per_sample
         self.progress.skipped += skipped
         self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
-        if self.progress.skipped_in_a_row >= _LONGEST_STREAK:
-            raise DivergedError(
-                f"{_LONGEST_STREAK} steps in a row up to step {step} had a loss or a gradient that is not finite: the last checkpoint is intact; "
-                "lower learning_rate, or use precision: no"
-            )
 
     def _clip(self) -> float:
         """The norm of all gradients together, which are scaled down where it is too large."""
@@ -178,6 +183,12 @@ class Trainer:
     def _inner(self) -> Any:
         return self.model.module if hasattr(self.model, "module") else self.model
 
+    def utilisation(self, tokens_per_second: float) -> float | None:
+        """MFU at a rate of all processes together, where device and model are known."""
+        if self._peak is None or self._flops_per_token is None:
+            return None
+        return round(float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4)
+
     def evaluate(self, model: Any, batches: list[Batch]) -> float:
         """Mean loss in nats per token over fixed batches, shared among the processes; in the precision of training."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -199,3 +210,13 @@ class Trainer:
         model.train(was_training)
         total, count = summed(self.accelerator, [total, count])
         return total / max(count, 1.0)
+
+
+def _flops_per_token(model: Any, length: int) -> float | None:
+    """Of training; None for encoder-decoders, of which a token sees a part only."""
+    config = model.config
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if getattr(config, "is_encoder_decoder", False) or not (isinstance(heads, int) and isinstance(layers, int)):
+        return None
+    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return flops_per_token(sum(parameter.numel() for parameter in model.parameters()), layers, width, length)

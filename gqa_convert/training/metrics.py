@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.training.run_folder import write_whole
+
 
 class Metrics:
     """Appends to the file; a run that goes on from a step forgets what lies behind it.
@@ -16,21 +18,21 @@ class Metrics:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        partial = path.with_suffix(".jsonl.new")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        self._file = path.open("a", encoding="utf-8")
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._file = path.open("ab", buffering=0)
 
     def write(self, **values: Any) -> None:
-        """Add a line; the kernel has it when this returns."""
-        self._file.write(json.dumps({key: value for key, value in values.items() if value is not None}) + "\n")
-        self._file.flush()
+        """Add a line, of what is not None; the kernel has it when this returns."""
+        line = memoryview((json.dumps({key: value for key, value in values.items() if value is not None}) + "\n").encode())
+        while line:
+            line = line[self._file.write(line) :]
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
 
 
@@ -38,11 +40,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, as far as they are whole; none if there is no file."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_bytes().split(b"\n")[:-1]:
             try:
                 line = json.loads(text)
             except ValueError:
                 break
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                break
+            lines.append(line)
     return lines
