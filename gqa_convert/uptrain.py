@@ -160,7 +160,8 @@ class _Run:
             self._begin_files()
         self._first_evaluations(trainer, teacher, *evaluation)
         if record:
-            self._restore(progress.step)
+            with self.stops.at_boundaries():
+                self._restore(progress.step)
         with self.together():
             metrics = Metrics(self.folder.metrics, progress.step) if self.main else None
         self._start_trackers()
@@ -189,13 +190,10 @@ class _Run:
         from gqa_convert.checkpoint.publication import sweep
         from gqa_convert.training.distributed import OutputLock
 
-        path = self.folder.path
-        if path.exists() and not path.is_dir():
-            raise OutputError(f"output {path} is a file: name a folder")
         self.folder.refuse_foreign()
         if self.main:
-            self.lock = OutputLock(path)
-            sweep(path)
+            self.lock = OutputLock(self.folder.path)
+            sweep(self.folder.path)
             self.checkpoints.sweep()
 
     def _look_back(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -458,5 +456,6 @@ class _Run:
             write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))
         except ImportError:
             summary["plot"] = None
+        self.checkpoints.prune()  # had the run been killed between the last checkpoint's appearance and that
         write_json(self.folder.summary, summary)
         return summary

@@ -94,6 +94,7 @@ def in_child(action: Callable[[], Any], *, after: Callable[[int], None] = lambda
 
 
 def _act(action: Callable[[], Any], pipe: int) -> Never:
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch's kernels fail now and then in threads of a fork
     status = 0
     try:
         action()

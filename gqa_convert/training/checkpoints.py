@@ -4,6 +4,7 @@ A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model
 (torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size.
 """
 
+import errno
 import json
 import re
 import shutil
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.publication import sync
-from gqa_convert.errors import NoSpaceError, ResumeError
+from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
 _FORMAT = 1
-_FULL = ("No space left", "Errno 28", "quota exceeded", "Errno 122", "File too large", "Errno 27")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SIGNS = ("No space left", "quota exceeded", "File too large")
+"""The same in what torch makes of it."""
 
 
 @dataclass
@@ -121,6 +124,7 @@ class Checkpoints:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
         final = self.path(progress.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
@@ -128,14 +132,11 @@ class Checkpoints:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
         self._barrier()
-        problem: BaseException | None = None
         try:
             dcp.save(state, checkpoint_id=work, no_dist=processes == 1)
-        except Exception as raised:
-            problem = raised
-        if problem is not None:
+        except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
-            raise self._explained(problem)
+            raise self._explained(raised) from None
         self._barrier()
         if self._main:
             try:
@@ -152,8 +153,8 @@ class Checkpoints:
                     self._remove(progress.step)
                 work.rename(final)
                 sync(self.folder)
-                for step in [] if progress.skipped_in_a_row else self.steps()[: -self._keep]:
-                    self._remove(step)
+                if not progress.skipped_in_a_row:
+                    self.prune()
             except OSError as raised:
                 shutil.rmtree(work, ignore_errors=True)
                 raise self._explained(raised) from None
@@ -167,14 +168,21 @@ class Checkpoints:
             ResumeError: the checkpoint is damaged.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
         try:
             dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1)
-        except Exception as problem:
-            first = str(problem).strip().splitlines()[0] if str(problem).strip() else repr(problem)
+        except (Exception, CheckpointException) as raised:
+            problem = _inner(raised)
+            first = next((line for line in str(problem).splitlines() if line.strip()), "")
             raise ResumeError(
-                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first}): remove it to go on from the checkpoint before it"
+                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to go on from the checkpoint before it"
             ) from None
+
+    def prune(self) -> None:
+        """Remove all but the newest; one process calls this."""
+        for step in self.steps()[: -self._keep]:
+            self._remove(step)
 
     def sweep(self) -> None:
         """Remove what a run that died left unfinished."""
@@ -190,16 +198,20 @@ class Checkpoints:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _explained(self, problem: BaseException) -> BaseException:
-        seen: BaseException | None = problem
-        text = repr(getattr(problem, "failures", ""))  # of each process, in torch's exception
-        while seen is not None:
-            text += f" {seen!r}"
-            seen = seen.__cause__ or seen.__context__
-        if any(sign in text for sign in _FULL):
+        cause = _inner(problem)
+        if isinstance(cause, GQAConvertError):  # a second Ctrl-C
+            return cause
+        if getattr(cause, "errno", None) in _FULL or any(sign in f"{cause!r} {cause.__cause__!r} {cause.__context__!r}" for sign in _SIGNS):
             return NoSpaceError(
                 f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
             )
-        return problem
+        return cause
+
+
+def _inner(problem: BaseException) -> BaseException:
+    """What went wrong on the first process on which something did."""
+    failures = getattr(problem, "failures", None)
+    return next(iter(failures.values()))[0] if failures else problem
 
 
 def _size(path: Path) -> int:
