@@ -132,25 +132,22 @@ class _Rows(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
 
 
 def stock(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Turn:
-    """Its own loop can't be stopped between steps: a callback notes when steps end, and hands over by a generator on a thread of its own."""
+    """Its loop runs on a thread of its own, and a callback holds it between rounds: where its processes do not speak to one another."""
     import threading
 
     model = make_model(arguments)
     steps = arguments.steps * (arguments.rounds + 1)
-    go, done = threading.Semaphore(0), threading.Semaphore(0)
+    go, ready = threading.Semaphore(0), threading.Semaphore(0)
 
     class Pacer(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
             if state.global_step % arguments.steps == 0:
+                ready.release()
                 go.acquire()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-            if state.global_step % arguments.steps == 0:
-                done.release()
-
-    samples = steps * arguments.accumulation * recipe.micro_batch_size * accelerator.num_processes
+    samples = (steps + 1) * arguments.accumulation * recipe.micro_batch_size * accelerator.num_processes
     settings = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=recipe.micro_batch_size,
+        output_dir=tempfile.mkdtemp(), max_steps=steps + 1, per_device_train_batch_size=recipe.micro_batch_size,
         gradient_accumulation_steps=arguments.accumulation, learning_rate=recipe.learning_rate, lr_scheduler_type="constant",
         optim="adamw_torch_fused", adam_beta2=recipe.beta2, weight_decay=0.0, max_grad_norm=1.0, bf16=recipe.precision == "bf16",
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=accelerator.device.type == "cpu",
@@ -167,11 +164,12 @@ def stock(arguments: argparse.Namespace, recipe: Recipe, accelerator: Any) -> Tu
         trainer.train()
 
     threading.Thread(target=work, daemon=True).start()
+    ready.acquire()
 
     def turn() -> float:
         began = time.perf_counter()
         go.release()
-        done.acquire()
+        ready.acquire()
         return synchronised(accelerator) - began
 
     return turn
