@@ -21,7 +21,8 @@ from gqa_convert.training.distributed import check_environment, check_launch
 from tests.ranks import Job, free_port, uptrain
 
 STEPS = 8
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+"""What accelerate sets for fsdp2.yaml."""
 BY_TORCHRUN = {
     "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
 }  # fmt: skip
