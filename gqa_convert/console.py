@@ -22,7 +22,11 @@ CACHES = {"kv_bytes_per_token": "K/V cache per token", "cross_kv_bytes_per_encod
 def stderr_console() -> "Console":
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    class Patient(Console):
+        def on_broken_pipe(self) -> None:
+            """Nobody reads any more, which is no reason to end the program."""
+
+    console = Patient(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = 120  # files and pipes have no width; long lines must not break names apart
     return console

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa_convert.errors import CorruptCheckpointError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
+from gqa_convert.errors import CorruptCheckpointError, DivergedError, GQAConvertError, NoSpaceError, OutputError, ResumeError, StoppedError
 from gqa_convert.loading import load_model, no_bars
 from gqa_convert.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe, read_recipe
 
@@ -75,19 +75,22 @@ def uptrain(
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """What the system says about the output or the memory, as one line."""
+    full = f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
     try:
         yield
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpaceError(
-                f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
-            ) from None
+            raise NoSpaceError(full) from None
         if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
             raise OutputError(
                 f"{output} can't be used ({problem.strerror}: {problem.filename}): name a folder that can be written"
             ) from None
         raise
-    except (RuntimeError, MemoryError) as problem:
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        if "No space left" in str(problem):  # safetensors
+            raise NoSpaceError(full) from None
         from gqa_convert.training.opening import explain_memory
 
         explain_memory(problem)
