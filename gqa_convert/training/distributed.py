@@ -32,6 +32,9 @@ _LONGEST_WAIT = timedelta(days=7)
 
 _ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert uptrain ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
 
+_BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/transport")
+"""What is found in torch's errors when another process has gone."""
+
 _waiting_group: Any = None
 
 
@@ -167,6 +170,10 @@ def taking_part() -> Iterator[None]:
     except GQAConvertError:
         _leave()
         raise
+    except RuntimeError as problem:  # in the middle of a step
+        if _waiting_group is not None and any(word in f"{type(problem).__name__} {problem}" for word in _BROKEN):
+            raise _ended(problem) from None
+        raise
     _leave()
 
 
@@ -194,9 +201,13 @@ def _partners() -> Iterator[None]:
     try:
         yield
     except RuntimeError as problem:
-        raise LaunchError(
-            f"another process of this run has ended: see its message ({str(problem).strip().splitlines()[0][:200]})"
-        ) from None
+        raise _ended(problem) from None
+
+
+def _ended(problem: RuntimeError) -> LaunchError:
+    return LaunchError(
+        f"another process of this run has ended, or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
+    )
 
 
 class OutputLock:
