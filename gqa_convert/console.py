@@ -113,7 +113,7 @@ class TrainingScreen:
         ]
         if line.get("mfu") is not None:
             parts.append(f"MFU {line['mfu']:.1%}")
-        text = "  ".join([*parts, self._left("steps", step, steps)])
+        text = "  ".join(filter(None, [*parts, self._left("steps", step, steps)]))
         if line.get("evaluation_loss") is not None:
             self.say(f"step {step:,}: evaluation loss {line['evaluation_loss']:.4f}")
         if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):

@@ -17,6 +17,7 @@ from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, Missin
 from gqa_convert.loading import load_model
 from gqa_convert.training.loop import Trainer
 from gqa_convert.training.summary import recovery
+from gqa_convert.training.utilisation import flops_per_token, peak
 from tests.data_helpers import span_tokenizer
 from tests.uptrain_runs import DEMO, STEPS, leftovers, losses, make_student, metrics, run, weights
 
@@ -255,6 +256,34 @@ def test_new_evaluation_data_are_measured_from_the_start(home: Path, tmp_path: P
     summary = run(home, tmp_path / "run", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
     run(home, tmp_path / "whole", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
     assert summary["evaluation"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["evaluation"]
+
+
+def test_large_models_come_in_several_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gqa_convert.training import export
+
+    run(home, tmp_path / "one", tokens=64)
+    monkeypatch.setattr(export, "_SHARD", "1MB")
+    run(home, tmp_path / "many", tokens=64)
+    made = tmp_path / "many" / "model"
+    assert (made / "model.safetensors.index.json").is_file()
+    assert not (made / "model.safetensors").exists()
+    one, many = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak(torch.device("cpu")) is None
+    for name, flops in {
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A40": 150e12,
+        "T4": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak(torch.device("cuda", 0)) == flops
+    assert flops_per_token(7_000_000_000, 32, 4096, 2048) == pytest.approx(6 * 7e9 + 12 * 32 * 4096 * 2048)
 
 
 def test_recovery() -> None:
