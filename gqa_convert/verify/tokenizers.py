@@ -38,10 +38,15 @@ def check_tokenizer(out: Path, source: Path, *, other_class: bool = False) -> st
     ours = _describe(load_tokenizer(out))
     for what, value in theirs.items():
         if ours[what] != value and not (other_class and what == "class"):
-            raise Failure(f"{what} {ours[what]!r} where SOURCE's has {value!r}")
+            raise Failure(f"{what} {_short(ours[what])} where SOURCE's has {_short(value)}")
     if ours["class"] != theirs["class"]:
         return f"{ours['class']} of {ours['size']:,} tokens in the place of {theirs['class']}, with the same ids and texts for samples"
     return f"{ours['class']} of {ours['size']:,} tokens, as in SOURCE"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _describe(tokenizer: Any) -> dict[str, Any]:
