@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import gqa_convert.verify
 from gqa_convert.convert import convert_checkpoint
+from gqa_convert.errors import ConfigError
 from gqa_convert.verify import VerificationReport, behaviour, verify_checkpoint
 from tests.own_files import make_source
 from tests.test_verify import claim, edit, edit_json, failed, save_tokenizer
@@ -360,6 +361,16 @@ def test_old_words_and_bin_files(made: Made, tmp_path: Path) -> None:
     assert failed(verify_checkpoint(out, old)) == {}
     edit_json(out / "config.json", torch_dtype="float32")
     assert set(failed(verify_checkpoint(out, old, logits=False))) == {"config"}
+
+
+def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
+    """A config without them beside a file with them: nobody can tell which is right."""
+    source = make_source("gpt_neox", tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 3)
+    edit_json(source / "config.json", attention_bias=False)
+    assert {"tensor names", "logits"} <= set(failed(verify_checkpoint(tmp_path / "out", source)))
+    with pytest.raises(ConfigError, match="do not belong together"):
+        convert_checkpoint(source, tmp_path / "other", 3)
 
 
 def bpe(folder: Path, **stated: Any) -> None:
