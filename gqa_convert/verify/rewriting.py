@@ -20,6 +20,9 @@ ROLES = ("query", "key", "value")
 _RANDOM_SLACK = {"float32": 5e-7, "float64": 1e-13}
 """By how much two correct standard deviations may make random numbers differ, relative, by the type of the sums."""
 
+_ROWS = 1024
+"""Rows of a weight that are multiplied at a time: a whole one in float64 would be several times its size on disk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -222,8 +225,11 @@ class Layer:
         import torch
 
         shift = self._all.whole(f"{norm}.bias").double()
-        value = own.double() + weight.double() @ shift
-        size = own.double().abs() + weight.double().abs() @ shift.abs()
+        value, size = own.double(), own.double().abs()
+        for first in range(0, len(weight), _ROWS):
+            rows = weight[first : first + _ROWS].double()
+            value[first : first + _ROWS] += rows @ shift
+            size[first : first + _ROWS] += rows.abs() @ shift.abs()
         coarse = max(torch.finfo(own.dtype).eps, torch.finfo(weight.dtype).eps)
         return Expected(value, dtype, 2 * coarse * weight.shape[1] ** 0.5 * size)
 
