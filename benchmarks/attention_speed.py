@@ -51,7 +51,7 @@ class Cell:
     length: int
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]  # torch is not followed
     """What transformers' functions ask of an attention layer."""
 
     def __init__(self, groups: int) -> None:
@@ -195,12 +195,12 @@ def as_json(report: dict[str, Any]) -> str:
 def unrest(record: dict[str, Any]) -> float:
     """How widely the ratios of a cell are spread."""
     shown = [record[name] for name in ("ours_over_best_stock", "ours_in_transformers_over_its_sdpa", "ours_over_read")]
-    return max(ratio["max"] / ratio["min"] for ratio in shown if ratio)
+    return float(max(ratio["max"] / ratio["min"] for ratio in shown if ratio))
 
 
 def disturbance(record: dict[str, Any]) -> float:
     """The time of all contenders together: other work on the machine only adds to it, and evens out ratios where threads wait for each other."""
-    return sum(record["milliseconds"].values())
+    return float(sum(record["milliseconds"].values()))
 
 
 def following(records: dict[Cell, dict[str, Any] | None], tries: dict[Cell, int], more: bool) -> Cell | None:
@@ -263,7 +263,7 @@ def shown(values: dict[str, float] | None) -> str:
 
 def processor(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return str(torch.cuda.get_device_name(device))
     try:
         names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     except OSError:

@@ -121,16 +121,17 @@ def _write_companions(plan: Plan, folder: Path) -> None:
         shutil.copyfile(source / name, target)
         sync(target)
     if plan.home and plan.home.special_tokens:
-        _complete_tokenizer(folder, dict(plan.home.special_tokens))
+        _complete_tokenizer(folder, dict(plan.home.special_tokens), plan.config["tokenizer_class"])
     _write_json(folder / CONFIG, plan.config)
 
 
-def _complete_tokenizer(folder: Path, defaults: dict[str, Any]) -> None:
-    """Write out what the source's tokenizer class has by default and its new one has not."""
+def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:
+    """Write out what the source's tokenizer class has by default and its new one has not; others of its classes have no such defaults."""
     path = folder / "tokenizer_config.json"
     if path.is_file() or (folder / "tokenizer.json").is_file():
         stated = json.loads(path.read_bytes()) if path.is_file() else {}
-        _write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
+        if str(stated.get("tokenizer_class") or named).startswith("GPT2Tokenizer"):
+            _write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

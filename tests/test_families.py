@@ -255,7 +255,8 @@ def test_every_model_type_is_known() -> None:
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     assert types <= FAMILIES.keys() | REFUSALS.keys()
     converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
-    assert FAMILIES.keys() - converted_types - {"whisper"} <= types
+    elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own
+    assert FAMILIES.keys() - converted_types - elsewhere <= types
     assert not FAMILIES.keys() & REFUSALS.keys()
 
 

@@ -126,7 +126,7 @@ ORIGINS: Final[dict[str, Origin]] = {
         stale=_STALE,
     ),
     "codegen": Origin(
-        names=_CODEGEN, layout="blocks", interleaved=True, attention_biases=False, head_bias=True, tokenizer="CodeGenTokenizer",
+        names=_CODEGEN, layout="blocks", interleaved=True, attention_biases=False, head_bias=True, tokenizer="GPT2Tokenizer",
         stale=_STALE,
     ),
     "gpt2": Origin(

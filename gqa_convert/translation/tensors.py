@@ -271,7 +271,7 @@ class _Layer:
             if old.mlp_norm and new.mlp_norm:
                 yield from self.all.norm(second, f"{self.new_base}{new.mlp_norm}")
         yield from self.heads(first if folds else None)
-        biased = self.all.origin.attention_biases
+        biased = self.attention_biased
         output = self.old_attention + old.output
         yield from self.linear(output, self.new_attention + new.output, hidden, hidden, biased=biased, folded=None)
         yield from self.linear(self.old_base + old.up, self.new_base + new.up, inner, hidden, biased=True, folded=second if folds else None)
@@ -290,15 +290,15 @@ class _Layer:
         yield self.weight(f"{new}.weight", weights, f"{old}.weight", rows, columns, folded)
         bias = f"{old}.bias"
         runs: tuple[Run, ...] = (Run(rows),)
-        if biased and (bias in self.all.sources or not self.bias_optional):
+        if biased:
             self.all.claim(bias, rows)
             runs = (Run(rows, (Rows(bias, 0),)),)
         yield self.bias(f"{new}.bias", runs, weights, f"{old}.weight", rows, columns, folded)
 
     @property
-    def bias_optional(self) -> bool:
-        """GPT-NeoX may have an attention without biases; its MLP always has them."""
-        return not self.all.config.get("attention_bias", True)
+    def attention_biased(self) -> bool:
+        """GPT-NeoX may have an attention without biases, and then passes over those on disk; its MLP always has them."""
+        return self.all.origin.attention_biases and bool(self.all.config.get("attention_bias", True))
 
     def claim_weight(self, name: str, rows: int, columns: int) -> None:
         entry = self.all.claim(name, *((columns, rows) if self.all.origin.transposed else (rows, columns)))
@@ -341,7 +341,7 @@ class _Layer:
             weights[role] = self.head_runs(f"{module}.weight", role)
             biases[role] = tuple(Run(run.count) for run in weights[role])
             bias = f"{module}.bias"
-            if self.all.origin.attention_biases and (bias in self.all.sources or not self.bias_optional):
+            if self.attention_biased:
                 self.all.claim(bias, size.hidden * (3 if old.fused else 1))
                 biases[role] = self.head_runs(bias, role)
         if new.fused:

@@ -7,6 +7,7 @@ once it is seen to be the package's own.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from gqa_convert.verify.geometry import Geometry, read_geometry
 from gqa_convert.verify.reading import Weights, first_line, read_object
 from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.tensors import TensorComparison
+from gqa_convert.verify.translated import Translation, is_translated
+from gqa_convert.verify.translated_tensors import TranslatedComparison
 
 __all__ = ["Check", "VerificationReport", "verify_checkpoint"]
 
@@ -75,10 +78,20 @@ def verify_checkpoint(
         _check_scores_text(family, original)
     weights = Weights(origin, lambda text: CorruptCheckpointError(f"{text}: download or copy the source again"))
     run = _Run(VerificationReport(str(out), str(source)), on_check)
-    if folders.claimed_route(out) == "translated":
-        run.check("route", folders.translated)
-        return run.report
-    geometry = _check_data(run, out, family, original, weights, progress)
+    translation: Translation | None = None
+    if is_translated(out, original, folders.claimed_route(out)):
+        made: list[Translation] = []
+
+        def route() -> str:
+            made.append(Translation(original, out))
+            return made[0].describe()
+
+        if not run.check("route", route):
+            return run.report
+        translation = made[0]
+        geometry = _check_translated_data(run, out, family, weights, translation, progress)
+    else:
+        geometry = _check_data(run, out, family, original, weights, progress)
     if logits and not _has_classes(family):
         run.check(
             "behaviour", lambda: f"not run: transformers has no class of type {family.model_type}, and a checkpoint's own code never runs"
@@ -88,7 +101,7 @@ def verify_checkpoint(
 
         check_behaviour(
             run.check, run.report, out, origin, family, geometry,
-            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed,
+            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed, translation=translation,
             text=None if text is None else _read_text(text), max_text_tokens=max_text_tokens, progress=progress,
         )  # fmt: skip
     return run.report
@@ -166,6 +179,44 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
     if modeling and (found or (out / f"{modeling.file}.py").is_file()):
         run.own_file = run.check("modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling))
     run.check("carried files", lambda: folders.check_carried(out, source.folder, file))
+    return found[0] if found else None
+
+
+def _check_translated_data(
+    run: _Run, out: Path, family: Family, source: Weights, translation: Translation, progress: Progress
+) -> Geometry | None:  # fmt: skip
+    """The same for an OUT of another model type."""
+    opened: list[Weights] = []
+    found: list[Geometry] = []
+    claims: dict[str, Any] = {}
+
+    def files() -> str:
+        opened.append(Weights(out, Failure))
+        return folders.check_files(opened[0], source)
+
+    def heads() -> str:
+        found.append(translation.read_geometry(source, opened[0]))
+        return found[0].describe()
+
+    run.check("files", files)
+    if opened and run.check("heads", heads):
+        geometry, ours = found[0], opened[0]
+        with suppress(Failure):  # reported by its own check
+            claims = folders.read_provenance(out)
+        run.method = folders.true_method(claims.get("method", "mean"), geometry)
+        seed = claims.get("seed")
+        rewriting = translation.rewrite(source, geometry.after, run.method, seed if type(seed) is int else 0)
+        comparison = TranslatedComparison(rewriting, ours, _counted(progress, sum(map(ours.nbytes, ours.homes))))
+        run.check("tensor names", comparison.census)
+        same = run.check("merged tensors", comparison.merged)
+        run.check("rewritten tensors", comparison.rewritten)
+        run.check("index", lambda: folders.check_index(ours, source))
+        run.check("config", lambda: translation.check_config(read_object(out / configs.CONFIG), geometry.after))
+        errors = comparison.errors() if same else None
+        run.check("provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, False, source, errors))
+    run.check("carried files", lambda: folders.check_carried(out, source.folder, None, translation.completed()))
+    if translation.completed():
+        run.check("tokenizer config", lambda: translation.check_tokenizer_config(out, source.folder))
     return found[0] if found else None
 
 

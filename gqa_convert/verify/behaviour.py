@@ -12,11 +12,12 @@ from gqa_convert import loading
 from gqa_convert.evaluate import text_loss
 from gqa_convert.families import Family
 from gqa_convert.verify.geometry import Geometry
-from gqa_convert.verify.probe import STEPS, Caches, Probe, Shapes, cache_shapes
+from gqa_convert.verify.probe import HALF_TOLERANCE, STEPS, Caches, Probe, Shapes, cache_shapes
 from gqa_convert.verify.reading import INDEX, first_line
 from gqa_convert.verify.replacing import holds_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
+from gqa_convert.verify.translated import Translation
 
 __all__ = ["Shapes", "cache_shapes", "check_behaviour", "judge_cache", "judge_caches"]
 
@@ -41,6 +42,7 @@ def check_behaviour(
     own_file: bool | None,
     method: Any,
     seed: int,
+    translation: Translation | None = None,
     text: str | None,
     max_text_tokens: int | None,
     progress: Progress,
@@ -58,6 +60,7 @@ def check_behaviour(
         own_file: whether OUT's modelling file is the package's own; None if it needs none.
         method: how the heads were merged.
         seed: of the random tokens.
+        translation: of SOURCE to OUT's model type, if it is another.
         text: to measure the loss on.
         max_text_tokens: of it, at most.
         progress: called as work goes on.
@@ -96,16 +99,22 @@ def check_behaviour(
 
     def same_logits() -> str:
         probe, model = state["probe"], state["source"]
-        replaced = replace_heads(model, state["parameters"], family, geometry, method) if geometry else 0
+        if translation is not None:
+            replaced, rounded = translation.replace_heads(model), translation.rounds_anew()
+        else:
+            replaced, rounded = replace_heads(model, state["parameters"], family, geometry, method) if geometry else 0, ""
         theirs = probe.logits(model)
         step()
-        error = probe.difference(state["logits"], theirs)
-        if not error <= probe.tolerance:
-            raise Failure(f"{_relative(error)}, over the tolerance of {probe.tolerance:g}: {probe.describe()}")
-        return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced"
+        tolerance = HALF_TOLERANCE if rounded else probe.tolerance
+        error = probe.difference(state["logits"], theirs, rounded=bool(rounded))
+        note = f" ({rounded}: judged as half precision)" if rounded else ""
+        if not error <= tolerance:
+            raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: {probe.describe()}{note}")
+        return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced{note}"
 
-    if own_file is not None:
-        check("tokenizer", lambda: check_tokenizer(out, source))
+    if own_file is not None or translation is not None:
+        other = translation is not None and translation.home.out == "gpt_bigcode"  # of which transformers 5 has no tokenizer class
+        check("tokenizer", lambda: check_tokenizer(out, source, other_class=other))
     if own_file is False:
         for name in ("loads", "logits", "cache heads", "cached decoding"):
             check(name, _not_executed)
@@ -118,7 +127,8 @@ def check_behaviour(
     cached, reason = state["probe"].decoding_error(state["out"], step)
     if text is not None:
         check("loss of OUT", text_of_out)
-    state["parameters"] = {name: parameter for name, parameter in state["out"].named_parameters() if holds_heads(name, family)}
+    if translation is None:
+        state["parameters"] = {name: parameter for name, parameter in state["out"].named_parameters() if holds_heads(name, family)}
     del state["out"]
     if not check("source loads", load_source):
         return

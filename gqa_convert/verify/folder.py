@@ -84,15 +84,16 @@ def check_index(out: Weights, source: Weights) -> str:
     return ", ".join(f"{key} {value:,}" for key, value in totals.items())
 
 
-def check_carried(out: Path, source: Path, modelling_file: str | None) -> str:
+def check_carried(out: Path, source: Path, modelling_file: str | None, elsewhere: frozenset[str] = frozenset()) -> str:
     """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be read.
 
     Args:
         out: the converted folder.
         source: the source's folder.
         modelling_file: the name of one that OUT brings along, which has a check of its own.
+        elsewhere: names of more files that have.
     """
-    own = {CONFIG, PROVENANCE, modelling_file}
+    own = {CONFIG, PROVENANCE, modelling_file, *elsewhere}
     theirs = [name for name in list_files(source) if not _is_weights(name) and name not in own]
     ours = [name for name in list_files(out) if not _is_weights(name) and name not in own]
     judged = [name for name in theirs if not _matches(name, _PROSE)]
@@ -131,11 +132,6 @@ def claimed_route(out: Path) -> Any:
         return read_provenance(out).get("route")
     except Failure:  # reported by the check on provenance
         return None
-
-
-def translated() -> str:
-    """The finding about a route whose tensors are not SOURCE's."""
-    raise Failure("OUT was translated to another model type, which can't be verified yet: --no-native makes a result that can")
 
 
 def true_method(claimed: Any, geometry: Geometry) -> Any:

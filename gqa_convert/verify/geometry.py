@@ -15,8 +15,8 @@ from gqa_convert.verify.report import Failure
 Place = Literal["decoder", "cross", "encoder"]
 """Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention."""
 
-Route = Literal["native", "own file", "checkpoint's own code"]
-"""What loads OUT: stock classes of SOURCE's type, a modelling file of ours in OUT, or code that SOURCE brings."""
+Route = Literal["native", "translated", "own file", "checkpoint's own code"]
+"""What loads OUT: stock classes of SOURCE's type or of another, a modelling file of ours in OUT, or code that SOURCE brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Geometry:
     cuts: dict[str, Cut] = field(default_factory=dict)
     lists: list[tuple[Place, list[str]]] = field(default_factory=list)
     """Runs of tensors, one per K/V head of SOURCE."""
+    translated: bool = False
+    """Whether OUT is of another stock type."""
 
     @property
     def heads(self) -> int:
@@ -89,6 +91,8 @@ class Geometry:
 
     def route(self, family: Family) -> Route:
         """Heads of a type with a modelling file need it once their number differs from SOURCE's; a result of ours has it already."""
+        if self.translated:
+            return "translated"
         if family.modeling is None:
             return "native" if family.native else "checkpoint's own code"
         return "own file" if self.changed or family.modeling.model_type == family.model_type else "native"

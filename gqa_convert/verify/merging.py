@@ -53,6 +53,30 @@ def merge(heads: Iterable[Any], method: str) -> Any:
     return (total / count).to(dtype)
 
 
+def merge_groups(heads: Any, groups: int, method: str) -> Any:
+    """Merged heads that are not rounded yet, [groups, ...], of all heads [heads, ...] in the wide type. Method mean or first."""
+    grouped = heads.unflatten(0, (groups, heads.shape[0] // groups))
+    if method == "first":
+        return grouped[:, 0]
+    total = grouped[:, 0].clone()
+    for head in range(1, grouped.shape[1]):
+        total += grouped[:, head]
+    return total / grouped.shape[1]
+
+
+def fresh_heads(seed: int, name: str, heads: Any, groups: int) -> Any:
+    """The stream of method `random`, not rounded yet, in the place of `groups` heads with the deviation of all [heads, ...]."""
+    import numpy as np
+    import torch
+
+    wide = wide_dtype(heads.dtype)
+    kind: Any = np.float32 if wide == torch.float32 else np.float64
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    shape = (groups, *heads.shape[1:])
+    return torch.from_numpy(generator.standard_normal(shape, dtype=kind) * kind(deviation((iter([heads]), iter([heads])))))
+
+
 def deviation(blocks: Iterable[Iterable[Any]]) -> float:
     """The population standard deviation in float64, in two passes.
 

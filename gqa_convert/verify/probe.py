@@ -129,11 +129,11 @@ class Probe:
         """Logits of every token that is no padding, without a cache."""
         return self._forward(model, 0, self._ids.shape[1], self._memory, use_cache=False).logits[self._real].double()
 
-    def difference(self, ours: Any, theirs: Any) -> float:
-        """Distance of logits, as a share of their standard deviation; NaN counts as infinite."""
+    def difference(self, ours: Any, theirs: Any, *, rounded: bool = False) -> float:
+        """Distance of logits, as a share of their standard deviation; NaN counts as infinite. In root mean square where `rounded`."""
         if ours.shape != theirs.shape:
             return math.inf
-        distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
+        distance = (ours - theirs).abs().max() if self._exact and not rounded else (ours - theirs).square().mean().sqrt()
         error = float(distance / theirs.std().clamp(min=1e-30))
         return error if math.isfinite(error) else math.inf
 
