@@ -20,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Turn a multi-head-attention checkpoint into a grouped-query one, prove it, and use it.
 
-    [bold]Try it[/bold] (offline, under two minutes):  gqa-convert demo
+    [bold]Try it[/bold] (offline, about three minutes):  gqa-convert demo
 
     [bold]A real one[/bold]:
 
@@ -209,19 +209,23 @@ def uptrain(
 def demo(
     out: Annotated[Path, typer.Argument(metavar="[OUT]", help="Folder for the results.")] = Path("gqa-demo"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier demo.")] = False,
+    uptraining: Annotated[bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")] = True,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """The whole story offline: convert a small bundled model to several N, verify each, measure what is lost and what is gained.
+    """The whole story offline: convert a small bundled model to several N, verify each, measure what is lost and gained, uptrain one.
 
     gqa-convert demo
 
     gqa-convert demo /tmp/gqa-demo --json
     """
     from gqa_convert import console
-    from gqa_convert.demo import run_demo
+    from gqa_convert.demo import UPTRAINING_TOKENS, run_demo
 
     with console.stage_progress(quiet=quiet) as step:
-        summary = run_demo(out, overwrite=overwrite, on_plan=(lambda made: None) if quiet else console.show_plan, progress=step)
+        summary = run_demo(
+            out, overwrite=overwrite, uptraining_tokens=UPTRAINING_TOKENS if uptraining else 0,
+            on_plan=(lambda made: None) if quiet else console.show_plan, progress=step,
+        )  # fmt: skip
     if as_json:
         console.print_json(summary)
     if not quiet:

@@ -291,6 +291,24 @@ def show_demo(summary: dict[str, Any]) -> None:
             f"{result['kv_bytes_per_token']:,}", f"{result['parameters']:,}", "yes" if result["verified"] else "[red]NO[/red]",
         )  # fmt: skip
     console.print(table)
+    if summary["uptraining"]:
+        _show_recovery(summary["uptraining"])
     console.print(f"results  {summary['results_file']}", soft_wrap=True)
     plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
     console.print(f"plot     {plot}", soft_wrap=True, markup=False)
+
+
+def _show_recovery(uptraining: dict[str, Any]) -> None:
+    """What uptraining brought back, point by point."""
+    from rich.table import Table
+
+    source = uptraining["evaluation"]["source"]
+    gap = uptraining["curve"][0]["loss"] - source
+    console = stderr_console()
+    console.print(
+        f"Uptraining of N = {uptraining['groups']} with the source (loss {source:.3f}) as teacher, on {uptraining['alpha']:.1%} of its training tokens"
+    )
+    table = Table("tokens", "loss", "recovered")
+    for point in uptraining["curve"]:
+        table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{(uptraining['curve'][0]['loss'] - point['loss']) / gap:.0%}")
+    console.print(table)

@@ -107,6 +107,9 @@ class Recipe:
     """Recompute activations in the backward pass: less memory, a third more time."""
     trainable: Trainable = "all"
     """`attention`: its projections; `kv`: key and value projections, and whole fused tensors that hold them."""
+    dropout: float = 0.0
+    """Probability in every dropout of the model, in place of its config's: uptraining goes on with pretraining, which T5 1.1 and most
+    decoders did without."""
     seed: int = 0
     save_every: int = 500
     """Steps between checkpoints."""
@@ -369,6 +372,7 @@ _KEYS: dict[str, _Reader] = {
     "precision": _choice(Precision),
     "gradient_checkpointing": _boolean,
     "trainable": _choice(Trainable),
+    "dropout": _real(least=0, below=1),
     "seed": _whole(least=0, most=2**32 - 1),
     "save_every": _whole(),
     "keep_checkpoints": _whole(),

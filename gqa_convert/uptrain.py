@@ -270,6 +270,7 @@ class _Run:
     def _load_student(self) -> Any:
         import torch
 
+        from gqa_convert.training.dropout import set_dropout
         from gqa_convert.training.opening import explained
         from gqa_convert.training.optimizers import choose_trained
 
@@ -285,6 +286,7 @@ class _Run:
         if self.recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         choose_trained(model, self.recipe.trainable)
+        set_dropout(model, self.recipe.dropout)
         return model.train()
 
     def _distribute(self, model: Any) -> Any:
