@@ -3,12 +3,14 @@
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
 
     from gqa_convert.plan import Plan
 
@@ -20,7 +22,11 @@ CACHES = {"kv_bytes_per_token": "K/V cache per token", "cross_kv_bytes_per_encod
 def stderr_console() -> "Console":
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    class Patient(Console):
+        def on_broken_pipe(self) -> None:
+            """Nobody reads any more, which is no reason to end the program."""
+
+    console = Patient(stderr=True, highlight=False)
     if not console.is_terminal:
         console.width = 120  # files and pipes have no width; long lines must not break names apart
     return console
@@ -73,6 +79,104 @@ def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[stage], completed=done, total=total)
 
         yield advance
+
+
+class TrainingScreen:
+    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then.
+
+    A terminal that is closed or a pipe that breaks does not end the run.
+    """
+
+    _SECONDS = 30.0
+
+    def __init__(self, bars: "Progress | None", *, quiet: bool) -> None:
+        self._bars, self._quiet = bars, quiet
+        self._console = stderr_console() if bars is None else bars.console
+        self._tasks: dict[str, TaskID] = {}
+        self._paces: dict[str, tuple[float, int]] = {}
+        self._shown = -self._SECONDS
+
+    def say(self, message: str) -> None:
+        if not self._quiet:
+            with suppress(OSError):
+                self._console.print(message, soft_wrap=True, markup=False)
+
+    def tokenize(self, label: str, done: int, total: int) -> None:
+        self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
+
+    def step(self, line: dict[str, Any]) -> None:
+        """A line of the metrics file, with `steps` of the whole run."""
+        step, steps = line["step"], line["steps"]
+        parts = [
+            f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss",
+            f"{line['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if line.get("mfu") is not None:
+            parts.append(f"MFU {line['mfu']:.1%}")
+        text = "  ".join(filter(None, [*parts, self._left("steps", step, steps)]))
+        if line.get("evaluation_loss") is not None:
+            self.say(f"step {step:,}: evaluation loss {line['evaluation_loss']:.4f}")
+        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):
+            self._shown = time.monotonic()
+            self.say(f"step {step:,} of {steps:,} ({step / steps:.1%})  {text}")
+        self._advance("uptraining", step, steps, text)
+
+    def _left(self, what: str, done: int, total: int) -> str:
+        """Time left at the pace since this process began: what an earlier one did says nothing about it."""
+        began, first = self._paces.setdefault(what, (time.monotonic(), done))
+        if not first < done < total:
+            return ""
+        seconds = round((time.monotonic() - began) / (done - first) * (total - done))
+        days, hours = divmod(seconds // 3600, 24)
+        clock = f"{hours}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return f"{days} d {clock} left" if days else f"{clock} left"
+
+    def _advance(self, label: str, done: int, total: int, text: str) -> None:
+        if self._bars is None:
+            return
+        with suppress(OSError):
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, total=total, text=text)
+            self._bars.update(self._tasks[label], completed=done, text=text, visible=done < total or label == "uptraining")
+
+
+@contextmanager
+def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
+    """Loss, tokens per second, share of the budget and time left."""
+    if quiet or not sys.stderr.isatty():
+        yield TrainingScreen(None, quiet=quiet)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
+    bars = Progress(*columns, console=stderr_console(), transient=True)
+    bars.start()
+    try:
+        yield TrainingScreen(bars, quiet=quiet)
+    finally:
+        with suppress(OSError):
+            bars.stop()
+
+
+def show_training(summary: dict[str, Any]) -> None:
+    """The summary at the end of a run."""
+    console = stderr_console()
+    alpha = "" if summary["alpha"] is None else f", alpha {summary['alpha']:.2g}"
+    console.print(f"[green]done[/green]  {summary['tokens']:,} tokens in {summary['steps']:,} steps{alpha}")
+    evaluation = summary["evaluation"]
+    if evaluation:
+        console.print(f"      evaluation loss  {evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token")
+    if evaluation and evaluation["source"] is not None:
+        share = evaluation["recovered_share"]
+        recovered = "" if share is None else f"; {share:.1%} of the gap recovered"
+        console.print(f"      source           {evaluation['source']:.4f}{recovered}")
+    if summary["skipped_steps"]:
+        console.print(f"      [yellow]{summary['skipped_steps']} step(s) had no finite gradient and changed nothing[/yellow]")
+    for change in summary["changes"]:
+        console.print(f"      {change}", soft_wrap=True, markup=False)
+    plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
+    console.print(f"      curve            {plot}", soft_wrap=True, markup=False)
+    console.print(f"      model            {summary['model']}", soft_wrap=True, markup=False)
 
 
 def show_plan(plan: "Plan") -> None:
@@ -187,6 +291,24 @@ def show_demo(summary: dict[str, Any]) -> None:
             f"{result['kv_bytes_per_token']:,}", f"{result['parameters']:,}", "yes" if result["verified"] else "[red]NO[/red]",
         )  # fmt: skip
     console.print(table)
+    if summary["uptraining"]:
+        _show_recovery(summary["uptraining"])
     console.print(f"results  {summary['results_file']}", soft_wrap=True)
     plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
     console.print(f"plot     {plot}", soft_wrap=True, markup=False)
+
+
+def _show_recovery(uptraining: dict[str, Any]) -> None:
+    """What uptraining brought back, point by point."""
+    from rich.table import Table
+
+    source = uptraining["evaluation"]["source"]
+    gap = uptraining["curve"][0]["loss"] - source
+    console = stderr_console()
+    console.print(
+        f"Uptraining of N = {uptraining['groups']} with the source (loss {source:.3f}) as teacher, on {uptraining['alpha']:.1%} of its training tokens"
+    )
+    table = Table("tokens", "loss", "recovered")
+    for point in uptraining["curve"]:
+        table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{(uptraining['curve'][0]['loss'] - point['loss']) / gap:.0%}")
+    console.print(table)

@@ -1,13 +1,14 @@
-"""The whole story on the bundled checkpoint, offline: plan, convert to several N, verify, measure the loss, draw it."""
+"""The whole story on the bundled checkpoint, offline: plan, convert to several N, verify, measure the loss, uptrain one, draw it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
-from gqa_convert.errors import OutputError, SourceNotFoundError
+from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
 from gqa_convert.evaluate import text_loss
 from gqa_convert.loading import load_causal_lm, load_tokenizer
 from gqa_convert.plan import Plan, make_plan
@@ -23,30 +24,38 @@ PLOT = "loss_and_cache.svg"
 _TOKENS = 40_000
 
 SHOWN = 3
-"""The N whose plan is shown."""
+"""The N whose plan is shown, and that is uptrained."""
+
+UPTRAINING_TOKENS = 500_000
+"""Tokens of the uptraining: two and a half in a hundred of those that the checkpoint was trained on."""
+
+_PRETRAINING_TOKENS = 20_004_864
 
 
 def run_demo(
     out: Path,
     *,
     overwrite: bool = False,
+    uptraining_tokens: int = UPTRAINING_TOKENS,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Convert the bundled checkpoint to several N below `out`, verify each, and measure its loss on held-out text.
+    """Convert the bundled checkpoint to several N below `out`, verify each, measure its loss on held-out text, and uptrain one of them.
 
     Args:
         out: folder for the checkpoints `gqa-N`, `results.json` and the plot.
         overwrite: replace what an earlier demo left there.
+        uptraining_tokens: how many tokens to uptrain on, with the source as teacher; 0 for none.
         on_plan: called with the plan of one of the conversions.
         progress: called with a stage, what is done of it and its total.
 
     Returns:
-        `{"source", "held_out_tokens", "passed", "results": [{"groups", "out", "kv_bytes_per_token", "loss", ...}], "plot"}`, losses
-        in nats per token; the same is written to `results.json`.
+        `{"source", "held_out_tokens", "passed", "results": [{"groups", "out", "kv_bytes_per_token", "loss", ...}], "plot", "uptraining"}`,
+        losses in nats per token; the same is written to `results.json`.
 
     Raises:
         OutputError: `out` exists already and is not empty.
+        InterruptedRunError: the uptraining was stopped.
         SourceNotFoundError: the installed package lacks the checkpoint or Python its library's sources.
     """
     if not (CHECKPOINT / "config.json").is_file():
@@ -72,18 +81,56 @@ def run_demo(
                 "loss": _loss(folder, ids),
             }
         )
-    summary = {
+    summary: dict[str, Any] = {
         "source": str(CHECKPOINT),
         "held_out_tokens": len(ids),
         "passed": all(result["verified"] for result in results),
         "results": results,
         "results_file": str(out / RESULTS),
-        "plot": draw(results, out / PLOT),
+        "plot": draw(results, None, out / PLOT),
+        "uptraining": None,
     }
-    temporary = out / f".{RESULTS}"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(out / RESULTS)
+    _write(summary, out / RESULTS)
+    if uptraining_tokens:
+        summary["uptraining"] = _uptrain(out, uptraining_tokens, overwrite, progress)
+        summary["plot"] = draw(results, summary["uptraining"], out / PLOT)
+        _write(summary, out / RESULTS)
     return summary
+
+
+def _write(summary: dict[str, Any], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _uptrain(out: Path, tokens: int, overwrite: bool, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Distil the source into one of the converted checkpoints; the recipe is left beside the result, to be run again or changed."""
+    import yaml
+
+    from gqa_convert.training.metrics import read_metrics
+    from gqa_convert.uptrain import uptrain
+
+    run = out / "uptraining"
+    if overwrite and (run / "resolved_recipe.yaml").is_file():
+        shutil.rmtree(run)
+    recipe = {
+        "model": str(out / f"gqa-{SHOWN}"), "teacher": str(CHECKPOINT), "output": str(run), "data": "python-stdlib",
+        "evaluation_data": "python-stdlib:held-out", "evaluation_tokens": 16384, "evaluate_every": 20, "alpha": tokens / _PRETRAINING_TOKENS,
+        "pretraining_tokens": _PRETRAINING_TOKENS, "tokens_per_step": 4096, "sequence_length": 512, "micro_batch_size": 8,
+        "learning_rate": 1e-3, "precision": "no", "save_every": 1000,
+    }  # fmt: skip
+    path = out / "uptraining.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    try:
+        result = uptrain(path, [], on_step=lambda line: progress("uptraining", line["step"], line["steps"]))
+    except StoppedError:
+        raise InterruptedRunError(f"stopped while uptraining: gqa-convert uptrain {path} goes on, demo --overwrite starts anew") from None
+    lines = read_metrics(run / "metrics.jsonl")
+    points = [{"tokens": line["tokens"], "loss": line["evaluation_loss"]} for line in lines if "evaluation_loss" in line]
+    curve = [{"tokens": 0, "loss": result["evaluation"]["start"]}, *points]
+    kept = ("model", "tokens", "alpha", "evaluation")
+    return {"groups": SHOWN, "recipe": str(path), "curve": curve} | {key: result[key] for key in kept}
 
 
 def _held_out_tokens() -> list[int]:
@@ -107,29 +154,39 @@ def _loss(folder: Path, ids: list[int]) -> float:
     return text_loss(model, ids, batch=8)
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> str | None:
-    """Loss and K/V-cache size against N; None without matplotlib."""
+def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path: Path) -> str | None:
+    """Loss and K/V-cache size against N, and what uptraining brought back; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
     except ImportError:
         return None
     groups = [result["groups"] for result in results]
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(12 if uptraining else 8, 3.4), layout="constrained")
+    left, middle, *right = figure.subplots(1, 3 if uptraining else 2)
     left.plot(groups, [result["loss"] for result in results], marker="o", color="tab:blue")
     left.set_ylabel("held-out loss, nats per token")
     left.set_title("lost: quality before uptraining (mean pooling)", fontsize=10)
-    right.plot(groups, [result["kv_bytes_per_token"] for result in results], marker="o", color="tab:orange")
-    right.set_ylabel("K/V-cache bytes per token")
-    right.set_ylim(bottom=0)
-    right.set_title("gained: a smaller K/V cache", fontsize=10)
-    for axes in (left, right):
+    middle.plot(groups, [result["kv_bytes_per_token"] for result in results], marker="o", color="tab:orange")
+    middle.set_ylabel("K/V-cache bytes per token")
+    middle.set_ylim(bottom=0)
+    middle.set_title("gained: a smaller K/V cache", fontsize=10)
+    for axes in (left, middle):
         axes.set_xscale("log", base=2)
         axes.set_xlabel("groups N (K/V heads per layer)")
         axes.xaxis.set_major_locator(FixedLocator(groups))
         axes.xaxis.set_major_formatter(FixedFormatter([str(count) for count in groups]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.3)
+    for axes in right:
+        assert uptraining
+        curve = uptraining["curve"]
+        axes.plot([point["tokens"] for point in curve], [point["loss"] for point in curve], marker="o", color="tab:green")
+        axes.axhline(uptraining["evaluation"]["source"], color="gray", linestyle="--", label="source")
+        axes.set_title(f"recovered: uptraining of N = {uptraining['groups']}", fontsize=10)
+        axes.set_xlabel("tokens of uptraining")
+        axes.set_ylabel("held-out loss, nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path)
     return str(path)

@@ -11,6 +11,8 @@ class GQAConvertError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 2
+    told_elsewhere = False
+    """Another process of the same run has the same error and prints it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
@@ -66,6 +68,14 @@ class OptionError(GQAConvertError):
     """A command-line value that makes no sense by itself or beside another."""
 
 
+class RecipeError(GQAConvertError):
+    """A recipe that can't be read, or a key of it that makes no sense by itself or beside another."""
+
+
+class DataError(GQAConvertError):
+    """Training or evaluation text that is missing, unreadable, empty or too short."""
+
+
 class MissingExtraError(GQAConvertError):
     """A part of the program needs a package that is not installed."""
 
@@ -80,3 +90,29 @@ class InterruptedRunError(GQAConvertError):
     """The user or the system asked the program to stop."""
 
     exit_code = 130
+
+
+class LaunchError(GQAConvertError):
+    """The processes that run are not those that were meant to, or another job uses their output."""
+
+
+class ResumeError(GQAConvertError):
+    """A run can't go on from its checkpoints."""
+
+
+class DeviceMemoryError(GQAConvertError):
+    """The memory of a GPU, or of the machine, does not suffice for a step."""
+
+    exit_code = 1
+
+
+class DivergedError(GQAConvertError):
+    """Training produced numbers that are not finite, several times in a row."""
+
+    exit_code = 1
+
+
+class StoppedError(GQAConvertError):
+    """A run was asked to stop and has saved its state: the same command goes on (75 is EX_TEMPFAIL of sysexits.h)."""
+
+    exit_code = 75

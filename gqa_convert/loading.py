@@ -23,7 +23,7 @@ _OWN = "gqa_"
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -93,7 +93,7 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool) -> tuple[Any, 
 
     if not run_code:
         _register(folder)
-    with _no_bars():
+    with no_bars():
         model, info = getattr(transformers, task).from_pretrained(
             folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True
         )

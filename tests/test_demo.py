@@ -1,6 +1,7 @@
 """The demo on the bundled checkpoint, and the checkpoint itself."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -16,10 +17,12 @@ from gqa_convert.plan import Plan
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list[Plan]]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict, list[Plan]]]:
     out = tmp_path_factory.mktemp("demo") / "out"
     plans: list[Plan] = []
-    return out, run_demo(out, on_plan=plans.append), plans
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
+        yield out, run_demo(out, uptraining_tokens=3 * 4096, on_plan=plans.append), plans
 
 
 def test_the_bundled_checkpoint_is_small() -> None:
@@ -45,10 +48,22 @@ def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> 
         assert json.loads((out / f"gqa-{groups}" / "config.json").read_text())["multi_query_group_num"] == groups
 
 
+def test_uptraining_recovers(demo: tuple[Path, dict, list[Plan]]) -> None:
+    out, summary, _ = demo
+    uptraining = summary["uptraining"]
+    assert uptraining["tokens"] == 3 * 4096
+    assert uptraining["curve"][0]["tokens"] == 0
+    assert uptraining["curve"][-1]["loss"] < uptraining["curve"][0]["loss"] - 0.3
+    assert uptraining["evaluation"]["source"] < uptraining["curve"][-1]["loss"]
+    assert uptraining["alpha"] == pytest.approx(3 * 4096 / json.loads((CHECKPOINT / "training.json").read_text())["training_tokens"])
+    assert (Path(uptraining["model"]) / "model.safetensors").is_file()
+    assert Path(uptraining["model"]).is_relative_to(out)
+
+
 def test_the_plot_is_a_picture_with_both_curves(demo: tuple[Path, dict, list[Plan]]) -> None:
     root = ET.parse(demo[0] / PLOT).getroot()
     assert root.tag.endswith("svg")
-    assert len([node for node in root.iter() if node.get("id", "").startswith("line2d")]) >= 2
+    assert len([node for node in root.iter() if node.get("id", "").startswith("line2d")]) >= 4
 
 
 def test_an_earlier_demo_is_replaced_only_when_asked(demo: tuple[Path, dict, list[Plan]], tmp_path: Path) -> None:

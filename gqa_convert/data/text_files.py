@@ -1,0 +1,144 @@
+"""Documents in local files: plain text, JSON lines and Parquet, compressed or not."""
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from gqa_convert.data.documents import Piece, no_field, row_pieces
+from gqa_convert.errors import DataError
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PARQUET = (".parquet", ".pq")
+SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_JSON_LINES, *_PARQUET)
+"""Of the files that are read where a folder is named; others are plain text if they are named themselves."""
+
+_COMPRESSED = (".gz", ".zst")
+_PIECE = 1 << 18
+"""Characters of a long text file that are tokenised at a time, so that the tokenizer's threads share it."""
+
+
+class FileText:
+    """Text files as an iterator of documents.
+
+    A text file is a document; a line of a JSON-lines file or a row of a Parquet file is one too. Empty documents are left out.
+
+    Attributes:
+        files: the files, in the order in which they are read.
+        total_bytes: their size on the disk.
+    """
+
+    def __init__(self, label: str, files: Sequence[Path], text_field: str, *, lenient: bool = False) -> None:
+        self.label, self.files, self.text_field = label, list(files), text_field
+        self._lenient = lenient
+        self._finished = 0
+        self._handle: io.BufferedReader | None = None
+        try:
+            self._stats = [path.stat() for path in self.files]
+        except OSError as problem:
+            raise _unreadable(Path(str(problem.filename)), problem) from None
+        self.total_bytes = sum(stat.st_size for stat in self._stats)
+
+    def identity(self) -> list[Any]:
+        """What the documents depend on, for a key: plain data."""
+        files = [[os.path.realpath(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.files, self._stats, strict=True)]
+        return ["files", files, self.text_field, self._lenient]
+
+    def bytes_read(self) -> int:
+        """How far the reading has come."""
+        return self._finished + (0 if self._handle is None or self._handle.closed else self._handle.tell())
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._finished = 0
+        for path, stat in zip(self.files, self._stats, strict=True):
+            try:
+                yield from self._read(path)
+            except UnicodeDecodeError as problem:
+                if not self._lenient:
+                    byte = problem.object[problem.start]
+                    raise DataError(f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or leave it out") from None
+            except (EOFError, gzip.BadGzipFile) as problem:
+                raise DataError(f"{path} is damaged ({problem}): fetch it again, or leave it out") from None
+            except OSError as problem:
+                raise _unreadable(path, problem) from None
+            self._finished += stat.st_size
+
+    def _read(self, path: Path) -> Iterator[Piece]:
+        kind = kind_of(path)
+        with path.open("rb") as self._handle:
+            if kind in _PARQUET:
+                yield from self._parquet(path, self._handle)
+                return
+            with _decompressed(path, self._handle) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+                if self._lenient:
+                    whole = text.read()
+                    yield from [Piece(whole)] if len(whole) > 100 else []
+                else:
+                    yield from self._json_lines(path, text) if kind in _JSON_LINES else _pieces(text)
+
+    def _json_lines(self, path: Path, lines: Iterable[str]) -> Iterator[Piece]:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as problem:
+                raise DataError(f"{path} line {number} is not JSON ({problem}): expected one object per line") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{path} line {number} holds a {type(row).__name__}, expected an object with the field {self.text_field!r}")
+            yield from row_pieces(row, self.text_field, f"{path} line {number}")
+
+    def _parquet(self, path: Path, handle: io.BufferedReader) -> Iterator[Piece]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            file = pq.ParquetFile(handle)
+            names = file.schema_arrow.names
+            if self.text_field not in names:
+                raise no_field(str(path), self.text_field, names)
+            for batch in file.iter_batches(batch_size=256, columns=[self.text_field]):
+                for value in batch.column(0).to_pylist():
+                    yield from row_pieces({self.text_field: value}, self.text_field, str(path))
+        except (pa.ArrowException, UnicodeDecodeError) as problem:
+            raise DataError(f"{path} is no readable Parquet file ({problem}): fetch it again, or leave it out") from None
+
+
+def _pieces(text: IO[str]) -> Iterator[Piece]:
+    """A text file as one document, in pieces that end with lines where there are lines."""
+    pending = ""
+    while True:
+        more = text.read(_PIECE)
+        if not more:
+            break
+        pending += more
+        if len(pending) > _PIECE:
+            cut = pending.rfind("\n", 0, _PIECE) + 1 or _PIECE
+            yield Piece(pending[:cut], last=False)
+            pending = pending[cut:]
+    if pending:
+        yield Piece(pending)
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what is in a file, below that of a compressed one."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
+
+
+def _decompressed(path: Path, handle: io.BufferedReader) -> io.BufferedReader:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=handle))
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(handle, "zstd"))
+    return handle
+
+
+def _unreadable(path: Path, problem: OSError) -> DataError:
+    return DataError(f"{path} can't be read ({problem.strerror or problem}): check the file, or leave it out")

@@ -1,0 +1,1 @@
+"""Parts of the uptraining loop: schedules, optimizers, losses, checkpoints, launch checks."""

@@ -1,0 +1,38 @@
+"""The loss curve of a run as a picture."""
+
+import io
+from typing import Any
+
+
+def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes:
+    """Training and evaluation losses over tokens, as a PNG file.
+
+    Args:
+        lines: of the metrics file.
+        evaluations: losses at the `start` and of the `source`, as far as they were measured.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    measured = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), color="tab:blue", alpha=0.5, linewidth=1, label="training loss")
+    held_out = [(line["tokens"], line["evaluation_loss"]) for line in lines if line.get("evaluation_loss") is not None]
+    if "start" in evaluations:
+        held_out.insert(0, (0, evaluations["start"]))
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="tab:orange", marker="o", markersize=3, label="evaluation loss")
+    if "source" in evaluations:
+        axes.axhline(evaluations["source"], color="gray", linestyle="--", linewidth=1, label="source")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("nats per token")
+    if measured or held_out:
+        axes.legend()
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()

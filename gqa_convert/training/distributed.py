@@ -1,0 +1,241 @@
+"""The processes of a run: are there as many as were meant, and what they agree on.
+
+One job that silently runs as one process, or as several that each think themselves alone, costs days before anybody looks. A process
+that waits for one that has gone costs as much: what goes wrong on one goes wrong on all.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from gqa_convert import errors
+from gqa_convert.errors import GQAConvertError, LaunchError
+
+_TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which srun and MPI launchers say how many tasks they started."""
+
+_REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed has an optimizer and checkpoints of its own, which this program does not use",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has models of its own, which this program does not use",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "this program does not split layers or sequences over processes",
+    "FSDP_OFFLOAD_PARAMS": "this program keeps parameters on the GPUs",
+    "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
+}
+"""Switches of accelerate that would not do what they say, and why."""
+
+_LONGEST_WAIT = timedelta(days=7)
+"""For the process that tokenises; a process that died is noticed at once nevertheless."""
+
+_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert uptrain ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
+
+_BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/transport")
+"""What is found in torch's errors when another process has gone."""
+
+_waiting_group: Any = None
+
+
+def join(**options: Any) -> Any:
+    """accelerate's Accelerator for this process, once all processes of the run have come together.
+
+    Args:
+        options: for it.
+
+    Raises:
+        LaunchError: the launch is not what it looks like.
+    """
+    check_environment(os.environ)
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="no", **options)
+    check_launch(os.environ, accelerator.num_processes)
+    # else transformers would leave the weights of all processes but the first uninitialised, for accelerate to send them around
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if accelerator.num_processes > 1:
+        global _waiting_group
+        _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+    return accelerator
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse what a launcher or a user has set if it makes no sense, before processes begin to wait for one another.
+
+    Raises:
+        LaunchError: it makes none.
+    """
+    for name, reason in _REFUSED.items():
+        if environment.get(name, "false").lower() in ("1", "true", "yes", "on"):
+            raise LaunchError(
+                f"{name} is set, by accelerate's configuration perhaps: {reason}; use recipes/accelerate/fsdp2.yaml or no such key"
+            )
+    stated, rank, local = (_number(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    processes = stated or 1
+    tasks, counter = max((_number(environment, name) or 1, name) for name in _TASK_COUNTS)
+    knows = processes if stated is None else _number(environment, "GROUP_WORLD_SIZE") or processes
+    if tasks > knows:
+        raise LaunchError(
+            f"{tasks} tasks were started ({counter}) and this one knows of {knows}: each would train by itself; start one task per node, "
+            "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
+        )
+    if "MASTER_ADDR" in environment and stated is None:
+        raise LaunchError(
+            "MASTER_ADDR is set, as for several processes, and WORLD_SIZE is not: accelerate starts one process so with --cpu or MULTI_CPU; "
+            f"{_ADVICE}, or unset MASTER_ADDR"
+        )
+    if stated is None and rank is None and local is None:
+        return
+    needed = ["WORLD_SIZE", "RANK", "LOCAL_RANK"] + (["MASTER_ADDR", "MASTER_PORT"] if processes > 1 else [])
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        present = next(name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if environment.get(name))
+        raise LaunchError(f"{present} is set and {missing[0]} is not: {_ADVICE}, or unset {present}")
+    assert rank is not None
+    assert local is not None
+    if not (0 <= rank < processes and 0 <= local <= rank):
+        raise LaunchError(f"WORLD_SIZE is {processes}, RANK {rank} and LOCAL_RANK {local}, which can't be: {_ADVICE}")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}") from None
+
+
+def check_launch(environment: Mapping[str, str], processes: int) -> None:
+    """Refuse a launch of which some processes do not take part.
+
+    Args:
+        environment: of this process.
+        processes: how many take part in the run, as accelerate sees it.
+
+    Raises:
+        LaunchError: the launcher started another number.
+    """
+    stated = _number(environment, "WORLD_SIZE") or 1
+    if processes != stated:
+        raise LaunchError(f"the launcher started {stated} processes and this run has {processes}: {_ADVICE}")
+
+
+@contextmanager
+def together(accelerator: Any) -> Iterator[None]:
+    """Work that every process does by itself, or only one does: an error of any process is raised on all of them, behind the work.
+
+    Processes must not wait for one another within, unless they do so also when they fail.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        problem = raised
+    if accelerator.num_processes == 1:
+        if problem is not None:
+            raise problem
+        return
+    import torch
+
+    stated = None if problem is None else (type(problem).__name__, str(problem))
+    found: list[tuple[str, str] | None] = [None] * accelerator.num_processes
+    with _partners():
+        torch.distributed.all_gather_object(found, stated, group=_waiting_group)
+    first = next((number for number, each in enumerate(found) if each is not None), None)
+    if first is None:
+        return
+    error = problem or _error(first, *(found[first] or ("", "")))
+    if isinstance(error, GQAConvertError):
+        error.told_elsewhere = first != accelerator.process_index
+    raise error
+
+
+def _error(process: int, name: str, text: str) -> GQAConvertError:
+    """That of another process."""
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, GQAConvertError):
+        return known(text)
+    return LaunchError(f"process {process} failed: {name}: {text}")
+
+
+@contextmanager
+def taking_part() -> Iterator[None]:
+    """Within, `join` may be called; behind it, torch's process groups are gone, without which it may end the process by a signal."""
+    try:
+        yield
+    except GQAConvertError:
+        _leave()
+        raise
+    except RuntimeError as problem:  # in the middle of a step
+        if _waiting_group is not None and any(word in f"{type(problem).__name__} {problem}" for word in _BROKEN):
+            raise _ended(problem) from None
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    global _waiting_group
+    _waiting_group = None
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def wait(accelerator: Any) -> None:
+    """Until all processes are here, however long that takes; an error if one of them has ended."""
+    if accelerator.num_processes > 1:
+        import torch
+
+        with _partners():
+            torch.distributed.barrier(group=_waiting_group)
+
+
+@contextmanager
+def _partners() -> Iterator[None]:
+    """What torch says when a process has ended, in one line."""
+    try:
+        yield
+    except RuntimeError as problem:
+        raise _ended(problem) from None
+
+
+def _ended(problem: RuntimeError) -> LaunchError:
+    return LaunchError(
+        f"another process of this run has ended, or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
+    )
+
+
+class OutputLock:
+    """Holds an output folder for one job, until the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise LaunchError(
+                f"another process is training into {folder}: wait for it, or name another output; if it is part of this very job, the "
+                "launcher started processes that do not know of one another"
+            ) from None
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def summed(accelerator: Any, numbers: list[float]) -> list[float]:
+    """Each number's sum over all processes, in float64."""
+    if accelerator.num_processes == 1:
+        return numbers
+    import torch
+
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    with _partners():
+        torch.distributed.all_reduce(tensor)
+        return [float(number) for number in tensor.tolist()]

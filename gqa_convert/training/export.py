@@ -1,0 +1,67 @@
+"""The trained model as an ordinary checkpoint: weights in the type they came in, everything else as it was, provenance brought up to date."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.publication import StagedFolder, sync
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.provenance import PROVENANCE
+
+_SHARD = "5GB"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Path, record: dict[str, Any]) -> None:
+    """Write `out`, whole or not at all; an earlier one is replaced.
+
+    Args:
+        model: of transformers, not wrapped.
+        state: its tensors, whole; emptied.
+        source: the checkpoint that training began with.
+        out: the folder.
+        record: what training adds to the provenance.
+    """
+    assert source.folder is not None
+    with StagedFolder(out) as staged:
+        model.save_pretrained(staged.path, state_dict=_in_first_type(model, state, source), max_shard_size=_SHARD)
+        for path in staged.path.iterdir():
+            if not path.name.startswith("model"):
+                path.unlink()
+        for name in ("config.json", *source.carried):  # as they were: transformers 5 would write them for itself alone
+            if name != PROVENANCE:
+                target = staged.path / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.folder / name, target)
+        earlier = source.folder / PROVENANCE
+        conversion = json.loads(earlier.read_bytes()) if earlier.is_file() else {}
+        conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
+        conversion["uptraining"] = [*conversion.get("uptraining", []), record]
+        (staged.path / PROVENANCE).write_text(json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for path in staged.path.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)
+                sync(path)
+        staged.publish(overwrite=True)
+
+
+def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
+    """The tensors in the type that most of the source's numbers have; those that are one tensor in the model are one here."""
+    import torch
+
+    sizes: Counter[str] = Counter()
+    for _, _, entry in source.tensors():
+        if entry.dtype in _DTYPES:
+            sizes[entry.dtype] += entry.nbytes
+    dtype = getattr(torch, _DTYPES[sizes.most_common(1)[0][0]])
+    first: dict[int, str] = {}
+    own = {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    made: dict[str, Any] = {}
+    for name in list(state):
+        tensor, owner = state.pop(name), own.get(name, name)
+        if owner not in made:
+            made[owner] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        made[name] = made[owner]
+    return made

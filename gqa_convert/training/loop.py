@@ -1,0 +1,222 @@
+"""The training loop. A step is a pure function of the state before it: samples and random numbers follow from the step's number alone,
+so that a run that goes on from a checkpoint does what it would have done without the interruption.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.data.order import mix
+from gqa_convert.data.samples import Samples
+from gqa_convert.recipe import Recipe
+from gqa_convert.training import sharding
+from gqa_convert.training.checkpoints import Progress
+from gqa_convert.training.distributed import summed
+from gqa_convert.training.losses import AttentionTap, attention_match, combined_loss
+from gqa_convert.training.masks import packed_attention_mask
+from gqa_convert.training.reading import ReadAhead
+from gqa_convert.training.schedules import learning_rate
+from gqa_convert.training.teacher import teacher_logits
+from gqa_convert.training.utilisation import flops_per_token, peak
+
+Batch = dict[str, np.ndarray[Any, Any]]
+_LONGEST_STREAK = 5
+"""Steps in a row without a finite gradient, after which training has no sense any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did, over all processes."""
+
+    step: int
+    tokens: int
+    """Of text, from the beginning of the run."""
+    loss: float
+    """What was minimised, per token."""
+    lm: float | None
+    kl: float | None
+    attention: float | None
+    learning_rate: float
+    gradient_norm: float
+    seconds: float
+    skipped: bool
+    """The loss or a gradient was not finite, and nothing was changed."""
+    hopeless: bool
+    """So it was for many steps in a row."""
+
+
+class Trainer:
+    """Model, optimizer and data of a run, and how to take a step with them.
+
+    Args:
+        recipe: the settings.
+        model: as `accelerator.prepare` or `sharding.shard` made it, in training mode.
+        optimizer: over its trained parameters.
+        samples: the training data.
+        accelerator: of accelerate; only its processes and devices are used.
+        steps: of the whole run.
+        teacher: the model to distil from.
+        progress: where the run is; kept up to date.
+
+    Attributes:
+        problem: what went wrong with the text, if that ended the run.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, samples: Samples, accelerator: Any, *, steps: int, teacher: Any,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.recipe, self.model, self.optimizer, self.samples, self.accelerator = recipe, model, optimizer, samples, accelerator
+        self.steps, self.teacher, self.progress = steps, teacher, progress
+        self.problem: Exception | None = None
+        self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
+        self._weight = 0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
+        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._autocast = recipe.precision == "bf16" and not sharding.wanted()
+        self._taps = recipe.attention_matching > 0
+        self._flops_per_token = _flops_per_token(self._inner(), samples.tokens_per_sample)
+        self._peak: float | None = peak(accelerator.device)
+
+    def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
+        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds or text fails on any process."""
+        ahead = ReadAhead(self.micro_batches)
+        if self.progress.step < self.steps:
+            ahead.ask(self.progress.step + 1)
+        for step in range(self.progress.step + 1, self.steps + 1):
+            began = time.perf_counter()
+            batches, self.problem = ahead.take(stop)
+            labels = sum(int((batch["labels"] != -100).sum()) for batch in batches or ())
+            count, stops = summed(self.accelerator, [float(labels), float(batches is None or stop())])
+            if stops or batches is None:
+                return
+            if step < self.steps:
+                ahead.ask(step + 1)  # read while this one computes
+            yield self._step(step, batches, count, began)
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This process's share of a step's samples, as many batches on every process; where samples run out, their labels are ignored."""
+        rank, processes, size = self.accelerator.process_index, self.accelerator.num_processes, self.recipe.micro_batch_size
+        first = (step - 1) * self.samples_per_step
+        own = list(range(first + rank, first + self.samples_per_step, processes))
+        most = -(-self.samples_per_step // processes)
+        batches = [self.samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
+        while len(batches) < -(-most // size):
+            filler = self.samples.batch([first])
+            filler["labels"] = np.full_like(filler["labels"], -100)
+            batches.append(filler)
+        return batches
+
+    def _step(self, step: int, batches: list[Batch], count: float, began: float) -> StepResult:
+        torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout
+        rate = learning_rate(self.recipe, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        parts = torch.zeros(4, dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            sharding.set_gradient_sync(self.model, number == len(batches) - 1)
+            loss, found = self.losses(batch)
+            # the mean over processes, which DDP and FSDP take, becomes the sum over all tokens divided by their number
+            (loss * (self.accelerator.num_processes / max(count, 1.0))).backward()
+            parts += found
+        norm = self._clip()
+        total, lm, kl, attention = (value / max(count, 1.0) for value in summed(self.accelerator, parts.tolist()))
+        skipped = not (math.isfinite(total) and math.isfinite(norm))
+        if not skipped:
+            for parameter in self._trained:  # of an expert that no token came to: its moments are there from the first step on
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._advance(step, skipped)
+        return StepResult(
+            step, self.progress.tokens, total, lm if self._weight < 1 else None, kl if self._weight > 0 else None,
+            attention if self._taps else None, rate, norm, time.perf_counter() - began, skipped,
+            self.progress.skipped_in_a_row >= _LONGEST_STREAK,
+        )  # fmt: skip
+
+    def _advance(self, step: int, skipped: bool) -> None:
+        self.progress.step = step
+        self.progress.tokens += self.samples_per_step * self.samples.tokens_per_sample
+        self.progress.skipped += skipped
+        self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
+
+    def _clip(self) -> float:
+        """The norm of all gradients together, which are scaled down where it is too large."""
+        limit = math.inf if self.recipe.gradient_clipping is None else self.recipe.gradient_clipping
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch as a sum over its tokens, and its parts [loss, lm, kl, attention] without gradient."""
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
+        labels = tensors.pop("labels")
+        document_ids = tensors.pop("document_ids", None)
+        if document_ids is not None:
+            tensors["attention_mask"] = packed_attention_mask(document_ids)
+        student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
+        with student_tap, torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
+            logits = self.model(**tensors, use_cache=False).logits
+        theirs, teacher_tap = None, None
+        if self.teacher is not None and (self._weight > 0 or self._taps):
+            teacher_tap = AttentionTap(self.teacher) if self._taps else nullcontext()
+            with teacher_tap:
+                theirs = teacher_logits(self.teacher, tensors)
+        found = combined_loss(
+            logits, labels, theirs if self._weight > 0 else None, weight=self._weight, temperature=self.recipe.temperature,
+            top_k=self.recipe.teacher_top_k, overwrite=True,
+        )  # fmt: skip
+        loss, attention = found.sum, torch.zeros(())
+        if isinstance(student_tap, AttentionTap) and isinstance(teacher_tap, AttentionTap):
+            attention, _ = attention_match(student_tap.outputs, teacher_tap.outputs, labels)
+            loss = loss + self.recipe.attention_matching * attention
+        nothing = torch.zeros(())
+        parts = [loss, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl, attention]
+        return loss, torch.stack([part.detach().double().cpu() for part in parts])
+
+    def _inner(self) -> Any:
+        return self.model.module if hasattr(self.model, "module") else self.model
+
+    def utilisation(self, tokens_per_second: float) -> float | None:
+        """MFU at a rate of all processes together, where device and model are known."""
+        if self._peak is None or self._flops_per_token is None:
+            return None
+        return round(float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4)
+
+    def evaluate(self, model: Any, batches: list[Batch]) -> float:
+        """Mean loss in nats per token over fixed batches, shared among the processes; in the precision of training."""
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        was_training = model.training
+        model.eval()
+        total, count = 0.0, 0.0
+        # every process takes as many forward passes, since a sharded model's are collective
+        for at in range(0, len(batches), processes):
+            batch = batches[min(at + rank, len(batches) - 1)]
+            tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
+            labels = tensors.pop("labels")
+            tensors.pop("document_ids", None)
+            with torch.no_grad(), torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
+                logits = model(**tensors, use_cache=False).logits
+                found = combined_loss(logits, labels)
+            if at + rank < len(batches):
+                total += float(found.sum)
+                count += float(found.count)
+        model.train(was_training)
+        total, count = summed(self.accelerator, [total, count])
+        return total / max(count, 1.0)
+
+
+def _flops_per_token(model: Any, length: int) -> float | None:
+    """Of training; None for encoder-decoders, of which a token sees a part only."""
+    config = model.config
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if getattr(config, "is_encoder_decoder", False) or not (isinstance(heads, int) and isinstance(layers, int)):
+        return None
+    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return flops_per_token(sum(parameter.numel() for parameter in model.parameters()), layers, width, length)

@@ -1,0 +1,119 @@
+"""What a recipe names, looked at before anything large is loaded."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, GQAConvertError, MissingExtraError, RecipeError
+from gqa_convert.loading import load_tokenizer
+from gqa_convert.recipe import Recipe
+
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+"""Where a tracker's package has another name than the tracker: any of these will do."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The parts of a run, as far as they can be seen without loading them."""
+
+    student: Checkpoint
+    student_folder: Path
+    tokenizer: Any
+    teacher_folder: Path | None
+    source_folder: Path | None
+    """The checkpoint that the student was converted from, if it lies on this machine."""
+    objective: str
+    sequence_length: int
+
+
+def open_recipe(recipe: Recipe) -> Opened:
+    """Look at the models of a recipe.
+
+    Raises:
+        RecipeError: objective, sequence length or teacher don't suit the model.
+        GQAConvertError: a checkpoint can't be used.
+    """
+    student = open_checkpoint(recipe.model, download=True)
+    assert student.folder is not None
+    teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True).folder
+    with explained(recipe.model, "the tokenizer of"):
+        tokenizer = load_tokenizer(student.folder)
+    if teacher is not None:
+        from gqa_convert.training.teacher import shared_vocabulary
+
+        with explained(str(recipe.teacher), "the tokenizer of"):
+            shared_vocabulary(student.folder, teacher)
+    objective, length = _objective(recipe, student)
+    return Opened(student, student.folder, tokenizer, teacher, teacher or _source_of(student.folder), objective, length)
+
+
+def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
+    """The objective and the length of a sample, where the recipe leaves them open."""
+    config = student.config
+    seq2seq = bool(config.get("is_encoder_decoder"))
+    objective = recipe.objective
+    if objective == "auto":
+        objective = "span_corruption" if seq2seq else "causal"
+    if seq2seq == (objective == "causal"):
+        kind = "an encoder-decoder" if seq2seq else "a decoder alone"
+        raise RecipeError(f"objective is {objective} and {recipe.model} is {kind}: leave objective out")
+    context = next((config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None)
+    length = recipe.sequence_length or (512 if seq2seq else min(2048, context or 2048))
+    if context is not None and length > context and "t5" not in str(config.get("model_type")):
+        raise RecipeError(f"sequence_length is {length} and {recipe.model} has positions for {context}: lower it")
+    return objective, length
+
+
+def _source_of(student: Path) -> Path | None:
+    """Where the student's provenance says that it comes from, if that is a folder here."""
+    try:
+        stated = json.loads((student / "gqa_conversion.json").read_bytes())["source"]["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    folder = Path(str(stated))
+    return folder if (folder / "config.json").is_file() else None
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """accelerate leaves out trackers that are not installed, without a word.
+
+    Raises:
+        MissingExtraError: one is not.
+    """
+    for tracker in recipe.trackers:
+        packages = _PACKAGES.get(tracker, (tracker,))
+        if not any(importlib.util.find_spec(package) for package in packages):
+            raise MissingExtraError(f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or leave it out")
+
+
+@contextmanager
+def explained(name: str, what: str = "") -> Iterator[None]:
+    """What transformers says about a checkpoint that it can't load, as one line."""
+    try:
+        yield
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        explain_memory(problem)
+        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
+        raise CorruptCheckpointError(
+            f"{what} {name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files".strip()
+        ) from problem
+
+
+def explain_memory(problem: BaseException) -> None:
+    """Raise a clear error if the problem is memory.
+
+    Raises:
+        DeviceMemoryError: it is.
+    """
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+        raise DeviceMemoryError(
+            "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml, and run the same "
+            "command again, which goes on from the last checkpoint"
+        ) from None

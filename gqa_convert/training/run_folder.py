@@ -1,0 +1,87 @@
+"""The files of a run beside its checkpoints, and whether a folder is one of a run at all."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gqa_convert.checkpoint.publication import sync
+from gqa_convert.errors import OutputError, ResumeError
+from gqa_convert.recipe import Recipe, make_recipe
+
+
+class RunFolder:
+    """`output` of a recipe.
+
+    Attributes:
+        path: the folder.
+        checkpoints: `checkpoints/`, to go on from.
+        model: `model/`, the result.
+        metrics: `metrics.jsonl`, a line per step.
+        plot: `loss.png`.
+        trackers: `trackers/`, for trackers that write files.
+        recipe: `resolved_recipe.yaml`, with all defaults; a folder that has it is a run's.
+        summary: `summary.json`, written last: a run that has it is complete.
+        diverged: `diverged.json`, there from a divergence to the next good checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.model, self.trackers = path / "checkpoints", path / "model", path / "trackers"
+        self.metrics, self.plot = path / "metrics.jsonl", path / "loss.png"
+        self.recipe, self.summary, self.diverged = path / "resolved_recipe.yaml", path / "summary.json", path / "diverged.json"
+
+    def refuse_foreign(self) -> None:
+        """Files of other origin are left alone, unless they have the names of a run's files.
+
+        Raises:
+            OutputError: they do.
+        """
+        if not self.recipe.exists():
+            for path in (self.checkpoints, self.model, self.trackers, self.metrics, self.plot, self.summary, self.diverged):
+                if path.exists() or path.is_symlink():
+                    raise OutputError(f"{path} exists and is of no run of this program: name another output, or move it away")
+
+    def read_recipe(self) -> Recipe:
+        """The recipe that the run was last started with.
+
+        Raises:
+            ResumeError: it can't be read.
+        """
+        try:
+            return make_recipe(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
+        except (OSError, ValueError, yaml.YAMLError) as problem:
+            raise ResumeError(f"{self.recipe} can't be read ({str(problem).splitlines()[0]}): name another output") from None
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
+        write_whole(self.recipe, f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode())
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of a run that is complete."""
+        try:
+            summary = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) and (self.model / "config.json").is_file() else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is never seen half-written."""
+    partial = path.with_name(f".{path.name}.new")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,82 @@
+"""Learning-rate schedules: the factor on the peak rate as a closed form of the step, counted from 1.
+
+Every schedule begins with a linear warm-up, which reaches 1 at its last step. Nothing is carried from step to step, so that a
+resumed run needs no state.
+
+    S   steps of the run            W   steps of warm-up
+    f   share that it ends at       s   the step, 1 to S
+"""
+
+import math
+
+from gqa_convert.recipe import Recipe, Schedule
+
+
+def constant(step: int, warmup: int) -> float:
+    """s / W, then 1."""
+    return min(1.0, step / max(1, warmup))
+
+
+def cosine(step: int, steps: int, warmup: int, final: float) -> float:
+    """After the warm-up, half a cosine from 1 down to f, which the last step has.
+
+    Loshchilov & Hutter 2017 (SGDR), without restarts.
+    """
+    if step <= warmup:
+        return step / warmup
+    share = (step - warmup) / (steps - warmup)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def inverse_sqrt(step: int, warmup: int) -> float:
+    """min(s / W, sqrt(W / s)).
+
+    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)): the same without the rise.
+    Without a warm-up it is 1 / sqrt(s).
+    """
+    peak = max(1, warmup)
+    return min(step / peak, math.sqrt(peak / step))
+
+
+def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) -> float:
+    """Warm-up, stable at 1, then down to f in a straight line over the last `decay_share` of the steps.
+
+    Hu et al. 2024 (MiniCPM), who let the last part fall exponentially; the straight line ends where it is told to. A warm-up that
+    reaches into the decay shortens it.
+    """
+    if step <= warmup:
+        return step / warmup
+    decay = min(max(1, round(decay_share * steps)), steps - warmup)
+    return final + (1 - final) * min(1.0, (steps - step) / decay)
+
+
+def factor(schedule: Schedule, step: int, steps: int, warmup: int, *, final: float = 0.1, decay_share: float = 0.2) -> float:
+    """The learning rate of a step as a share of the peak.
+
+    Args:
+        schedule: its name.
+        step: from 1 to `steps`.
+        steps: of the whole run.
+        warmup: how many of them are warm-up.
+        final: what cosine and wsd end at.
+        decay_share: of the steps, in which wsd decays.
+    """
+    if not 1 <= step <= steps or not 0 <= warmup <= steps:
+        raise ValueError(f"step {step} of {steps}, {warmup} of them warm-up")
+    match schedule:
+        case "constant":
+            return constant(step, warmup)
+        case "cosine":
+            return cosine(step, steps, warmup, final)
+        case "inverse_sqrt":
+            return inverse_sqrt(step, warmup)
+        case "wsd":
+            return wsd(step, steps, warmup, final, decay_share)
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 1, in a run of so many steps by this recipe."""
+    share = factor(
+        recipe.schedule, step, steps, recipe.warmup(steps), final=recipe.final_learning_rate, decay_share=recipe.decay_share
+    )  # fmt: skip
+    return recipe.learning_rate * share

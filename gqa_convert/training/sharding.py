@@ -1,0 +1,65 @@
+"""How a model is spread over processes: a copy on each (DDP), or parameters, gradients and moments split over all, layer by layer (FSDP2).
+
+accelerate's own FSDP switch becomes plain DDP on CPUs without a word, so that sharding is done here, from the same configuration.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+_TRUE = ("1", "true", "yes", "on")
+
+
+def wanted() -> bool:
+    """Whether the launcher's configuration asks for FSDP (`distributed_type: FSDP` of accelerate) and there is more than one process."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def replicate(model: Any, device: Any) -> Any:
+    """A copy on every process, whose gradients are averaged in the backward pass."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model.to(device), device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
+    """Split a model in place over all processes; matrix products in bfloat16 if asked for, sums of gradients in float32.
+
+    Args:
+        model: whole, on every process; best on the CPU, so that the device holds one whole layer at a time.
+        device: of this process.
+        processes: how many there are.
+        bf16: compute in bfloat16; parameters and optimizer state stay as they are.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (processes,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
+    for layer in layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    # what lies outside the layers is needed again at once in a backward pass; without one it is freed
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """The repeated blocks of a model: what its class says must not be split, innermost first."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in reversed(list(model.modules())):
+        if type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer):
+            yield module
+
+
+def set_gradient_sync(model: Any, sync: bool) -> None:
+    """Whether the next forward and backward pass of a replicated model averages the gradients of all processes.
+
+    A sharded model always does: otherwise each process would hold whole gradients.
+    """
+    if hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = sync

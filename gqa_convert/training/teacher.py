@@ -1,0 +1,100 @@
+"""The model whose distributions are distilled: loaded, checked against the student, and asked without a trace of gradients."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, RecipeError
+from gqa_convert.loading import load_model, load_tokenizer, read_config
+
+_DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}
+
+
+def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
+    """The teacher in evaluation mode, without gradients, in a type of its own.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: bf16, float32, or auto for the checkpoint's own.
+        device: where to.
+
+    Raises:
+        RecipeError: the type is unknown.
+        CorruptCheckpointError: parameters are missing in the folder.
+        Exception: whatever transformers raises.
+    """
+    if dtype not in _DTYPES:
+        raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
+    model, missing = load_model(folder, _DTYPES[dtype])
+    if missing:
+        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): it cannot teach")
+    return model.requires_grad_(False).to(device)
+
+
+def shared_vocabulary(student: Path, teacher: Path) -> int:
+    """How many tokens student and teacher can be compared over: all, or where they are padded to different sizes, the lesser number.
+
+    Reads configs and tokenizers only, so that a mistake is found before any model is loaded.
+
+    Args:
+        student: a local checkpoint with its tokenizer.
+        teacher: a local checkpoint; its tokenizer is looked at if there is one.
+
+    Raises:
+        ConfigError: a config states no size of the vocabulary.
+        RecipeError: the same number is another token to either, or the student's tokenizer has tokens beyond the shared part.
+    """
+    sizes = {folder: _vocabulary_size(folder) for folder in (student, teacher)}
+    shared = min(sizes.values())
+    tokens = load_tokenizer(student).get_vocab()
+    needed = max(tokens.values(), default=-1) + 1
+    if needed > shared and len(set(sizes.values())) > 1:
+        raise RecipeError(
+            f"the teacher {teacher} has logits for {sizes[teacher]} tokens and the student {student} for {sizes[student]}, of which its "
+            f"tokenizer uses {needed}: distillation needs a teacher with the student's vocabulary"
+        )
+    if teacher != student and any(
+        (teacher / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    ):
+        other = load_tokenizer(teacher).get_vocab()
+        different = sorted((number, token) for token, number in tokens.items() if other.get(token) != number)
+        if different:
+            number, token = different[0]
+            theirs = next((repr(each) for each, its in other.items() if its == number), "nothing")
+            raise RecipeError(
+                f"token {number} is {token!r} to the student {student} and {theirs} to the teacher {teacher} ({len(different)} differ): "
+                "distillation needs a teacher with the student's vocabulary"
+            )
+    return shared
+
+
+def _vocabulary_size(folder: Path) -> int:
+    config = read_config(folder)
+    for key in ("vocab_size", "padded_vocab_size"):
+        size = config.get(key)
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    raise ConfigError(f"{folder / 'config.json'} states no vocab_size: distillation must know how many tokens the logits are for")
+
+
+def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The teacher's logits [b, L, V], fit to enter a loss.
+
+    Autocasting, which the student's forward pass may run under, is off: the teacher computes in the type it was loaded in.
+
+    Args:
+        teacher: from `load_teacher`.
+        batch: what the student's forward pass gets, with decoder_input_ids for an encoder-decoder; labels are left out.
+
+    Raises:
+        OptionError: an encoder-decoder would get no decoder_input_ids.
+    """
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "document_ids")}
+    if getattr(teacher.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        raise OptionError("the teacher is an encoder-decoder, and the batch has no decoder_input_ids: both must be given the same")
+    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
+        logits: Tensor = teacher(**inputs, use_cache=False).logits
+        return logits

@@ -1,0 +1,32 @@
+"""Model FLOPs utilisation (Chowdhery et al. 2022): the share of a GPU's peak that the arithmetic of training itself needs."""
+
+from typing import Any
+
+_PEAKS = {
+    "B200": 2250e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
+    "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250": 383e12,
+}  # fmt: skip
+"""Dense bfloat16 multiplications and additions per second, from the makers' data sheets; the first name that fits counts."""
+
+
+def peak(device: Any) -> float | None:
+    """Of a device of torch; None for CPUs and GPUs that are not in the table."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return next((flops for known, flops in _PEAKS.items() if known in name), None)
+
+
+def flops_per_token(parameters: int, layers: int, width: int, length: int) -> float:
+    """Of a forward and a backward pass of a decoder, without a teacher's and without what is recomputed.
+
+    Args:
+        parameters: all of them.
+        layers: how many.
+        width: query heads times head width.
+        length: tokens of a sample.
+    """
+    return 6.0 * parameters + 12.0 * layers * width * length

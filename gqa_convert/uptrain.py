@@ -1,0 +1,466 @@
+"""Takes a converted checkpoint back to its source's quality: everything around the training loop, from the recipe to the trained model."""
+
+import errno
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gqa_convert.errors import CorruptCheckpointError, DivergedError, GQAConvertError, NoSpaceError, OutputError, ResumeError, StoppedError
+from gqa_convert.loading import load_model, no_bars
+from gqa_convert.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from gqa_convert.training.checkpoints import Progress
+    from gqa_convert.training.loop import StepResult, Trainer
+    from gqa_convert.training.metrics import Metrics
+    from gqa_convert.training.stopping import StopRequests
+
+OnStep = Callable[[dict[str, Any]], None]
+"""Called on the main process with every line of the metrics file, and `steps` of the whole run."""
+
+AGAINST_DIVERGENCE = ("learning_rate", "gradient_clipping", "precision")
+"""Keys that may change where a run has diverged."""
+
+
+def uptrain(
+    path: str | Path,
+    overrides: list[str],
+    *,
+    on_message: Callable[[str], None] = lambda _: None,
+    on_step: OnStep = lambda _: None,
+    on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
+) -> dict[str, Any]:
+    """Run a recipe, from its newest checkpoint if there is one.
+
+    Args:
+        path: of the recipe.
+        overrides: `key=value`.
+        on_message: called with what happens between the steps.
+        on_step: called after every step.
+        on_tokenize: called with a source of text, the bytes tokenised and their total.
+
+    Returns:
+        The summary that is also in `output/summary.json`; on the main process only.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+        LaunchError: the processes are not those that were meant.
+        ResumeError: the output holds a run that this one can't go on from.
+        OutputError: the output can't be written, or holds other things.
+        NoSpaceError: its disk is full.
+        DataError: the text can't be used.
+        DivergedError: training produced numbers that are not finite.
+        DeviceMemoryError: a step needs more memory than there is.
+        StoppedError: a signal asked to stop, and the state is saved.
+    """
+    recipe = read_recipe(path, overrides)
+    from gqa_convert.training.stopping import StopRequests
+
+    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        from gqa_convert.training.distributed import taking_part
+
+        with taking_part(), no_bars():
+            run = _Run(recipe, stops, on_message, on_step, on_tokenize)
+            try:
+                return run.go()
+            finally:
+                run.release()
+
+
+@contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """What the system says about the output or the memory, as one line."""
+    full = f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(full) from None
+        if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
+            raise OutputError(
+                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a folder that can be written"
+            ) from None
+        raise
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        if "No space left" in str(problem):  # safetensors
+            raise NoSpaceError(full) from None
+        from gqa_convert.training.opening import explain_memory
+
+        explain_memory(problem)
+        raise
+
+
+class _Run:
+    """One run, on this process."""
+
+    def __init__(
+        self, recipe: Recipe, stops: "StopRequests", on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any
+    ) -> None:  # fmt: skip
+        from gqa_convert.training.checkpoints import Checkpoints
+        from gqa_convert.training.distributed import join, together, wait
+        from gqa_convert.training.opening import check_trackers
+        from gqa_convert.training.run_folder import RunFolder
+
+        check_trackers(recipe)
+        self.recipe, self.stops = recipe, stops
+        self.folder = RunFolder(Path(recipe.output))
+        trackers = str(self.folder.trackers) if recipe.trackers else None
+        self.accelerator = join(log_with=list(recipe.trackers) or None, project_dir=trackers)
+        self.main = bool(self.accelerator.is_main_process)
+        self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
+        self.say = on_message if self.main else lambda _: None
+        self.on_step, self.on_tokenize = on_step, on_tokenize
+        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, barrier=self.wait)
+        self.lock: Any = None
+
+    def go(self) -> dict[str, Any]:
+        """From what the output holds to the trained model."""
+        import torch
+
+        from gqa_convert.training.loop import Trainer
+        from gqa_convert.training.metrics import Metrics
+        from gqa_convert.training.opening import open_recipe
+        from gqa_convert.training.optimizers import build_optimizer
+
+        with self.together():
+            self._take_output()
+        with self.together():
+            finished, record = self._look_back()
+        if finished is not None:
+            self.say(f"{self.recipe.output} is complete already; a larger budget or another output would train on")
+            return finished if self.main else {}
+        progress = self._progress(record)
+        with self.together():
+            self.opened = open_recipe(self.recipe)
+        samples, evaluation = self._data()
+        self.fingerprint = samples.fingerprint
+        if record and record["samples"] != samples.fingerprint:
+            raise ResumeError(
+                f"the training text or the tokenizer is not what it was when {self.checkpoints.path(progress.step)} was saved: restore it, "
+                "or name another output"
+            )
+        steps = self.recipe.steps(samples.tokens_per_sample)
+        self.recipe.warmup(steps)
+        torch.manual_seed(self.recipe.seed)
+        with self.together():
+            inner = self._load_student()
+        self.inner, self.model = inner, self._distribute(inner)
+        self.optimizer = build_optimizer(inner, self.recipe)
+        teacher = self._load_teacher()
+        if self.recipe.compile:
+            self.model.compile()
+        trainer = Trainer(
+            self.recipe, self.model, self.optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=progress
+        )  # fmt: skip
+        with self.together():
+            self._begin_files()
+        self._first_evaluations(trainer, teacher, *evaluation)
+        if record:
+            with self.stops.at_boundaries():
+                self._restore(progress.step)
+        with self.together():
+            metrics = Metrics(self.folder.metrics, progress.step) if self.main else None
+        self._start_trackers()
+        began, step_before, tokens_before = time.monotonic(), progress.step, progress.tokens
+        try:
+            self._train(trainer, metrics, evaluation[0])
+        finally:
+            if metrics:
+                with suppress(OSError):  # what was to be saved is; the file system is full or gone
+                    metrics.close()
+            samples.close()
+        seconds = time.monotonic() - began
+        pace = {
+            "processes": self.accelerator.num_processes, "steps_since_resumption": steps - step_before,
+            "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round((progress.tokens - tokens_before) / max(seconds, 1e-3)),
+        }  # fmt: skip
+        return self._finish(progress, pace)
+
+    def release(self) -> None:
+        """Let others use the output."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _take_output(self) -> None:
+        """Lock the output for this run, and remove what a run that died left unfinished."""
+        from gqa_convert.checkpoint.publication import sweep
+        from gqa_convert.training.distributed import OutputLock
+
+        self.folder.refuse_foreign()
+        if self.main:
+            self.lock = OutputLock(self.folder.path)
+            sweep(self.folder.path)
+            self.checkpoints.sweep()
+
+    def _look_back(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The summary of a run that is complete, and the record of the checkpoint to go on from.
+
+        Raises:
+            ResumeError: the output holds a run that this recipe can't go on from.
+        """
+        finished, newest = self.folder.finished(), self.checkpoints.newest()
+        if finished is None and newest is None:
+            return None, None
+        earlier = make_recipe(newest[1]["recipe"]) if newest else self.folder.read_recipe()
+        may_change = (*BOOKKEEPING, *EXECUTION, *(AGAINST_DIVERGENCE if self.folder.diverged.exists() else ()))
+        different = earlier.differences(self.recipe, may_change=may_change)
+        if different:
+            raise ResumeError(
+                f"{self.recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to go on, or name "
+                "another output"
+            )
+        if finished is not None and earlier.budget_tokens == self.recipe.budget_tokens:
+            return finished, None
+        if newest is None:
+            raise ResumeError(f"{self.recipe.output} is complete and its checkpoints are gone, so that it can't go on: name another output")
+        return None, newest[1]
+
+    def _progress(self, record: dict[str, Any] | None) -> "Progress":
+        """Where the run is, once it is said what is not as it was."""
+        from gqa_convert.training.checkpoints import Progress
+
+        if record is None:
+            return Progress()
+        progress = Progress(**record["progress"])
+        with self.together():
+            aside = self.checkpoints.set_aside_after(progress.step) if self.main else []
+        for path in aside:
+            self.say(f"a checkpoint is damaged and was renamed to {path}: going back to the one before it")
+        self.say(f"going on from {self.checkpoints.path(progress.step)}")
+        if record["processes"] != self.accelerator.num_processes:
+            self.say(f"it was saved by {record['processes']} process(es): sums will be rounded otherwise from here on")
+        changes = make_recipe(record["recipe"]).differences(self.recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION))
+        for change in changes:
+            progress.changes.append(f"from step {progress.step + 1}: {change}")
+            self.say(change)
+        if self.folder.diverged.exists():
+            progress.skipped_in_a_row = 0
+        return progress
+
+    def _data(self) -> tuple[Any, tuple[list[Any], str]]:
+        """Training samples; batches of evaluation data and their fingerprint."""
+        from gqa_convert.data.samples import evaluation_blocks, open_samples
+
+        common: dict[str, Any] = {
+            "objective": self.opened.objective, "sequence_length": self.opened.sequence_length,
+            "decoder_start": self.opened.student.config.get("decoder_start_token_id"),
+            "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait, "progress": self.on_tokenize,
+        }  # fmt: skip
+        with self.together():
+            samples = open_samples(
+                list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
+            )
+        if self.recipe.evaluation_data is None:
+            return samples, ([], "")
+        with self.together():
+            blocks = evaluation_blocks(
+                list(self.recipe.evaluation_data), self.opened.tokenizer, tokens=self.recipe.evaluation_tokens, **common
+            )  # fmt: skip
+        size = self.recipe.micro_batch_size
+        batches = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
+        return samples, (batches, blocks.fingerprint)
+
+    def _load_student(self) -> Any:
+        import torch
+
+        from gqa_convert.training.dropout import set_dropout
+        from gqa_convert.training.opening import explained
+        from gqa_convert.training.optimizers import choose_trained
+
+        with explained(self.recipe.model):
+            model, missing = load_model(self.opened.student_folder, torch.float32)
+        if missing:
+            raise CorruptCheckpointError(f"{self.recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
+        if self.recipe.document_mask:
+            from gqa_convert.attention import register
+
+            register()
+            model.set_attn_implementation("gqa")
+        if self.recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        choose_trained(model, self.recipe.trainable)
+        set_dropout(model, self.recipe.dropout)
+        return model.train()
+
+    def _distribute(self, model: Any) -> Any:
+        from gqa_convert.training import sharding
+
+        accelerator = self.accelerator
+        if sharding.wanted():
+            return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=self.recipe.precision == "bf16")
+        if accelerator.num_processes == 1:
+            return model.to(accelerator.device)
+        return sharding.replicate(model, accelerator.device)
+
+    def _load_teacher(self) -> Any:
+        if self.opened.teacher_folder is None:
+            return None
+        from gqa_convert.training.opening import explained
+        from gqa_convert.training.teacher import load_teacher
+
+        with self.together(), explained(str(self.recipe.teacher)):
+            teacher = load_teacher(self.opened.teacher_folder, self.recipe.teacher_dtype, "cpu")
+        return self._place_fixed(teacher)
+
+    def _place_fixed(self, model: Any) -> Any:
+        """A model without gradients, whole on every device or, where the student is, split."""
+        from gqa_convert.training import sharding
+
+        if sharding.wanted():
+            return sharding.shard(model, self.accelerator.device, self.accelerator.num_processes, bf16=False)
+        return model.to(self.accelerator.device)
+
+    def _begin_files(self) -> None:
+        """From here on the folder is this run's, and not complete."""
+        if self.main:
+            self.folder.write_recipe(self.recipe)
+            self.folder.summary.unlink(missing_ok=True)
+
+    def _first_evaluations(self, trainer: "Trainer", teacher: Any, batches: list[Any], fingerprint: str) -> None:
+        """The losses between which the recovery is measured, at the start and of the source, unless they are known."""
+        progress = trainer.progress
+        if not batches or progress.evaluated_on == fingerprint:
+            return
+        progress.evaluations = {"start": trainer.evaluate(self.model, batches)}
+        self.say(f"loss at the start: {progress.evaluations['start']:.4f} nats per token of the evaluation data")
+        source = teacher
+        if source is None and self.opened.source_folder is not None:
+            with self.together():
+                source, _ = load_model(self.opened.source_folder, "auto")
+            source = self._place_fixed(source.requires_grad_(False))
+        if source is not None:
+            progress.evaluations["source"] = trainer.evaluate(source, batches)
+            self.say(f"loss of the source: {progress.evaluations['source']:.4f}")
+        progress.evaluated_on = fingerprint
+
+    def _train(self, trainer: "Trainer", metrics: "Metrics | None", evaluation: list[Any]) -> None:
+        """The steps that are left, with what belongs between them."""
+        progress, recipe, steps = trainer.progress, self.recipe, trainer.steps
+        saved, tokens_per_step = progress.step, trainer.samples_per_step * trainer.samples.tokens_per_sample
+        self.say(
+            f"{steps:,} steps of {tokens_per_step:,} tokens on {self.accelerator.num_processes} process(es), from step {progress.step + 1:,}"
+        )
+        with self.stops.at_boundaries():
+            for result in trainer.run(lambda: bool(self.stops)):
+                last = result.step == steps
+                evaluated = None
+                if evaluation and (last or (recipe.evaluate_every and result.step % recipe.evaluate_every == 0)):
+                    evaluated = trainer.evaluate(self.model, evaluation)
+                if metrics and (last or evaluated is not None or result.skipped or result.step % recipe.log_every == 0):
+                    self._log(metrics, result, evaluated, trainer)
+                if result.skipped:
+                    self.say(f"step {result.step}: the loss or a gradient is not finite; no update")
+                if result.hopeless:
+                    self._give_up(progress)
+                if last or result.step % recipe.save_every == 0:
+                    self._save(progress, metrics)
+                    saved = progress.step
+            if progress.step == steps:
+                return
+            if saved != progress.step:
+                self._save(progress, metrics)
+        if trainer.problem is not None:
+            self.say(f"step {progress.step} is saved, and the text for the next one can't be read")
+            raise trainer.problem
+        name = self.stops.names[0] if self.stops else "another process of this run"
+        done = f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
+        raise StoppedError(f"stopped by {name} {done}: run the same command again to go on")
+
+    def _log(self, metrics: "Metrics", result: "StepResult", evaluated: float | None, trainer: "Trainer") -> None:
+        def finite(value: float | None) -> float | None:
+            return value if value is not None and abs(value) < float("inf") else None
+
+        rate = trainer.samples_per_step * trainer.samples.tokens_per_sample / result.seconds
+        line = {
+            "step": result.step, "tokens": result.tokens, "loss": finite(result.loss), "lm": finite(result.lm), "kl": finite(result.kl),
+            "attention": finite(result.attention), "learning_rate": result.learning_rate, "gradient_norm": finite(result.gradient_norm),
+            "tokens_per_second": round(rate, 1), "mfu": trainer.utilisation(rate), "evaluation_loss": finite(evaluated),
+            "skipped": True if result.skipped else None,
+        }  # fmt: skip
+        metrics.write(**line)
+        self.on_step(line | {"steps": trainer.steps})
+        if self.recipe.trackers:
+            numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+            self.accelerator.log(numbers, step=result.step)
+
+    def _give_up(self, progress: "Progress") -> None:
+        """Training has no sense any more; from here on, keys that may help may change.
+
+        Raises:
+            DivergedError: always.
+        """
+        from gqa_convert.training.run_folder import write_json
+
+        if self.main:
+            write_json(self.folder.diverged, {"step": progress.step})
+        steps = self.checkpoints.steps()
+        where = f"{self.checkpoints.path(steps[-1])} is intact" if steps else "there is no checkpoint yet"
+        raise DivergedError(
+            f"{progress.skipped_in_a_row} steps in a row up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
+            "again with a lower learning_rate, a lower gradient_clipping or precision=no"
+        )
+
+    def _save(self, progress: "Progress", metrics: "Metrics | None") -> None:
+        if metrics:
+            metrics.sync()
+        self.checkpoints.save(self._state(), progress, self.recipe.resolved(), self.accelerator.num_processes, self.fingerprint)
+        if self.main and not progress.skipped_in_a_row:
+            self.folder.diverged.unlink(missing_ok=True)
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        tensors, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": tensors, "optimizer": moments}
+
+    def _restore(self, step: int) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        self.checkpoints.load(step, state, self.accelerator.num_processes)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _start_trackers(self) -> None:
+        if self.recipe.trackers:
+            settings = self.recipe.resolved()
+            flat = {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in settings.items()}
+            self.accelerator.init_trackers("gqa-convert", config=flat)
+
+    def _finish(self, progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        summary: dict[str, Any] = {}
+        with self.together():
+            if self.main:
+                summary = self._publish(state, progress, pace)
+        if self.recipe.trackers:
+            self.accelerator.end_training()
+        return summary
+
+    def _publish(self, state: dict[str, Any], progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
+        """The trained model, the curve and, last, the summary."""
+        from gqa_convert.training.curve import draw_curve
+        from gqa_convert.training.export import export_model
+        from gqa_convert.training.metrics import read_metrics
+        from gqa_convert.training.run_folder import write_json, write_whole
+        from gqa_convert.training.summary import summarise
+
+        lines = read_metrics(self.folder.metrics)
+        summary = {"model": str(self.folder.model), **summarise(self.recipe, progress, lines), **pace, "plot": str(self.folder.plot)}
+        record = {key: summary[key] for key in ("tokens", "evaluation", "changes")} | {"recipe": self.recipe.resolved()}
+        export_model(self.inner, state, self.opened.student, self.folder.model, record)
+        try:
+            write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))
+        except ImportError:
+            summary["plot"] = None
+        self.checkpoints.prune()  # had the run been killed between the last checkpoint's appearance and that
+        write_json(self.folder.summary, summary)
+        return summary

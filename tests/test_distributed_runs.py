@@ -1,0 +1,219 @@
+"""Whole runs on several processes: what ends them, and how they go on."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.convert import convert_checkpoint
+from gqa_convert.demo import CHECKPOINT
+from gqa_convert.errors import LaunchError
+from gqa_convert.training.distributed import check_environment, check_launch
+from tests.ranks import Job, free_port, uptrain
+
+STEPS = 8
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+"""What accelerate sets for fsdp2.yaml."""
+BY_TORCHRUN = {
+    "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a converted model, text and a recipe."""
+    folder = tmp_path_factory.mktemp("runs")
+    convert_checkpoint(CHECKPOINT, folder / "model", 3)
+    words = random.Random(0).choices([f"word{number}" for number in range(500)], k=20_000)
+    (folder / "text.txt").write_text(" ".join(words))
+    recipe = {
+        "model": str(folder / "model"), "data": str(folder / "text.txt"), "tokens": STEPS * 160, "tokens_per_step": 160, "sequence_length": 32,
+        "micro_batch_size": 2, "learning_rate": 1e-3, "precision": "no", "save_every": 2, "output": "o", "keep_checkpoints": STEPS,
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def start(place: Path, output: Path, *overrides: str, processes: int = 2, **environment: str) -> Job:
+    arguments = (str(place / "recipe.yaml"), f"output={output}", *overrides)
+    logs = output.parent / f"{output.name}-logs"
+    return Job(uptrain, arguments, logs, processes, XDG_CACHE_HOME=str(place / "cache"), **environment)
+
+
+def result(output: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """The trained weights and the log without its times."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return (output / "model" / "model.safetensors").read_bytes(), [
+        {key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines
+    ]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def whole(request: pytest.FixtureRequest, place: Path) -> tuple[str, dict[str, str], Path]:
+    """A run that nothing interrupted."""
+    environment = FSDP if request.param == "fsdp" else {}
+    job = start(place, place / request.param, **environment)
+    assert job.wait() == [0, 0], job.text()
+    return request.param, environment, place / request.param
+
+
+def test_a_job_that_was_killed_goes_on_bit_for_bit(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    """First everything is killed, then one process, whose partner must not wait for ever."""
+    _, environment, reference = whole
+    output = tmp_path / "out"
+    job = start(place, output, **environment)
+    job.wait_for(output / "checkpoints" / "step-000002")
+    time.sleep(random.random() * 0.1)
+    job.kill()
+    job.wait()
+    job = start(place, output, **environment)
+    job.wait_for(output / "checkpoints" / "step-000004")
+    job.kill(rank=1)
+    codes = job.wait(30)
+    assert codes in ([2, -signal.SIGKILL], [0, 0]), job.text()
+    assert codes == [0, 0] or "another process of this run has ended" in job.complaints()[0]
+    job = start(place, output, **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert result(output) == result(reference)
+
+
+def test_a_signal_to_one_process_stops_and_saves_all(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    kind, environment, reference = whole
+    output = tmp_path / "out"
+    job = start(place, output, "save_every=100", **environment)
+    job.wait_for(output / "metrics.jsonl", filled=True)
+    job.kill(0 if kind == "ddp" else 1, signal.SIGUSR1)
+    assert job.wait() == [75, 75], job.text()
+    assert job.complaints(), job.text()
+    (saved,) = (output / "checkpoints").iterdir()
+    assert saved.name.startswith("step-")
+    job = start(place, output, **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert result(output) == result(reference)
+
+
+def test_checkpoints_fit_other_numbers_of_processes(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    """Half a run on two processes, the rest on one, and the other way round."""
+    kind, environment, reference = whole
+    losses = [line["loss"] for line in result(reference)[1]]
+    for number in (1, 2):
+        output = tmp_path / str(number)
+        shutil.copytree(reference, output)
+        shutil.rmtree(output / "model")
+        for step in (6, 8):
+            shutil.rmtree(output / "checkpoints" / f"step-{step:06d}")
+        if number == 1:
+            job = start(place, output, processes=1)
+        else:  # a sharded one on copies, and the other way round
+            job = start(place, output, **({} if kind == "fsdp" else FSDP))
+        assert set(job.wait()) == {0}, job.text()
+        assert "going on from" in job.text()
+        assert [line["loss"] for line in result(output)[1]] == pytest.approx(losses, rel=1e-5)
+    job = start(place, tmp_path / "one", "save_every=4", processes=1)
+    assert job.wait() == [0], job.text()
+    shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-000008")
+    job = start(place, tmp_path / "one", **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert [line["loss"] for line in result(tmp_path / "one")[1]] == pytest.approx(losses, rel=1e-5)
+
+
+def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path) -> None:
+    """A locked output, and text that only the process that tokenises looks at: one line, exit code 2 everywhere."""
+    (tmp_path / "locked").mkdir()
+    with (tmp_path / "locked" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        job = start(place, tmp_path / "locked")
+        assert job.wait(30) == [2, 2], job.text()
+        assert len(job.complaints()) == 1, job.text()
+        assert "another process is training into" in job.complaints()[0]
+    job = start(place, tmp_path / "missing", "data=nowhere.txt")
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+
+
+def test_a_changed_recipe_ends_all(place: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    _, environment, reference = whole
+    job = start(place, reference, "seed=1", **environment)
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "seed was 0 and is now 1" in job.complaints()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"RANK": "0"}, "WORLD_SIZE is not"),
+        ({"LOCAL_RANK": "0", "RANK": "0"}, "WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "two"}, "expected a whole number"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "accelerate starts one process so with --cpu"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 tasks were started"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks were started"),
+        (BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks were started"),
+        (BY_TORCHRUN | {"RANK": "2"}, "can't be"),
+        (BY_TORCHRUN | {"LOCAL_RANK": "2"}, "can't be"),
+        (BY_TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
+        (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed has an optimizer"),
+        (BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "keeps parameters on the GPUs"),
+        (BY_TORCHRUN | FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing"),
+    ],
+)
+def test_launches_that_are_not_what_they_look_like_are_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        check_environment(changes)
+
+
+def test_launches_that_make_sense_pass() -> None:
+    check_environment({})
+    check_environment({"SLURM_STEP_NUM_TASKS": "1"})
+    check_environment({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
+    check_environment(BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "false"})
+    check_environment(BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "16", "RANK": "9"})
+    check_launch(BY_TORCHRUN, 2)
+    with pytest.raises(LaunchError, match="started 2 processes and this run has 1"):
+        check_launch(BY_TORCHRUN, 1)
+
+
+def command(place: Path, output: Path, launcher: list[str], **environment: str) -> "subprocess.Popen[str]":
+    variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / "cache")} | environment
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, "-m", "gqa_convert", "uptrain", str(place / "recipe.yaml"), f"output={output}"],
+        env={**_clean(), **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH", "HOME", "VIRTUAL_ENV", "HF_HUB_OFFLINE")}
+
+
+def test_two_machines_are_as_two_processes_of_one(place: Path, tmp_path: Path) -> None:
+    """Two torchruns that find each other over the loopback device."""
+    port = free_port()
+    launcher = ["torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "1", "--rdzv_backend", "c10d"]
+    nodes = [
+        command(place, tmp_path / "out", [*launcher, "--rdzv_endpoint", f"127.0.0.1:{port}", "--node_rank", str(rank)]) for rank in (0, 1)
+    ]
+    for node in nodes:
+        text, _ = node.communicate(timeout=90)
+        assert node.returncode == 0, text
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["processes"] == 2
+    assert summary["steps"] == STEPS
+
+
+def test_accelerates_silent_single_process_is_refused(place: Path, tmp_path: Path) -> None:
+    node = command(place, tmp_path / "out", ["accelerate.commands.launch", "--cpu", "--num_processes", "2"])
+    text, _ = node.communicate(timeout=60)
+    assert node.returncode == 1
+    assert "gqa-convert: MASTER_ADDR is set" in text
+    assert "exit status 2" in text
+    assert not (tmp_path / "out").exists()
