@@ -118,7 +118,7 @@ class Trainer:
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = torch.zeros(4, dtype=torch.float64)
+        parts = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)  # read once, at the end: a GPU need not wait
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
             loss, found = self.losses(batch)
@@ -172,13 +172,13 @@ class Trainer:
             logits, labels, theirs if self._weight > 0 else None, weight=self._weight, temperature=self.recipe.temperature,
             top_k=self.recipe.teacher_top_k, overwrite=True,
         )  # fmt: skip
-        loss, attention = found.sum, torch.zeros(())
+        nothing = torch.zeros((), device=labels.device)
+        loss, attention = found.sum, nothing
         if isinstance(student_tap, AttentionTap) and isinstance(teacher_tap, AttentionTap):
             attention, _ = attention_match(student_tap.outputs, teacher_tap.outputs, labels)
             loss = loss + self.recipe.attention_matching * attention
-        nothing = torch.zeros(())
         parts = [loss, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl, attention]
-        return loss, torch.stack([part.detach().double().cpu() for part in parts])
+        return loss, torch.stack([part.detach().double() for part in parts])
 
     def _inner(self) -> Any:
         return self.model.module if hasattr(self.model, "module") else self.model
