@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -266,7 +268,6 @@ def test_evaluation_reads_the_beginning(tmp_path: Path, from_rows: Callable[[Any
 
 
 def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"text": text_of(number), "other": number}) + "\n" for number in range(DOCUMENTS)), encoding="utf-8")
     load, calls = datasets.load_dataset, []
@@ -291,8 +292,6 @@ def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_commits_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-
     class Answer:
         sha = "a" * 40
 

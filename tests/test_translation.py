@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -563,7 +564,6 @@ def test_damaged_sources(tmp_path: Path) -> None:
 
 def test_tokenizer_stays_the_sources(tmp_path: Path) -> None:
     """A folder that names no tokenizer class gets its model type's, and the home's type would bring another."""
-    tokenizers = pytest.importorskip("tokenizers")
     from transformers import GPTNeoXTokenizerFast
 
     words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30, "Ġ": 31, "Ġ!": 32}
@@ -584,7 +584,6 @@ def test_tokenizer_stays_the_sources(tmp_path: Path) -> None:
 
 def test_gpt2_tokenizer_keeps_its_special_tokens(tmp_path: Path) -> None:
     """transformers 5 has no tokenizer class of its own for gpt_bigcode, and GPT-2's folder on the Hub names no special tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
     tokenizer.add_special_tokens(["<|endoftext|>"])
