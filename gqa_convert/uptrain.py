@@ -149,6 +149,8 @@ class _Run:
         steps = self.recipe.steps(samples.tokens_per_sample)
         self.recipe.warmup(steps)
         torch.manual_seed(self.recipe.seed)
+        if estimate := self._memory():
+            self.say(estimate)
         with self.together():
             inner = self._load_student()
         self.inner, self.model = inner, self._distribute(inner)
@@ -266,6 +268,22 @@ class _Run:
         size = self.recipe.micro_batch_size
         batches = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
         return samples, (batches, blocks.fingerprint)
+
+    def _memory(self) -> str | None:
+        """The estimate of what this run needs, where the model's sizes are known; on the main process."""
+        from gqa_convert.training import memory, sharding
+        from gqa_convert.training.distributed import local_processes
+
+        opened = self.opened
+        architecture = memory.read_architecture(opened.student.config)
+        if architecture is None or not self.main:
+            return None
+        setting = memory.setting_of(
+            self.recipe, **memory.parameters_of(opened.student, opened.teacher, self.recipe), sequence_length=opened.sequence_length,
+            target_length=memory.target_length(opened.objective, opened.sequence_length), processes=self.accelerator.num_processes,
+            sharded=sharding.wanted(), device=self.accelerator.device.type,
+        )  # fmt: skip
+        return memory.shown(memory.plan(architecture, setting), memory.available(self.accelerator.device, local_processes()))
 
     def _load_student(self) -> Any:
         import torch

@@ -109,6 +109,11 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
         raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}") from None
 
 
+def local_processes() -> int:
+    """How many processes of the run this machine has."""
+    return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
+
+
 def check_launch(environment: Mapping[str, str], processes: int) -> None:
     """Refuse a launch of which some processes do not take part.
 

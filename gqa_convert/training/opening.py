@@ -24,6 +24,7 @@ class Opened:
     student: Checkpoint
     student_folder: Path
     tokenizer: Any
+    teacher: Checkpoint | None
     teacher_folder: Path | None
     source_folder: Path | None
     """The checkpoint that the student was converted from, if it lies on this machine."""
@@ -40,7 +41,8 @@ def open_recipe(recipe: Recipe) -> Opened:
     """
     student = open_checkpoint(recipe.model, download=True)
     assert student.folder is not None
-    teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True).folder
+    opened = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True)
+    teacher = None if opened is None else opened.folder
     with explained(recipe.model, "the tokenizer of"):
         tokenizer = load_tokenizer(student.folder)
     if teacher is not None:
@@ -49,7 +51,7 @@ def open_recipe(recipe: Recipe) -> Opened:
         with explained(str(recipe.teacher), "the tokenizer of"):
             shared_vocabulary(student.folder, teacher)
     objective, length = _objective(recipe, student)
-    return Opened(student, student.folder, tokenizer, teacher, teacher or _source_of(student.folder), objective, length)
+    return Opened(student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length)
 
 
 def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
