@@ -6,6 +6,7 @@ that waits for one that has gone costs as much: what goes wrong on one goes wron
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -185,9 +186,8 @@ def taking_part() -> Iterator[None]:
 def _leave() -> None:
     global _waiting_group
     _waiting_group = None
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    torch = sys.modules.get("torch")  # none if a signal has ended its import, which must not begin again
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from gqa_convert.errors import InterruptedRunError, StoppedError
+from gqa_convert.errors import GQAConvertError, InterruptedRunError, StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -25,6 +25,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._patient = False
+        self._stopped: StoppedError | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
@@ -35,6 +36,8 @@ class StopRequests:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
+            raise self._stopped from None  # what was interrupted, an import say, has made another error of it
 
     @contextmanager
     def at_boundaries(self) -> Iterator[None]:
@@ -56,4 +59,5 @@ class StopRequests:
         if again:
             raise InterruptedRunError("stopped at once by a second Ctrl-C: run the same command again to go on from the last checkpoint")
         if not self._patient:
-            raise StoppedError(f"stopped by {name} between two stages, with nothing to save: run the same command again to go on")
+            self._stopped = StoppedError(f"stopped by {name} between two stages, with nothing to save: run the same command again to go on")
+            raise self._stopped
