@@ -20,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Turn a multi-head-attention checkpoint into a grouped-query one, prove it, and use it.
 
-    [bold]Try it[/bold] (offline, about three minutes):  gqa-convert demo
+    [bold]Try it[/bold] (offline, about four minutes):  gqa-convert demo
 
     [bold]A real one[/bold]:
 
@@ -155,6 +155,8 @@ def verify(
 ) -> None:  # fmt: skip
     """Prove that OUT is SOURCE with its K/V heads merged, and nothing else. Exit code 1 if it is not.
 
+    A checkpoint that was uptrained since has numbers of its own: verify what it was trained from.
+
     Every tensor is compared or recomputed, by code that shares nothing with the converter; then both models are loaded and OUT must
     compute what SOURCE computes once its K/V heads are replaced by the merged ones.
 
@@ -184,7 +186,7 @@ def uptrain(
     """Restore a converted checkpoint's quality by training, with its source as teacher if the recipe names one.
 
     The same command goes on where a run was interrupted. Exit code 75: a signal (TERM, USR1, INT, HUP) asked to stop, and the state is
-    saved.
+    saved. The keys of a recipe are in docs/uptraining.md.
 
       gqa-convert uptrain recipes/tiny.yaml
 

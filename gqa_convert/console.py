@@ -272,7 +272,8 @@ def show_verification(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         mark = "[green]ok  [/green]" if check["passed"] else "[red]FAIL[/red]"
         console.print(f"{mark}  {check['name']:<22} {check['detail']}", soft_wrap=True)
-    console.print("[green]verified[/green]" if report["passed"] else "[red]not verified: do not use this checkpoint[/red]")
+    consequence = "it is not what a conversion of SOURCE makes; unless it was trained since, do not use it"
+    console.print("[green]verified[/green]" if report["passed"] else f"[red]not verified: {consequence}[/red]")
 
 
 def show_demo(summary: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ class Recipe:
         growing, free = set(may_grow), set(may_change)
         keys = [key for key in before if before[key] != after[key] and key not in free]
         found = [
-            f"{key} was {_shown(before[key])} and is now {_shown(after[key])}"
+            f"{key} was {_shown(_brief(before[key]))} and is now {_shown(_brief(after[key]))}"
             for key in keys
             if not (key in growing and (key in BUDGET or _grown(before[key], after[key])))
         ]
@@ -214,6 +214,17 @@ def _grown(before: object, after: object) -> bool:
 def _shown(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _brief(value: Any) -> Any:
+    """Plain data, with sources of text as a recipe may write them: without what is as by default."""
+    if isinstance(value, list):
+        return f"[{', '.join(str(_brief(item)) for item in value)}]" if len(value) != 1 else _brief(value[0])
+    if not isinstance(value, dict):
+        return value
+    usual = dataclasses.asdict(DataSource(""))
+    stated = {key: item for key, item in value.items() if key == "source" or item != usual[key]}
+    return value["source"] if len(stated) == 1 else f"{{{', '.join(f'{key}: {item}' for key, item in stated.items())}}}"
 
 
 def _plain(value: Any) -> Any:

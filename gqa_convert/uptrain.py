@@ -124,6 +124,7 @@ class _Run:
         """From what the output holds to the trained model."""
         import torch
 
+        from gqa_convert.provenance import PROVENANCE
         from gqa_convert.training.loop import Trainer
         from gqa_convert.training.metrics import Metrics
         from gqa_convert.training.opening import open_recipe
@@ -139,6 +140,8 @@ class _Run:
         progress = self._progress(record)
         with self.together():
             self.opened = open_recipe(self.recipe)
+        if not (self.opened.student_folder / PROVENANCE).is_file():
+            self.say(f"{self.recipe.model} has no {PROVENANCE}, so that gqa-convert has not converted it: it is trained as it is")
         samples, evaluation = self._data()
         self.fingerprint = samples.fingerprint
         if record and record["samples"] != samples.fingerprint:

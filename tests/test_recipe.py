@@ -365,7 +365,7 @@ def test_differences() -> None:
     assert recipe.differences(make(seed=1, micro_batch_size=2, gradient_checkpointing=True, compile=True)) == ()
     assert recipe.differences(make(seed=1, log_every=7), may_change=()) == ("log_every was 1 and is now 7",)
     assert recipe.differences(make(seed=1, gradient_clipping=None)) == ("gradient_clipping was 1.0 and is now null",)
-    assert recipe.differences(make(seed=1, data=["d", "e"]))[0].startswith("data was [{'source': 'd'")
+    assert recipe.differences(make(seed=1, data=["d", "e"]))[0].startswith("data was d and is now [d, e]")
 
 
 def test_only_a_smaller_budget_is_a_difference() -> None:

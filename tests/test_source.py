@@ -286,6 +286,7 @@ class TestRefusals:
         [
             (["adapter_config.json", "adapter_model.safetensors"], "merge_and_unload"),
             (["__0_0.distcp", ".metadata"], "consolidate"),
+            (["resolved_recipe.yaml", "checkpoints/step-000008/__0_0.distcp"], "folder model/"),
             (["global_step12/mp_rank_00_model_states.pt", "latest"], "zero_to_fp32"),
             (["model-q4.gguf"], "GGUF"),
             (["tf_model.h5"], "TensorFlow"),
@@ -296,7 +297,7 @@ class TestRefusals:
     @pytest.mark.parametrize("config", [True, False])
     def test_foreign_formats(self, tmp_path: Path, files: list[str], words: str, config: bool) -> None:
         for name in files:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
             (tmp_path / name).write_bytes(b"{}")
         if config:
             write_config(tmp_path)

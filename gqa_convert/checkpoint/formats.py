@@ -51,6 +51,7 @@ def choose_weights(files: Iterable[str], where: str) -> str:
         if name in names:
             return name
     refusals = (
+        (("resolved_recipe.yaml",), "a run of gqa-convert uptrain: name the folder model/ in it, which is there when the run is complete"),
         (("adapter_config.json", "adapter_model.*"), "an adapter, no whole model: merge it into its base model first (merge_and_unload)"),
         (("*.distcp", ".metadata"), "a distributed training checkpoint: consolidate it first (torch.distributed.checkpoint.format_utils)"),
         (("global_step*/*", "zero_to_fp32.py"), "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py"),

@@ -161,7 +161,10 @@ def check_provenance(
         errors: merge errors as recomputed, or None if the tensors themselves did not pass.
     """
     if claims.get("uptraining_tokens"):
-        raise Failure(f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion: its tensors are its own")
+        raise Failure(
+            f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion: its tensors are its own; verify what it was "
+            "trained from"
+        )
     truth = {
         "model_type": family.model_type,
         "heads": geometry.heads,
