@@ -117,7 +117,7 @@ class _Run:
         self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize = on_step, on_tokenize
-        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, barrier=self.wait)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, together=self.together)
         self.lock: Any = None
 
     def go(self) -> dict[str, Any]:
@@ -387,12 +387,14 @@ class _Run:
                 return
             if saved != progress.step:
                 self._save(progress, metrics)
-        if trainer.problem is not None:
-            self.say(f"step {progress.step} is saved, and the text for the next one can't be read")
-            raise trainer.problem
-        name = self.stops.names[0] if self.stops else "another process of this run"
-        done = f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
-        raise StoppedError(f"stopped by {name} {done}: run the same command again to go on")
+            done = f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
+            with self.together():  # whoever knows the reason says it, and the first of them aloud
+                if trainer.problem is not None:
+                    self.say(f"step {progress.step} is saved, and the text for the next one can't be read")
+                    raise trainer.problem
+                if self.stops:
+                    raise StoppedError(f"stopped by {self.stops.names[0]} {done}: run the same command again to go on")
+        raise StoppedError(f"stopped {done}: run the same command again to go on")
 
     def _log(self, metrics: "Metrics", result: "StepResult", evaluated: float | None, trainer: "Trainer") -> None:
         def finite(value: float | None) -> float | None:
@@ -438,6 +440,11 @@ class _Run:
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        if not self.optimizer.state:  # all steps so far were skipped, or this run is yet to go on
+            get_state_dict(self.model, self.optimizer)  # makes moments by a step with zeros, which must not count
+            for moments in self.optimizer.state.values():
+                if "step" in moments:
+                    moments["step"].zero_()
         tensors, moments = get_state_dict(self.model, self.optimizer)
         return {"model": tensors, "optimizer": moments}
 

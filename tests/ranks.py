@@ -4,6 +4,7 @@ A server process imports it once and forks the others. Nothing here takes a job 
 processes must notice by themselves.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -110,3 +111,14 @@ def uptrain(*arguments: str) -> None:
 
     sys.argv = ["gqa-convert", "uptrain", *arguments]
     main()
+
+
+def uptrain_on_a_full_disk(*arguments: str) -> None:
+    """The same, where the first process finds no room for a checkpoint's record, which the others don't write."""
+    from gqa_convert.training.checkpoints import Checkpoints
+
+    def publish(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Checkpoints._publish = publish  # type: ignore[method-assign]
+    uptrain(*arguments)

@@ -18,7 +18,7 @@ from gqa_convert.convert import convert_checkpoint
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
 from gqa_convert.training.distributed import check_environment, check_launch
-from tests.ranks import Job, free_port, uptrain
+from tests.ranks import Job, free_port, uptrain, uptrain_on_a_full_disk
 
 STEPS = 8
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -93,7 +93,8 @@ def test_a_signal_to_one_process_stops_and_saves_all(place: Path, tmp_path: Path
     job.wait_for(output / "metrics.jsonl", filled=True)
     job.kill(0 if kind == "ddp" else 1, signal.SIGUSR1)
     assert job.wait() == [75, 75], job.text()
-    assert job.complaints(), job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "stopped by SIGUSR1 after step" in job.complaints()[0]
     (saved,) = (output / "checkpoints").iterdir()
     assert saved.name.startswith("step-")
     job = start(place, output, **environment)
@@ -138,6 +139,15 @@ def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path)
     job = start(place, tmp_path / "missing", "data=nowhere.txt")
     assert job.wait(30) == [2, 2], job.text()
     assert len(job.complaints()) == 1, job.text()
+
+
+def test_what_only_the_first_process_can_not_save_ends_all(place: Path, tmp_path: Path) -> None:
+    arguments = (str(place / "recipe.yaml"), f"output={tmp_path / 'out'}", "save_every=1")
+    job = Job(uptrain_on_a_full_disk, arguments, tmp_path / "logs", 2, XDG_CACHE_HOME=str(place / "cache"))
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "is full: make room" in job.complaints()[0]
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
 
 
 def test_a_changed_recipe_ends_all(place: Path, whole: tuple[str, dict[str, str], Path]) -> None:

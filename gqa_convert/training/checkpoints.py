@@ -8,12 +8,15 @@ import errno
 import json
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
+from gqa_convert.training.distributed import waiting_group
 
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
@@ -49,14 +52,14 @@ class Checkpoints:
         folder: `output/checkpoints`.
         keep: how many to keep.
         main: whether this is the process that publishes.
-        barrier: waits for all processes.
+        together: a context in which one process works, and whose errors are raised on all of them.
     """
 
-    def __init__(self, folder: Path, keep: int, *, main: bool, barrier: Any) -> None:
+    def __init__(self, folder: Path, keep: int, *, main: bool, together: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.folder = folder
         self._keep = keep
         self._main = main
-        self._barrier = barrier
+        self._together = together
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -128,38 +131,41 @@ class Checkpoints:
 
         final = self.path(progress.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
-        if self._main:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-        self._barrier()
+        with self._together():
+            if self._main:
+                try:
+                    shutil.rmtree(work, ignore_errors=True)
+                    work.mkdir(parents=True)
+                except OSError as raised:
+                    raise self._explained(raised) from None
         try:
-            dcp.save(state, checkpoint_id=work, no_dist=processes == 1)
+            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
             raise self._explained(raised) from None
-        self._barrier()
-        if self._main:
-            try:
-                files = {path.name: _size(path) for path in work.iterdir()}
-                record = {
-                    "format": _FORMAT, "progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples,
-                    "files": files,
-                }  # fmt: skip
-                (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-                for path in work.iterdir():
-                    sync(path)
-                sync(work)
-                if final.exists():  # of a run that went back behind it
-                    self._remove(progress.step)
-                work.rename(final)
-                sync(self.folder)
-                if not progress.skipped_in_a_row:
-                    self.prune()
-            except OSError as raised:
-                shutil.rmtree(work, ignore_errors=True)
-                raise self._explained(raised) from None
-        self._barrier()
+        record = {"format": _FORMAT, "progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples}
+        with self._together():
+            if self._main:
+                try:
+                    self._publish(work, final, record)
+                    if not progress.skipped_in_a_row:
+                        self.prune()
+                except OSError as raised:
+                    shutil.rmtree(work, ignore_errors=True)
+                    raise self._explained(raised) from None
         return final
+
+    def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
+        """From here on it counts."""
+        record["files"] = {path.name: _size(path) for path in work.iterdir()}
+        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in work.iterdir():
+            sync(path)
+        sync(work)
+        if final.exists():  # of a run that went back behind it
+            self._remove(int(final.name.removeprefix("step-")))
+        work.rename(final)
+        sync(self.folder)
 
     def load(self, step: int, state: dict[str, Any], processes: int) -> None:
         """Fill `state` in place.
@@ -171,7 +177,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
         try:
-            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1)
+            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
         except (Exception, CheckpointException) as raised:
             problem = _inner(raised)
             first = next((line for line in str(problem).splitlines() if line.strip()), "")

@@ -110,6 +110,11 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
         raise LaunchError(f"{name} is {text!r}, expected a whole number: {_ADVICE}") from None
 
 
+def waiting_group() -> Any:
+    """The process group that has patience, on CPUs; None for a single process. A slow disk is none of NCCL's business."""
+    return _waiting_group
+
+
 def local_processes() -> int:
     """How many processes of the run this machine has."""
     return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
