@@ -120,5 +120,5 @@ def uptrain_on_a_full_disk(*arguments: str) -> None:
     def publish(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    Checkpoints._publish = publish  # type: ignore[method-assign]
+    Checkpoints._publish = publish  # type: ignore[assignment, method-assign]
     uptrain(*arguments)

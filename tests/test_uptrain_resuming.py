@@ -237,7 +237,7 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0)
     monkeypatch.setattr(Trainer, "losses", losses)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])  # the latter has an AdamW in it
 def test_a_checkpoint_before_the_first_update_changes_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
