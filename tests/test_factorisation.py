@@ -1,0 +1,121 @@
+"""Merging by factorisation and alignment: what must cost nothing does, and what it costs is the least that is possible."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert.merging.alignment import align_rotary_keys, align_values
+from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
+
+M, R, C, D = 3, 2, 5, 14
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def covariance(rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    samples = rng.standard_normal((50, D)) * rng.uniform(0.2, 3, D)
+    return samples.T @ samples / 50
+
+
+def products(outputs: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What every query head makes of an input: [m, r, D, d]."""
+    return outputs @ (values[:, None] if values.ndim == 3 else values)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_heads_that_differ_by_a_map_merge_without_loss(rng: np.random.Generator, measured: bool) -> None:
+    known = covariance(rng) if measured else None
+    base, maps = rng.standard_normal((C, D)), rng.standard_normal((M, C, C))
+    rows, others = maps @ base, rng.standard_normal((M, R, D, C))
+    shared, columns = factor_values(rows, others, known)
+    assert np.allclose(products(columns, shared), products(others, rows))
+    queries = rng.standard_normal((M, R, C, D))
+    key, asked = factor_keys(rows, queries, known)
+    before = np.einsum("mrce,mcd->mred", queries, rows)
+    assert np.allclose(np.einsum("mrce,cd->mred", asked, key), before)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_rotary_heads_that_differ_by_a_complex_number_merge_without_loss(rng: np.random.Generator, measured: bool) -> None:
+    known = covariance(rng) if measured else None
+
+    def numbers(*shape: int) -> np.ndarray[Any, Any]:
+        return rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+
+    base, factors, queries = numbers(C, D), numbers(M, C), numbers(M, R, C, D)
+    keys = factors[:, :, None] * base
+    key, asked = factor_rotary_keys(keys, queries, known)
+    before = np.einsum("mrfe,mfd->mrfed", queries, keys.conj())  # the score of a pair is the real part of query times conjugate key
+    assert np.allclose(np.einsum("mrfe,fd->mrfed", asked, key.conj()), before)
+    assert np.allclose((np.abs(keys) ** 2).mean(axis=(0, 2)), (np.abs(key) ** 2).mean(axis=1))
+
+
+def test_values_are_the_best_of_their_rank(rng: np.random.Generator) -> None:
+    """The error is that of the truncated singular values of the stacked, weighed heads, and no other shared head has less."""
+    known = covariance(rng)
+    values, outputs = rng.standard_normal((M, C, D)), rng.standard_normal((M, 1, D, C))
+    shared, columns = factor_values(values, outputs, known)
+
+    def error(shared: np.ndarray[Any, Any], columns: np.ndarray[Any, Any]) -> float:
+        difference = products(columns, shared) - products(outputs, values)
+        return float(np.einsum("mrDd,de,mrDe->", difference, known, difference))
+
+    stacked = (outputs[:, 0] @ values).reshape(M * D, D)
+    spectrum = np.linalg.svd(stacked @ np.linalg.cholesky(known), compute_uv=False) ** 2
+    assert error(shared, columns) == pytest.approx(spectrum[C:].sum(), rel=1e-9)
+    for _ in range(20):
+        nearby = shared + 0.05 * rng.standard_normal(shared.shape)
+        best = outputs @ values[:, None] @ known @ nearby.T @ np.linalg.inv(nearby @ known @ nearby.T)
+        assert error(nearby, best) > error(shared, columns)
+    assert np.sqrt(np.mean(shared**2)) == pytest.approx(np.sqrt(np.mean(values**2)))
+
+
+def test_a_covariance_that_is_known_helps(rng: np.random.Generator) -> None:
+    known = covariance(rng)
+    values, outputs = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
+    errors = []
+    for given in (None, known):
+        shared, columns = factor_values(values, outputs, given)
+        difference = products(columns, shared) - products(outputs, values)
+        errors.append(np.einsum("mrDd,de,mrDe->", difference, known, difference))
+    assert errors[1] < errors[0]
+
+
+def test_dead_heads_do_no_harm(rng: np.random.Generator) -> None:
+    """A head that nothing reads, and one that says nothing, leave finite numbers and an exact merge of the third."""
+    values, outputs = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
+    outputs[0], values[1] = 0, 0
+    shared, columns = factor_values(values, outputs)
+    assert np.isfinite(shared).all()
+    assert np.isfinite(columns).all()
+    assert np.allclose(products(columns, shared), products(outputs, values), atol=1e-4)
+    keys, queries = values.astype(complex), rng.standard_normal((M, R, C, D)).astype(complex)
+    queries[0] = 0
+    key, asked = factor_rotary_keys(keys, queries)
+    assert np.isfinite(key).all()
+    assert np.isfinite(asked).all()
+
+
+def test_turned_heads_align_without_loss(rng: np.random.Generator) -> None:
+    base, outputs = rng.standard_normal((C, D)), rng.standard_normal((M, R, D, C))
+    turns = np.linalg.qr(rng.standard_normal((M, C, C)))[0]
+    values = turns @ base
+    shared, columns = align_values(values, outputs)
+    assert np.allclose(products(columns, shared), products(outputs, values))
+    pairs = base + 1j * rng.standard_normal((C, D))
+    keys = np.exp(1j * rng.uniform(0, 6, (M, C)))[:, :, None] * pairs
+    queries = rng.standard_normal((M, R, C, D)) + 0j
+    key, asked = align_rotary_keys(keys, queries)
+    before = np.einsum("mrfe,mfd->mrfed", queries, keys.conj())
+    assert np.allclose(np.einsum("mrfe,fd->mrfed", asked, key.conj()), before)
+
+
+def test_alignment_is_never_worse_than_the_mean(rng: np.random.Generator) -> None:
+    values, outputs = rng.standard_normal((M, C, D)), np.stack([np.eye(D, C)[None]] * M)
+    shared, columns = align_values(values, outputs)
+    aligned = np.sum((np.swapaxes(columns[:, 0, :C], -1, -2) @ values - shared) ** 2)
+    assert aligned < np.sum((values - values.mean(0)) ** 2)
