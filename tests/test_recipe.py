@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gqa_convert
 from gqa_convert.errors import RecipeError
-from gqa_convert.recipe import _KEYS, BOOKKEEPING, BUDGET, EXECUTION, DataSource, Recipe, make_recipe, read_recipe
+from gqa_convert.recipe import BOOKKEEPING, BUDGET, EXECUTION, KEYS, DataSource, Recipe, make_recipe, read_recipe
 
 ROOT = Path(gqa_convert.__file__).parents[1]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -56,7 +56,7 @@ def test_defaults() -> None:
 
 def test_every_field_has_a_reader_and_a_meaning() -> None:
     names = [field.name for field in dataclasses.fields(Recipe)]
-    assert names == list(_KEYS)
+    assert names == list(KEYS)
     assert {*BUDGET, *BOOKKEEPING, *EXECUTION} < {*names}
 
 
@@ -114,7 +114,7 @@ def test_data_in_all_its_forms(tmp_path: Path) -> None:
     assert make(data=[DataSource("x")]).data == (DataSource("x"),)
 
 
-BAD_KEYS = {
+BADKEYS = {
     "lerning_rate: 1e-4": "unknown key 'lerning_rate': did you mean 'learning_rate'?",
     "learning-rate: 1e-4": "unknown key 'learning-rate': did you mean 'learning_rate'?",
     "lr: 1e-4": "unknown key 'lr': did you mean 'learning_rate'?",
@@ -174,9 +174,9 @@ BAD_KEYS = {
 }
 
 
-@pytest.mark.parametrize("lines", BAD_KEYS)
+@pytest.mark.parametrize("lines", BADKEYS)
 def test_bad_keys(lines: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, LINES + lines + "\n").startswith(BAD_KEYS[lines])
+    assert refusal(tmp_path, LINES + lines + "\n").startswith(BADKEYS[lines])
 
 
 BAD_DATA = {
@@ -451,7 +451,7 @@ def shown_default(field: "dataclasses.Field[Any]") -> str:
 def test_the_page_has_every_key_with_its_kind_and_default() -> None:
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
-    found = {key: (kind, default) for key, kind, default, _ in rows if key in _KEYS}
+    found = {key: (kind, default) for key, kind, default, _ in rows if key in KEYS}
     assert found == {field.name: (shown_type(field.name), shown_default(field)) for field in dataclasses.fields(Recipe)}
 
 
