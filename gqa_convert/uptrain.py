@@ -476,14 +476,14 @@ class _Run:
     def _publish(self, state: dict[str, Any], progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
         """The trained model, the curve and, last, the summary."""
         from gqa_convert.training.curve import draw_curve
-        from gqa_convert.training.export import export_model
+        from gqa_convert.training.export import export_model, made_now
         from gqa_convert.training.metrics import read_metrics
         from gqa_convert.training.run_folder import write_json, write_whole
         from gqa_convert.training.summary import summarise
 
         lines = read_metrics(self.folder.metrics)
         summary = {"model": str(self.folder.model), **summarise(self.recipe, progress, lines), **pace, "plot": str(self.folder.plot)}
-        record = {key: summary[key] for key in ("tokens", "evaluation", "changes")} | {"recipe": self.recipe.resolved()}
+        record = {key: summary[key] for key in ("tokens", "evaluation", "changes")} | {"recipe": self.recipe.resolved(), **made_now()}
         export_model(self.inner, state, self.opened.student, self.folder.model, record)
         try:
             write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))

@@ -28,7 +28,7 @@ ALLOWED = {
     "convert": {"checkpoint", "errors", "plan", "provenance", "writing"},
     "data": {"errors", "stdlib_text"},
     "recipe": {"errors"},
-    "training": {"checkpoint", "data", "errors", "families", "geometry", "loading", "provenance", "recipe"},
+    "training": {"", "checkpoint", "data", "errors", "families", "geometry", "loading", "provenance", "recipe"},
     "uptrain": {"attention", "checkpoint", "data", "errors", "loading", "provenance", "recipe", "training"},
     "evaluate": {"errors"},
     "loading": {"modeling"},
