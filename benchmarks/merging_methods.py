@@ -176,9 +176,12 @@ def main() -> None:
     targets = [layers.recorded(layer.post_attention_layernorm, text) for layer in source.model.layers]
     base = text_loss(source, held_out, batch=8)
     record: dict[str, Any] = {
-        "command": ["python", "benchmarks/merging_methods.py", *sys.argv[1:]], "source_loss": round(base, 4), "calibration_tokens": text.numel(), "held_out_tokens": len(held_out),
+        "command": ["python", "benchmarks/merging_methods.py", *sys.argv[1:]],
+        "source_loss": round(base, 4),
+        "calibration_tokens": text.numel(),
+        "held_out_tokens": len(held_out),
         "losses": {},
-    }  # fmt: skip
+    }
     print(f"source {base:.3f}")
     for name in METHODS:
         losses = {
