@@ -264,7 +264,8 @@ _MEMORY = """
 import sys, torch
 from gqa_convert.training.losses import combined_loss
 torch.set_num_threads(1)
-rows, vocab, dtype = 512, 32000, getattr(torch, sys.argv[1])
+dtype = getattr(torch, sys.argv[1])
+rows, vocab = 2048 // dtype.itemsize, 32000  # 65 MB: malloc keeps freed blocks of up to 32 MiB, and then the peak is a matter of luck
 labels = torch.randint(vocab, (1, rows))
 peak = lambda: 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss starts at the parent's
 def logits():
@@ -297,8 +298,8 @@ def test_peak_memory(dtype: str) -> None:
     result = subprocess.run([sys.executable, "-c", _MEMORY, dtype], capture_output=True, text=True, check=True)
     overwriting, allocating, naive = map(float, result.stdout.split())
     assert overwriting < 1.6
-    assert allocating < 3.8
-    assert naive > 1.4 * allocating
+    assert allocating < 1.8
+    assert naive > 3 * allocating
 
 
 def tiny_llama(kv_heads: int = 4, **options: Any) -> Any:
