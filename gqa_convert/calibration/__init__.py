@@ -1,0 +1,1 @@
+"""Calibration: text through a model, and the statistics of its activations."""

@@ -1,0 +1,199 @@
+"""Source and student run side by side over all batches, from one attention module to the next.
+
+Both are one tree of modules: all but the attention's weights are the same tensors. Each batch of each is an ordinary call of the whole
+model in a greenlet of its own, which stops wherever it enters one of the modules asked for. So no knowledge of how a model
+chains its layers is needed, every layer is computed once, and what is kept of a batch is one paused call.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gqa_convert.calibration.names import find_modules
+from gqa_convert.calibration.pausing import Paused, current, pause
+from gqa_convert.calibration.site import Call, Site
+from gqa_convert.calibration.weights import replaced, wrapped_forward
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What a forward pass says as it stops: where, and what that module was called with."""
+
+    site: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A batch's pass through source or student."""
+
+    batch: Batch
+    paused: Paused
+    arrival: _Arrival | None = None
+    result: Any = None
+    noted: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that entered modules on the way to a site, by the site's name."""
+
+    def advance(self, answer: Mapping[str, Tensor] | None) -> None:
+        self.arrival = None  # else the frames' arguments would outlive them
+        message = self.paused.resume(answer)
+        self.arrival, self.result = (None, message) if self.paused.finished else (message, None)
+
+
+class Streams:
+    """All passes of source and student; a context manager, which ends those that wait.
+
+    Args:
+        model: a loaded model in evaluation mode. Its modules are patched until the end.
+        batches: what the model is called with, each on its own: tensors by argument.
+        sites: attention modules, as the checkpoint's tensors are named up to them.
+        spill: an existing folder for what waiting passes keep, which is in memory otherwise.
+
+    Raises:
+        ConfigError: the model has no such module.
+    """
+
+    def __init__(self, model: Any, batches: Sequence[Batch], sites: Sequence[str], *, spill: Path | None = None) -> None:
+        self._model, self._spill = model, spill
+        self._names = find_modules(model, sites)
+        self._passes: dict[object, _Forward] = {}
+        self._stack = ExitStack()
+        self._stack.callback(self._end)
+        for site, name in self._names.items():
+            module = model.get_submodule(name)
+            self._stack.enter_context(wrapped_forward(module, self._stopping(site, module, module.forward)))
+        self._pairs = [(self._open(batch), self._open(batch)) for batch in batches]
+        self._left = dict.fromkeys(sites)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all passes and leave the model as it was."""
+        self._stack.close()
+
+    def _end(self) -> None:
+        for each in self._passes.values():
+            each.paused.close()
+        self._passes.clear()
+        self._pairs = []
+
+    def _open(self, batch: Batch) -> _Forward:
+        device = self._model.device
+        moved = {name: tensor.to(device) for name, tensor in batch.items()}
+        paused = Paused(lambda: self._model(**moved, use_cache=False))
+        forward = _Forward(moved, paused)
+        self._passes[paused.identity] = forward
+        return forward
+
+    def _stopping(self, site: str, module: Any, forward: Any) -> Any:
+        """A module's `forward` that waits first, and then runs with the weights that it is given."""
+
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            if current() not in self._passes:
+                return forward(*args, **kwargs)
+            parameters = pause(_Arrival(site, args, kwargs))
+            with replaced(module, parameters):
+                return forward(*args, **kwargs)
+
+        return stopping
+
+    def __iter__(self) -> Iterator[Site]:
+        """The sites in the order in which the model reaches them; what is committed there is in force once the next is asked for.
+
+        Raises:
+            RuntimeError: batches reach different modules, or one of them twice, or not all.
+            BaseException: whatever the model raises.
+        """
+        try:
+            answers: tuple[Mapping[str, Tensor] | None, ...] = (None, None)
+            while self._left:
+                name = self._advance(answers)
+                if name not in self._left:
+                    raise RuntimeError(f"{name or 'the end'} was reached before {', '.join(self._left)}")
+                del self._left[name]
+                site = self._site(name)
+                yield site
+                source = site.parameters()
+                answers = (source, source | site.committed)
+                site.calls.clear()
+            self._answers = answers
+        except BaseException:
+            self.close()
+            raise
+
+    def _advance(self, answers: tuple[Mapping[str, Tensor] | None, ...]) -> str | None:
+        """All passes go on to the next site, whose name is returned."""
+        reached = set()
+        for pair in self._pairs:
+            for forward, answer in zip(pair, answers, strict=True):
+                forward.advance(answer)
+                reached.add(forward.arrival.site if forward.arrival else None)
+        if len(reached) != 1:
+            raise RuntimeError(f"batches have reached different modules: {', '.join(sorted(str(name) for name in reached))}")
+        return reached.pop()
+
+    def _site(self, name: str) -> Site:
+        module = self._model.get_submodule(self._names[name])
+        parameters = {key: tensor.detach() for key, tensor in module.named_parameters()}
+        pairs = [(self._call(source), self._call(student)) for source, student in self._pairs]
+        return Site(name, module, parameters, pairs)
+
+    def _call(self, forward: _Forward) -> Call:
+        assert forward.arrival is not None
+        arrival = forward.arrival
+        call = Call(
+            args=arrival.args, kwargs=arrival.kwargs, counted=None, states_counted=None, added_to=forward.noted.pop(arrival.site, None)
+        )
+        own, read = self._masks(forward.batch, self._names[arrival.site], call.states is not call.hidden)
+        call.counted, call.states_counted = _fitting_mask(own, call.hidden), _fitting_mask(read, call.states)
+        return call
+
+    def _masks(self, batch: Batch, module: str, cross: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Which positions count, of what asks and of what is read."""
+        outer = batch.get("attention_mask")
+        if not self._model.config.is_encoder_decoder or "encoder" in module.split("."):
+            return outer, outer
+        inner = batch.get("decoder_attention_mask")
+        return inner, outer if cross else inner
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The logits [B, L, vocabulary] of source and student, batch after batch, once all sites are done.
+
+        Raises:
+            RuntimeError: sites are left.
+        """
+        try:
+            if self._left:
+                raise RuntimeError(f"{', '.join(self._left)} must be passed first")
+            for pair in self._pairs:
+                logits = []
+                for forward, answer in zip(pair, self._answers, strict=True):
+                    forward.advance(answer)
+                    if forward.arrival is not None:
+                        raise RuntimeError(f"{forward.arrival.site} was reached twice")
+                    logits.append(forward.result.logits)
+                    forward.result = None
+                yield logits[0], logits[1]
+        except BaseException:
+            self.close()
+            raise
+
+
+def _fitting_mask(mask: Tensor | None, states: Tensor) -> Tensor | None:
+    """[B, L] bool, if the mask speaks of these states [B, L, d]."""
+    if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
+        return None
+    return mask.to(torch.bool)
