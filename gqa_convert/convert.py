@@ -7,13 +7,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from gqa_convert import __version__
+from gqa_convert.absorbing.merge import ABSORBING_METHODS
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.errors import RemoteHeadersError
+from gqa_convert.fitting.layers import LayerDone, merge_layers, tied_plan
+from gqa_convert.fitting.store import MergedLayers
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
 from gqa_convert.writing import Progress, write_weights
@@ -37,6 +42,7 @@ def convert_checkpoint(
     hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
 ) -> dict[str, Any]:
     """Convert a checkpoint to grouped-query attention.
@@ -55,6 +61,7 @@ def convert_checkpoint(
         hash_weights: record the SHA-256 of the source's weight files too, which means reading them whole.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
+        on_layer: called as each layer is merged by a method that works on whole layers.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -71,8 +78,14 @@ def convert_checkpoint(
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
     with StagedFolder(out) as staged:
-        with FileHasher(checkpoint, weights=hash_weights) as hasher:
-            errors = write_weights(plan, staged.path, progress)
+        with FileHasher(checkpoint, weights=hash_weights) as hasher, ExitStack() as stack:
+            written, errors = plan, None
+            if plan.effective_method in ABSORBING_METHODS:
+                store = stack.enter_context(MergedLayers(out, _fingerprint(plan), keep=False))
+                errors = merge_layers(plan, store, on_layer)
+                written = tied_plan(plan, store)
+            pooled = write_weights(written, staged.path, progress)
+            errors = pooled if errors is None else errors
             digests = hasher.digests()
         _write_index(plan, staged.path)
         _write_companions(plan, staged.path)
@@ -92,6 +105,15 @@ def _open_local(source: str | Path, revision: str | None, check: Callable[[Check
         return remote
     check(remote)
     return open_checkpoint(source, revision=revision, download=True)
+
+
+def _fingerprint(plan: Plan) -> dict[str, Any]:
+    """What merged layers depend on."""
+    files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
+    return {
+        "version": __version__, "source": str(plan.checkpoint.folder), "files": files, "config": plan.checkpoint.config, "method": plan.method,
+        "groups": plan.groups, "modules": [layer.module for layer in plan.layers],
+    }  # fmt: skip
 
 
 def _write_index(plan: Plan, folder: Path) -> None:

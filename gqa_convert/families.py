@@ -70,6 +70,10 @@ class Family:
     key_norm: KeyNorm = "none"
     key_norm_name: str = "k_norm"
     rotary: Rotary = "half"
+    key_barrier: str | None = None
+    """What stands between keys and queries so that neither can take a factor of the other, beside norms; None if nothing does."""
+    value_barrier: str | None = None
+    """The same for values and the output projection."""
     heads_key: str = "num_attention_heads"
     encoder_heads_key: str | None = None
     kv_heads: KVHeads = "stated"
@@ -224,7 +228,10 @@ FAMILIES: dict[str, Family] = {
             "nanochat qwen3 qwen3_moe",
             key_norm="shared",
         ),
-        *_families("qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2),
+        *_families(
+            "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2,
+            value_barrier="a gate scales every channel of its attention's output",
+        ),
         *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
         *_families("lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj"),
         *_families("phi", key_norm="shared", key_norm_name="k_layernorm", output="dense"),

@@ -51,7 +51,7 @@ class AttentionFinder:
         self.family = family
         self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
         self.where = f"{checkpoint.source_id}/config.json"
-        self._config = config = checkpoint.config
+        self.config = config = checkpoint.config
         for key, reason in family.refused_when:
             if config_value(config, key):
                 raise UnsupportedFamilyError(f"{self.where} sets {key}, and so it can't be converted: {reason}")
@@ -76,16 +76,16 @@ class AttentionFinder:
         self.layers = tuple(self._layer(module, places[module]) for module in modules)
 
     def _count(self, key: str) -> int:
-        value = config_value(self._config, key)
+        value = config_value(self.config, key)
         if value is None:
-            key, value = "num_attention_heads", config_value(self._config, "num_attention_heads")
+            key, value = "num_attention_heads", config_value(self.config, "num_attention_heads")
         if type(value) is not int or value < 1:
             raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
         return value
 
     def _kv_heads(self, module: str) -> int:
         """The source's K/V heads, outside an encoder."""
-        family, config = self.family, self._config
+        family, config = self.family, self.config
         if family.kv_heads == "heads":
             return self.heads
         if family.kv_heads == "falcon":  # the count acts in the new architecture only
@@ -148,7 +148,7 @@ class AttentionFinder:
         if place == "encoder":
             assert family.encoder_heads_key is not None
             heads = kv_heads = self._count(family.encoder_heads_key)
-            stated = config_value(self._config, family.encoder_kv_heads_key)
+            stated = config_value(self.config, family.encoder_kv_heads_key)
             if stated is not None and family.kv_heads == "stated":
                 kv_heads = self._divisor(family.encoder_kv_heads_key, stated)
         if family.fused:

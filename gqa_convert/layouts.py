@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Role = Literal["query", "key", "value", "key_norm"]
+Role = Literal["query", "key", "value", "key_norm", "output"]
 
 FusedLayout = Literal["blocks", "grouped", "quarters"]
 """Order of a fused projection's rows. blocks: [q | k | v], every head of one behind the other. grouped: for each K/V head its query heads,

@@ -357,7 +357,7 @@ class TestSweep:
 
     def test_a_sweep_that_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between a folder's making and its locking a sweep may take it: then another one is made."""
-        lock = publication._lock
+        lock = publication.lock_folder
         taken: list[Path] = []
 
         def late(folder: Path) -> int | None:
@@ -374,7 +374,7 @@ class TestSweep:
                     shutil.rmtree(folder, ignore_errors=True)
             return lock(folder)
 
-        monkeypatch.setattr(publication, "_lock", late)
+        monkeypatch.setattr(publication, "lock_folder", late)
         with StagedFolder(tmp_path / "out") as staged:
             (staged.path / "config.json").touch()
             staged.publish(overwrite=False)

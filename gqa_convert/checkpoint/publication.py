@@ -66,7 +66,7 @@ def sweep(parent: Path) -> list[Path]:
         return []
     for path in paths:
         try:
-            handle = _lock(path)
+            handle = lock_folder(path)
         except OSError:
             continue
         if handle is not None:  # else a live run's
@@ -87,7 +87,7 @@ def _restore(path: Path) -> bool:
     return True
 
 
-def _lock(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """An open descriptor that holds the folder's lock, or None if somebody else holds it or the folder is gone.
 
     Raises:
@@ -132,7 +132,7 @@ class StagedFolder:
                 self._cleanup = weakref.finalize(self, _discard, self.path, new_parents, os.getpid())
                 self.path.mkdir()
                 try:
-                    self._handle = _lock(self.path)
+                    self._handle = lock_folder(self.path)
                 except OSError:  # the filesystem has no locks; there, no sweep takes anything either
                     return self
                 if self._handle is not None:

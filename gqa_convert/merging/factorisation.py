@@ -61,23 +61,27 @@ def factor_values(values: Array, outputs: Array, covariance: Array | None = None
     return shared, outputs @ maps[:, None]
 
 
-def factor_keys(keys: Array, queries: Array, covariance: Array | None = None) -> tuple[Array, Array]:
+def factor_keys(keys: Array, queries: Array, covariance: Array | None = None, asking: Array | None = None) -> tuple[Array, Array]:
     """Merge keys without positions, or the rows of partly rotary ones that do not turn.
 
     Args:
         keys: [m, c, d].
-        queries: [m, r, c, d].
-        covariance: of the inputs.
+        queries: [m, r, c, d]; d may differ from that of the keys.
+        covariance: of the keys' inputs.
+        asking: of the queries' inputs, where they are others (cross-attention).
 
     Returns:
         The shared key head [c, d] and new query rows [m, r, c, d].
     """
-    read = queries if covariance is None else queries @ covariance
+    asking = covariance if asking is None else asking
+    read = queries if asking is None else queries @ asking
     shared, maps = factor(keys, np.einsum("mrcd,mred->mce", read, queries), covariance)
     return shared, np.swapaxes(maps, -1, -2)[:, None] @ queries
 
 
-def factor_rotary_keys(keys: Array, queries: Array, covariance: Array | None = None) -> tuple[Array, Array]:
+def factor_rotary_keys(
+    keys: Array, queries: Array, covariance: Array | None = None, asking: Array | None = None
+) -> tuple[Array, Array]:  # fmt: skip
     """Merge keys under rotary positions, frequency by frequency.
 
     Of the complex key channels z_h of a frequency, weighed by the power of the queries that read them, the leading direction is kept:
@@ -86,13 +90,15 @@ def factor_rotary_keys(keys: Array, queries: Array, covariance: Array | None = N
     Args:
         keys: [m, f, d], complex: one row of each pair is the real part, the other the imaginary one.
         queries: [m, r, f, d], likewise.
-        covariance: of the inputs, not centred: the mean key holds the attention sink.
+        covariance: of the keys' inputs, not centred: the mean key holds the attention sink.
+        asking: of the queries' inputs, where they are others.
 
     Returns:
         The shared key head [f, d] and new query rows [m, r, f, d], complex.
     """
     seen = keys if covariance is None else keys @ covariance
-    asked = queries if covariance is None else queries @ covariance
+    asking = covariance if asking is None else asking
+    asked = queries if asking is None else queries @ asking
     power = np.einsum("mrfd,mrfd->fm", asked, queries.conj()).real
     strength = np.sqrt(np.maximum(power, _LEAST * power.max()))  # [f, m]
     gram = np.einsum("mfd,nfd->fmn", seen, keys.conj()) * strength[:, :, None] * strength[:, None, :]

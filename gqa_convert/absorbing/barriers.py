@@ -1,0 +1,55 @@
+"""What stands between a projection and the one that would absorb its maps, from the headers and the config alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.absorbing.positions import turning_pairs
+from gqa_convert.geometry import AttentionFinder, AttentionLayer, config_value
+
+Array = npt.NDArray[Any]
+
+_CLIPPED = "it clips what its projections yield"
+_NORMED = "its keys are normalised behind their projection"
+_OPTIONAL_NORMS = {"phi": "qk_layernorm", "stablelm": "qk_layernorm", "cohere": "use_qk_norm", "persimmon": "qk_layernorm"}
+"""Types that normalise keys only where the config says so, and its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """What may be absorbed in a layer, and why not more."""
+
+    pairs: tuple[Array, Array]
+    """Rows of a key head that form rotary pairs, real and imaginary parts; the other rows do not turn."""
+    key_barrier: str | None = None
+    """Why the queries can't take what is divided out of the keys; None if they can."""
+    value_barrier: str | None = None
+    """Why the output projection can't take what is divided out of the values."""
+
+
+def find_freedom(finder: AttentionFinder, layer: AttentionLayer) -> Freedom:
+    """What may be absorbed in a layer.
+
+    Args:
+        finder: of the checkpoint.
+        layer: one of its layers.
+
+    Raises:
+        ConfigError: the config's rotary positions make no sense.
+    """
+    family, config = finder.family, finder.config
+    pairs = turning_pairs(family, config, layer.key_width)
+    if layer.place != "decoder":  # no family turns the keys of an encoder's output
+        pairs = (np.empty(0, int), np.empty(0, int))
+    if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
+        return Freedom(pairs, _CLIPPED, _CLIPPED)
+    return Freedom(pairs, family.key_barrier or (_NORMED if _normed(finder) else None), family.value_barrier)
+
+
+def _normed(finder: AttentionFinder) -> bool:
+    model_type = finder.family.model_type.removeprefix("gqa_")
+    if finder.family.key_norm == "none":
+        return False
+    return bool(finder.config.get(_OPTIONAL_NORMS[model_type])) if model_type in _OPTIONAL_NORMS else True
