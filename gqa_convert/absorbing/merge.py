@@ -29,7 +29,9 @@ class Moments:
     """[e, e], of what keys and values are made from: the same, but for cross-attention."""
 
 
-def merge_layer(heads: Heads, groups: int, method: str, freedom: Freedom, moments: Moments | None) -> Heads:
+def merge_layer(
+    heads: Heads, groups: int, method: str, freedom: Freedom, moments: Moments | None, slow: int | None = None
+) -> Heads:  # fmt: skip
     """Merge contiguous K/V heads into groups.
 
     Args:
@@ -38,6 +40,7 @@ def merge_layer(heads: Heads, groups: int, method: str, freedom: Freedom, moment
         method: `align` or `factor`; what can't be absorbed is averaged, and the rest is left alone.
         freedom: what can be absorbed.
         moments: for `factor`; without them every input direction counts alike.
+        slow: rotary pairs from this one on, which turn little over a whole context, are merged as if they did not turn.
 
     Returns:
         Merged keys and values [groups, ...]; queries and outputs in the source's shapes.
@@ -48,7 +51,7 @@ def merge_layer(heads: Heads, groups: int, method: str, freedom: Freedom, moment
     values = np.empty((groups, *heads.values.shape[1:]))
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], method, freedom, moments)
+        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], method, freedom, moments, slow)
         values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], method, freedom, moments)
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
 
@@ -61,13 +64,19 @@ def _merge_values(values: Array, outputs: Array, method: str, freedom: Freedom, 
     return factor_values(values, outputs, moments.keys if moments else None, weighted=moments is not None)
 
 
-def _merge_keys(keys: Array, queries: Array, method: str, freedom: Freedom, moments: Moments | None) -> tuple[Array, Array]:
-    """The rotary pairs by themselves, then the rows that do not turn."""
+def _merge_keys(
+    keys: Array, queries: Array, method: str, freedom: Freedom, moments: Moments | None, slow: int | None
+) -> tuple[Array, Array]:  # fmt: skip
+    """The rotary pairs by themselves, those that hardly turn together, then the rows that do not turn."""
     if freedom.key_barrier:
         return keys.mean(0), queries
-    real, imaginary = freedom.pairs
-    rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate([real, imaginary]))
+    rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate(freedom.pairs))
+    real, imaginary = (rows[:slow] for rows in freedom.pairs)
+    block = np.concatenate([rows[len(real) :] for rows in freedom.pairs])
     shared, new = np.empty_like(keys[0]), np.empty_like(queries)
+    if len(block):
+        measured = (moments.keys, moments.queries) if moments else ()
+        shared[block], new[:, :, block] = factor_keys(keys[:, block], queries[:, :, block], *measured)
     if len(real):
         pairs = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
         if method == "align":
