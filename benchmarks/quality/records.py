@@ -1,0 +1,90 @@
+"""Results on the disk: one JSON file that grows cell by cell, so that a killed measurement loses only the cell it was at."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from gqa_convert import __version__
+
+Cell = dict[str, Any]
+
+
+def versions() -> dict[str, str]:
+    return {
+        "gqa_convert": __version__, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a checkpoint's weights."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Records:
+    """A JSON file of `{"commands", "models", "cells"}`; a cell is known by its keys.
+
+    Args:
+        path: of the file; it need not exist.
+        keys: what tells cells apart.
+    """
+
+    def __init__(self, path: Path, keys: tuple[str, ...]) -> None:
+        self.path, self.keys = path, keys
+        self.data: dict[str, Any] = {"commands": [], "versions": versions(), "models": {}, "cells": []}
+        if path.is_file():
+            self.data = json.loads(path.read_text(encoding="utf-8")) | {"versions": versions()}
+
+    @property
+    def cells(self) -> list[Cell]:
+        found: list[Cell] = self.data["cells"]
+        return found
+
+    def note_command(self, module: str) -> None:
+        """Remember the command that is running, as a user would give it."""
+        line = ["python", "-m", f"benchmarks.quality.{module}", *sys.argv[1:]]
+        if line not in self.data["commands"]:
+            self.data["commands"].append(line)
+
+    def model(self, name: str, folder: Path) -> dict[str, Any]:
+        """What is known of a source; cells of other weights by the same name are dropped."""
+        now = fingerprint(folder)
+        known: dict[str, Any] = self.data["models"].setdefault(name, {"weights": now})
+        if known["weights"] != now:
+            sys.stderr.write(f"{folder} has other weights than those measured: its cells are measured anew\n")
+            self.data["cells"] = [cell for cell in self.cells if cell["model"] != name]
+            known = self.data["models"][name] = {"weights": now}
+        training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        known |= {key: training[key] for key in ("parameters", "training_tokens") if key in training}
+        self.data["models"][name] = known
+        return known
+
+    def find(self, **wanted: Any) -> Cell | None:
+        """The cell with these values of all keys."""
+        return next((cell for cell in self.cells if all(cell[key] == wanted[key] for key in self.keys)), None)
+
+    def add(self, cell: Cell) -> None:
+        """Put a cell in place of the one with the same keys, and write the file."""
+        old = self.find(**{key: cell[key] for key in self.keys})
+        self.data["cells"] = [other for other in self.cells if other is not old] + [cell]
+        self.write()
+
+    def drop(self, cells: Iterable[Cell]) -> None:
+        gone = [id(cell) for cell in cells]
+        self.data["cells"] = [cell for cell in self.cells if id(cell) not in gone]
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.path)
