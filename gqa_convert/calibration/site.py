@@ -73,7 +73,6 @@ class Site:
             What attention contributes [B, L, d], and what enters the output projection, [B, L, heads * width], if asked for.
         """
         caught: dict[str, Tensor] = {}
-        hidden = call.hidden
         with ExitStack() as stack:
             stack.enter_context(replaced(self.module, self._source | self._fitting(parameters or {})))
             if capture is not None:
@@ -85,7 +84,8 @@ class Site:
             output = first_tensor(self.module(*call.args, **call.kwargs))
         output = caught.get("output", output)
         entered = caught.get("input")
-        return output.reshape(hidden.shape), None if entered is None else entered.reshape(*hidden.shape[:-1], -1)
+        shape = (*call.hidden.shape[:-1], -1)
+        return output.reshape(shape), None if entered is None else entered.reshape(shape)
 
     def residual(self, call: Call) -> Tensor | None:
         """[B, L, d] the tensor r for which r + (what attention contributes) is, up to one constant factor, what the layers above read.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gqa_convert.calibration.names import find_modules
 from gqa_convert.calibration.pausing import Paused, current, pause
+from gqa_convert.calibration.residual import Observer, Route
 from gqa_convert.calibration.site import Call, Site
 from gqa_convert.calibration.weights import replaced, wrapped_forward
 
@@ -73,6 +74,9 @@ class Streams:
             self._stack.enter_context(wrapped_forward(module, self._stopping(site, module, module.forward)))
         self._pairs = [(self._open(batch), self._open(batch)) for batch in batches]
         self._left = dict.fromkeys(sites)
+        self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None, None)
+        self._routes: dict[str, Route] = {}
+        self._measured = False
 
     def __enter__(self) -> Self:
         return self
@@ -118,27 +122,60 @@ class Streams:
             BaseException: whatever the model raises.
         """
         try:
-            answers: tuple[Mapping[str, Tensor] | None, ...] = (None, None)
+            self._measure()
             while self._left:
-                name = self._advance(answers)
+                name = self._advance()
                 if name not in self._left:
                     raise RuntimeError(f"{name or 'the end'} was reached before {', '.join(self._left)}")
                 del self._left[name]
                 site = self._site(name)
                 yield site
                 source = site.parameters()
-                answers = (source, source | site.committed)
+                self._answers = (source, source | site.committed)
                 site.calls.clear()
-            self._answers = answers
         except BaseException:
             self.close()
             raise
 
-    def _advance(self, answers: tuple[Mapping[str, Tensor] | None, ...]) -> str | None:
+    def _measure(self) -> None:
+        """Find what attention's outputs are added to, by a pass of the source over the first sequence, and note that tensor from here on."""
+        if not self._pairs or self._measured:
+            return
+        self._measured = True
+        batch = self._pairs[0][0].batch
+        rows = min(tensor.shape[0] for tensor in batch.values())
+        forward = self._open({name: tensor[:1] if tensor.shape[0] == rows else tensor for name, tensor in batch.items()})
+        observers = {site: Observer(name) for site, name in self._names.items()}
+        with ExitStack() as stack:
+            for observer in observers.values():
+                observer.watch(self._model, lambda hook: stack.callback(hook.remove))
+            forward.advance(None)
+            while forward.arrival is not None:
+                forward.advance(self._parameters(forward.arrival.site))
+        del self._passes[forward.paused.identity]
+        for site, observer in observers.items():
+            if observer.route is not None:
+                self._routes[site] = observer.route
+                module = self._model.get_submodule(observer.route.module)
+                self._stack.callback(module.register_forward_pre_hook(self._noting(site, observer.route), with_kwargs=True).remove)
+
+    def _noting(self, site: str, route: Route) -> Any:
+        def noting(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            forward = self._passes.get(current())
+            if forward is not None:
+                forward.noted[site] = route.taken(args, kwargs)
+
+        return noting
+
+    def _parameters(self, site: str) -> dict[str, Tensor]:
+        """The source's, of one of the modules."""
+        return {key: tensor.detach() for key, tensor in self._model.get_submodule(self._names[site]).named_parameters()}
+
+    def _advance(self) -> str | None:
         """All passes go on to the next site, whose name is returned."""
         reached = set()
         for pair in self._pairs:
-            for forward, answer in zip(pair, answers, strict=True):
+            for forward, answer in zip(pair, self._answers, strict=True):
                 forward.advance(answer)
                 reached.add(forward.arrival.site if forward.arrival else None)
         if len(reached) != 1:
@@ -147,9 +184,9 @@ class Streams:
 
     def _site(self, name: str) -> Site:
         module = self._model.get_submodule(self._names[name])
-        parameters = {key: tensor.detach() for key, tensor in module.named_parameters()}
         pairs = [(self._call(source), self._call(student)) for source, student in self._pairs]
-        return Site(name, module, parameters, pairs)
+        route = self._routes.get(name)
+        return Site(name, module, self._parameters(name), pairs, route.output if route else None)
 
     def _call(self, forward: _Forward) -> Call:
         assert forward.arrival is not None
