@@ -90,6 +90,7 @@ class Observer:
         def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._over:
                 return
+            arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             tensors = {key: each for key, each in arguments if isinstance(each, Tensor) and each.is_floating_point()}
             if self._output is not None:
                 for each in tensors.values():
