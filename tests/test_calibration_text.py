@@ -132,7 +132,7 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
 
 
 def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
-    model, found = model_of(tmp_path / "model", CAUSAL), documents(500)
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
     starts = {}
     for seed in range(4):
@@ -148,6 +148,14 @@ def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
         assert again.digest == made.digest
         assert rows_of(again) == rows_of(made)
     assert len({tuple(each) for each in starts.values()}) == 4
+    assert len({start % LENGTH for each in starts.values() for start in each}) > 1
+
+
+def test_a_text_with_just_enough_blocks(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
+    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 9 * LENGTH, seed=3, sequence_length=LENGTH)
+    assert len(stream_of(found)) == 9 * LENGTH + 4
+    assert (made.tokens, made.warning, {len(row) for row in rows_of(made)}) == (9 * LENGTH, None, {LENGTH})
 
 
 def test_the_digest_stands_for_tokens_and_options(tmp_path: Path) -> None:
@@ -218,6 +226,18 @@ def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(place_of(row, tokens) >= 0 for row in rows_of(made))
     whole = calibration_batches(model, path, 10**6, seed=1, sequence_length=LENGTH)
     assert whole.tokens == len(stream_of(found)) - (len(stream_of(found)) % LENGTH == 1)
+
+
+def test_parts_of_a_long_document_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path, state = model_of(tmp_path / "model", CAUSAL), tmp_path / "a.txt", [number for each in documents(3000) for number in each]
+    path.write_text(words(*state).replace(" ", "\n"))
+    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    monkeypatch.setattr("gqa_convert.data.text_files._PIECE", 300)
+    tokens = [3 + number for number in state]
+    rows = rows_of(calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH))
+    parts = [part for row in rows for part in " ".join(map(str, row)).split(f" {EOS} ")]
+    assert len(parts) > len(rows)
+    assert all(place_of(run, tokens) >= 0 for part in parts if len(run := [token for token in map(int, part.split()) if token != EOS]) > 2)
 
 
 def watched(pieces: list[Any], seen: list[str]) -> list[Any]:
@@ -295,6 +315,8 @@ def test_the_decoder_begins_as_the_checkpoint_says(tmp_path: Path) -> None:
     assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == EOS
     (model / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 9}))
     assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 9
+    (model / "config.json").write_text(json.dumps(BART))
+    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 2
     t5 = model_of(tmp_path / "t5", {key: value for key, value in T5.items() if key != "decoder_start_token_id"})
     assert rows_of(calibration_batches(t5, path, 20, seed=0), "decoder_input_ids")[0][0] == PAD
 
