@@ -33,7 +33,13 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder
 Groups = Annotated[
     int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)
 ]
-Method = Annotated[str, typer.Option("--method", "-m", help="How heads are merged: mean, first or random.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method", "-m", show_default=False,
+        help="How heads are merged: fit (needs --calibration, its default), factor (the default without), align, mean, first or random.",
+    ),
+]  # fmt: skip
 Encoder = Annotated[
     bool, typer.Option("--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is.")
 ]
@@ -45,7 +51,7 @@ Native = Annotated[
     ),
 ]  # fmt: skip
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
-Seed = Annotated[int, typer.Option("--seed", help="For --method random.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the choice of calibration text, and for --method random.")]
 ShardSize = Annotated[
     str | None,
     typer.Option("--max-shard-size", metavar="SIZE", help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.", show_default=False),
@@ -69,7 +75,7 @@ def _root(
 
 @app.command()
 def plan(
-    source: Source, groups: Groups, method: Method = "mean", encoder: Encoder = False, native: Native = None, revision: Revision = None,
+    source: Source, groups: Groups, method: Method = None, encoder: Encoder = False, native: Native = None, revision: Revision = None,
     max_shard_size: ShardSize = None, as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show what a conversion would do, from the config and the tensor headers alone.
@@ -85,7 +91,7 @@ def plan(
     from gqa_convert.plan import make_plan
 
     made = make_plan(
-        open_checkpoint(source, revision=revision), groups, method=method, encoder=encoder, native=native,
+        open_checkpoint(source, revision=revision), groups, method=method or "factor", encoder=encoder, native=native,
         max_shard_size=_bytes(max_shard_size, "--max-shard-size"),
     )  # fmt: skip
     if as_json:
@@ -98,7 +104,15 @@ def plan(
 def convert(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
-    groups: Groups, method: Method = "mean", seed: Seed = 0, encoder: Encoder = False, native: Native = None,
+    groups: Groups, method: Method = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option("--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False),
+    ] = None,
+    calibration_tokens: Annotated[
+        int | None, typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False)
+    ] = None,
+    seed: Seed = 0, encoder: Encoder = False, native: Native = None,
     revision: Revision = None, max_shard_size: ShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
     hash_weights: Annotated[bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's weight files too; reads them whole.")] = False,
@@ -107,6 +121,8 @@ def convert(
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
     Weights stream from disk to disk: memory stays small whatever the model's size, and no GPU is needed.
+
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
 
@@ -127,14 +143,15 @@ def convert(
     from gqa_convert.convert import convert_checkpoint
 
     with ExitStack() as stack:
+        layers = stack.enter_context(console.layer_progress(quiet=quiet))
         bar: list[Any] = []
 
         def begin(made: Any) -> None:
             bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, seed=seed, encoder=encoder, native=native, revision=revision, overwrite=overwrite,
-            hash_weights=hash_weights,
+            source, out, groups, method=method, calibration=calibration, calibration_tokens=calibration_tokens, seed=seed, encoder=encoder,
+            native=native, revision=revision, overwrite=overwrite, hash_weights=hash_weights, on_layer=layers,
             max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip

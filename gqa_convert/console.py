@@ -62,6 +62,30 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
 
 
 @contextmanager
+def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
+    """A bar that counts attention layers while they are merged, and a line for each that was fitted; only the lines without a terminal."""
+    if quiet:
+        yield lambda done, total, record: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
+        tasks: list[TaskID] = []
+
+        def advance(done: int, total: int, record: dict[str, Any]) -> None:
+            if not tasks:
+                tasks.append(progress.add_task("merging layers", total=total))
+            progress.update(tasks[0], completed=done, visible=done < total)
+            if "gap_left" in record:
+                progress.console.print(
+                    f"layer {done} of {total}  {record['module']}: {record['gap_left']:.1%} of mean pooling's error left"
+                )
+
+        yield advance
+
+
+@contextmanager
 def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """One bar per stage of the work, each with its time left; nothing where stderr is no terminal."""
     if quiet or not sys.stderr.isatty():

@@ -11,14 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gqa_convert import __version__
-from gqa_convert.absorbing.merge import ABSORBING_METHODS
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.errors import RemoteHeadersError
-from gqa_convert.fitting.layers import LayerDone, merge_layers, tied_plan
-from gqa_convert.fitting.store import MergedLayers
+from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, default_method
+from gqa_convert.fitting.merging import LayerDone, merge_heads
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
 from gqa_convert.writing import Progress, write_weights
@@ -32,7 +30,10 @@ def convert_checkpoint(
     out: str | Path,
     groups: int,
     *,
-    method: str = "mean",
+    method: str | None = None,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    calibration_length: int | None = None,
     seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
@@ -51,8 +52,11 @@ def convert_checkpoint(
         source: a local folder or a Hub id.
         out: the folder to make.
         groups: K/V heads per layer in the result.
-        method: `mean`, `first` or `random`.
-        seed: for `random`.
+        method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text and `factor` without.
+        calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as in a recipe's `data`.
+        calibration_tokens: how much of it, by default from the model's width.
+        calibration_length: tokens of a block of it, by default the model's context up to 2048.
+        seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former where possible.
         revision: branch, tag or commit on the Hub.
@@ -71,28 +75,34 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = Path(out)
+    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed)
+    method = default_method(text) if method is None else method
     options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "native": native, "max_shard_size": max_shard_size}
-    checkpoint = _open_local(source, revision, lambda remote: make_plan(remote, groups, **options))
-    plan = make_plan(checkpoint, groups, **options)
+    checkpoint = _open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
+    plan = _checked_plan(checkpoint, groups, text, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
-    with StagedFolder(out) as staged:
-        with FileHasher(checkpoint, weights=hash_weights) as hasher, ExitStack() as stack:
-            written, errors = plan, None
-            if plan.effective_method in ABSORBING_METHODS:
-                store = stack.enter_context(MergedLayers(out, _fingerprint(plan), keep=False))
-                errors = merge_layers(plan, store, on_layer)
-                written = tied_plan(plan, store)
-            pooled = write_weights(written, staged.path, progress)
-            errors = pooled if errors is None else errors
+    with ExitStack() as stack:
+        merged = merge_heads(plan, out, text, stack, on_layer)
+        staged = stack.enter_context(StagedFolder(out))
+        with FileHasher(checkpoint, weights=hash_weights) as hasher:
+            errors = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
+        errors = errors if merged.errors is None else merged.errors
         _write_index(plan, staged.path)
         _write_companions(plan, staged.path)
-        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command))
+        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration))
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return {**plan.summary(), "out": str(out), "out_bytes": total, "merge_error": errors}
+    calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}
+    return {**plan.summary(), **calibrated, "out": str(out), "out_bytes": total, "merge_error": errors}
+
+
+def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationOptions, **options: Any) -> Plan:
+    plan = make_plan(checkpoint, groups, **options)
+    check_calibration(plan.method, calibration)
+    return plan
 
 
 def _open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
@@ -105,15 +115,6 @@ def _open_local(source: str | Path, revision: str | None, check: Callable[[Check
         return remote
     check(remote)
     return open_checkpoint(source, revision=revision, download=True)
-
-
-def _fingerprint(plan: Plan) -> dict[str, Any]:
-    """What merged layers depend on."""
-    files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
-    return {
-        "version": __version__, "source": str(plan.checkpoint.folder), "files": files, "config": plan.checkpoint.config, "method": plan.method,
-        "groups": plan.groups, "modules": [layer.module for layer in plan.layers],
-    }  # fmt: skip
 
 
 def _write_index(plan: Plan, folder: Path) -> None:

@@ -66,14 +66,17 @@ class FileHasher:
             self._problem = problem
 
 
-def provenance(plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None) -> dict[str, Any]:
+def provenance(
+    plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, calibration: dict[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
     """The record of a conversion.
 
     Args:
         plan: what was done.
-        errors: relative merge error by tensor.
+        errors: relative merge error by tensor, or by module and part of it where whole layers were merged.
         digests: SHA-256 of source files, for as many as are known.
         command: the command line, if there was one.
+        calibration: what text was measured on, if any was.
 
     Returns:
         Plain data; the record of an earlier conversion of the source is kept under `previous`.
@@ -97,6 +100,7 @@ def provenance(plan: Plan, errors: dict[str, float], digests: dict[str, str], co
         "model_type": plan.family.model_type,
         "method": plan.effective_method,
         "seed": plan.seed if plan.effective_method == "random" else None,
+        "calibration": calibration,
         "heads": plan.heads,
         "source_kv_heads": plan.source_kv_heads,
         "groups": plan.groups,

@@ -1,0 +1,232 @@
+"""Method `fit`: layer by layer, on what the layers merged before it make of the calibration text.
+
+Each layer's heads are merged by the moments of the *student's* inputs, and its output projection is refitted so that the student's
+residual stream behind the layer comes as near as possible to the source's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.absorbing.barriers import Freedom, find_freedom
+from gqa_convert.absorbing.heads import Heads, LayerTensors, Tensors
+from gqa_convert.absorbing.merge import Moments, merge_layer
+from gqa_convert.calibration.site import Call, Site
+from gqa_convert.calibration.streams import Batch, Streams
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.fitting.assembly import Assembly, as_heads, as_parts
+from gqa_convert.fitting.layers import LayerDone, SourceTensors, attention_of
+from gqa_convert.fitting.statistics import Moment, Ridge
+from gqa_convert.fitting.store import MergedLayers
+from gqa_convert.geometry import AttentionLayer
+from gqa_convert.plan import Plan
+
+RIDGE = 1e-3
+_SLOW_TOKENS = 8192
+"""Of calibration text, at most, on which the block of slow pairs is chosen."""
+
+
+def fit_checkpoint(plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone) -> dict[str, float]:
+    """`fit_layers` with the source loaded, on a GPU where there is one."""
+    from gqa_convert.loading import load_model
+
+    assert plan.checkpoint.folder is not None
+    model, _ = load_model(plan.checkpoint.folder, torch.float32)
+    return fit_layers(plan, store, model, batches, on_layer)
+
+
+def fit_layers(
+    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, spill: Path | None = None
+) -> dict[str, float]:  # fmt: skip
+    """Merge every layer of a plan of method `fit`.
+
+    Args:
+        plan: of the conversion.
+        store: where merged layers go; those that it holds already are not made again.
+        model: the loaded source.
+        batches: of calibration text.
+        on_layer: called as each is done.
+        spill: a folder for activations; in memory without it.
+
+    Returns:
+        Errors by names: of each module's `output`, the part of its target that it misses, in root mean square.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or Inf.
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+    """
+    finder = attention_of(plan)
+    layers = {layer.module: layer for layer in finder.layers}
+    numbers = {module: number for number, module in enumerate(layers)}
+    errors: dict[str, float] = {}
+    done = 0
+    with ExitStack() as stack:
+        read = SourceTensors(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
+        streams = stack.enter_context(Streams(model, batches, list(layers), spill=spill))
+        for site in streams:
+            number, layer = numbers[site.name], layers[site.name]
+            parts = LayerTensors(finder, layer)
+            record = store.record(number)
+            if record is None:
+                tensors: Tensors = {name: read(name) for name in parts.names}
+                fitting = LayerFitting(site, layer, parts, tensors, plan.groups, find_freedom(finder, layer))
+                merged, found = fitting.run()
+                record = {"module": layer.module} | found
+                store.write(number, parts.join(merged, tensors, plan.groups), record)
+            site.commit(_parameters(store.read(number), layer))
+            errors[f"{layer.module}.output"] = record["output"]
+            done += 1
+            on_layer(done, len(layers), record)
+    return errors
+
+
+def _parameters(tensors: Tensors, layer: AttentionLayer) -> dict[str, Tensor]:
+    """What was written, as the module's parameters: rounded as it will be in the result."""
+    return {name.removeprefix(f"{layer.module}."): torch.from_numpy(array.astype(np.float32)) for name, array in tensors.items()}
+
+
+class LayerFitting:
+    """The work on one layer.
+
+    Args:
+        site: its module, with the calls of all batches.
+        layer: its geometry.
+        parts: its tensors' layout.
+        tensors: its tensors.
+        groups: K/V heads of the result.
+        freedom: what can be absorbed.
+    """
+
+    def __init__(self, site: Site, layer: AttentionLayer, parts: LayerTensors, tensors: Tensors, groups: int, freedom: Freedom) -> None:
+        self.site, self.groups, self.freedom = site, groups, freedom
+        self.parts, self.tensors = parts, tensors
+        self.source = parts.cut(tensors)
+        own = site.parameters()
+        self.device = next(iter(own.values())).device
+        self.assembly = Assembly(parts, self.source, tensors, groups, self.device)
+        step = self.source.groups // groups
+        firsts = replace(self.source, keys=self.source.keys[::step], values=self.source.values[::step])  # any heads will do here
+        for name, made in self.assembly(as_parts(firsts, self.device)).items():
+            if name not in own or own[name].shape != made.shape:
+                raise UnsupportedFamilyError(
+                    f"transformers holds {layer.module} otherwise than the checkpoint does ({name}), so that calibration can't fit it: "
+                    "choose --method factor without calibration text"
+                )
+        weight, _ = parts.output_names
+        self.projection = weight.removeprefix(f"{layer.module}.").removesuffix(".weight")
+        self.biased = self.source.output_bias is not None
+        self.targets = [self._target(source, student) for source, student in site.calls]
+
+    def run(self) -> tuple[Heads, dict[str, Any]]:
+        """The merged layer, and what is to be noted of it."""
+        moments = self.moments()
+        slow = self.slow_pairs(moments)
+        merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow)
+        merged = self.refitted(merged)
+        left, pooled = self.error(merged), self.error(self.pooled())
+        return merged, {"output": left, "gap_left": (left / pooled) ** 2 if pooled else 0.0, "slow_pairs_from": slow}
+
+    def pooled(self) -> Heads:
+        """Mean pooling, to compare with."""
+        keys, values = (array.reshape(self.groups, -1, *array.shape[1:]).mean(1) for array in (self.source.keys, self.source.values))
+        return replace(self.source, keys=keys, values=values)
+
+    def moments(self) -> Moments:
+        """Of the student's inputs."""
+        asking = Moment(self.source.queries.shape[-1] - 1)
+        reading = Moment(self.source.keys.shape[-1] - 1)
+        crossed = False
+        for _, call in self.site.calls:
+            asking.add(call.hidden, call.counted)
+            if call.states is not call.hidden:
+                crossed = True
+                reading.add(call.states, call.states_counted)
+        queries = asking.damped()
+        return Moments(queries, reading.damped() if crossed else queries)
+
+    def slow_pairs(self, moments: Moments) -> int | None:
+        """From which rotary pair on the keys are merged as if they did not turn.
+
+        Chosen by what attention yields with merged keys and the source's own values, so at every distance that the text has.
+        """
+        count = len(self.freedom.pairs[0])
+        if self.freedom.key_barrier or not count:
+            return None
+        calls = [student for _, student in self.site.calls][: max(1, _SLOW_TOKENS // self._tokens())]
+        wanted = [self.site.run(call)[0] for call in calls]
+        untied = Assembly(self.parts, self.source, self.tensors, self.source.groups, self.device)
+
+        def error(slow: int) -> float:
+            merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow).repeated(self.source.groups)
+            parameters = untied(as_parts(replace(self.source, queries=merged.queries, keys=merged.keys), self.device))
+            return sum(_square(self.site.run(call, parameters)[0] - want, call) for call, want in zip(calls, wanted, strict=True))
+
+        return least(error, count)
+
+    def _tokens(self) -> int:
+        shape = self.site.calls[0][1].hidden.shape
+        return int(shape[0] * shape[1])
+
+    def refitted(self, merged: Heads) -> Heads:
+        """With the output projection that brings the student's residual stream nearest to the source's."""
+        parts = as_parts(merged, self.device)
+        parameters = self.assembly(parts)
+        ridge = Ridge(RIDGE, self.biased)
+        for (_, call), target in zip(self.site.calls, self.targets, strict=True):
+            _, entered = self.site.run(call, parameters, capture=self.projection)
+            assert entered is not None
+            ridge.add(entered, target, call.counted)
+        heads, ratio, width, columns = parts["outputs"].shape
+        before = parts["outputs"].permute(2, 0, 1, 3).flatten(1)
+        weight, bias = ridge.solve(before, parts.get("output_bias"))
+        parts["outputs"] = weight.reshape(width, heads, ratio, columns).permute(1, 2, 0, 3)
+        if bias is not None:
+            parts["output_bias"] = bias
+        return as_heads(parts)
+
+    def error(self, merged: Heads) -> float:
+        """What the student's residual stream misses of what the source's attention adds, in root mean square."""
+        parameters = self.assembly(as_parts(merged, self.device))
+        missed = total = 0.0
+        for (_, call), target in zip(self.site.calls, self.targets, strict=True):
+            missed += _square(self.site.run(call, parameters)[0] - target, call)
+            total += _square(target, call)
+        return float(np.sqrt(missed / total)) if total else 0.0
+
+    def _target(self, source: Call, student: Call) -> Tensor:
+        """What the student's attention is to yield: then its residual stream is the source's."""
+        wanted = self.site.run(source)[0]
+        theirs, ours = self.site.residual(source), self.site.residual(student)
+        return wanted if theirs is None or ours is None else wanted + theirs - ours
+
+
+def least(error: Callable[[int], float], count: int) -> int:
+    """The number from 0 to `count` of least error, where it falls towards the middle and rises beyond: by golden section."""
+    seen: dict[int, float] = {}
+
+    def at(number: int) -> float:
+        if number not in seen:
+            seen[number] = error(number)
+        return seen[number]
+
+    low, high = 0, count
+    while high - low > 3:
+        third = (high - low) // 3
+        left, right = low + third, high - third
+        if at(left) < at(right):
+            high = right
+        else:
+            low = left
+    return min(range(low, high + 1), key=at)
+
+
+def _square(tensor: Tensor, call: Call) -> float:
+    squares = tensor.detach().double().square().sum(-1)
+    return float((squares if call.counted is None else squares[call.counted]).sum())

@@ -1,0 +1,63 @@
+"""From a plan to one whose K/V heads are merged already, by whichever method works on whole layers."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert import __version__
+from gqa_convert.absorbing.merge import ABSORBING_METHODS
+from gqa_convert.fitting.calibrated import CalibrationOptions, calibrate
+from gqa_convert.fitting.layers import LayerDone, merge_layers, tied_plan
+from gqa_convert.fitting.store import MergedLayers
+from gqa_convert.plan import Plan
+
+__all__ = ["LayerDone", "Merged", "merge_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What is to be written, and what to note of it."""
+
+    plan: Plan
+    errors: dict[str, float] | None = None
+    """None where the writer merges, and measures."""
+    calibration: dict[str, Any] | None = None
+    """What text was used."""
+
+
+def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
+    """Do what has to be done before a plan can be written.
+
+    Args:
+        plan: of a local checkpoint.
+        out: the folder that the result will have; merged layers lie hidden beside it until `stack` is closed, and those of a method
+            that takes long stay there if it ends with an error, for the next run.
+        options: of calibration.
+        stack: closed once the result is written.
+        on_layer: called as each layer is merged.
+
+    Raises:
+        GQAConvertError: one of its subclasses.
+    """
+    if plan.effective_method not in ABSORBING_METHODS:
+        return Merged(plan)
+    files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
+    fingerprint: dict[str, Any] = {
+        "version": __version__, "source": str(plan.checkpoint.folder), "files": files, "config": plan.checkpoint.config, "method": plan.method,
+        "groups": plan.groups, "modules": [layer.module for layer in plan.layers],
+    }  # fmt: skip
+    if options.source is None:
+        store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
+        errors = merge_layers(plan, store, on_layer)
+        return Merged(tied_plan(plan, store), errors)
+    calibration = calibrate(plan, options)
+    noted = {
+        "text": calibration.description, "tokens": calibration.tokens, "sequence_length": calibration.sequence_length,
+        "seed": options.seed, "digest": calibration.digest,
+    }  # fmt: skip
+    store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
+    from gqa_convert.fitting.closed_loop import fit_checkpoint
+
+    errors = fit_checkpoint(plan, store, calibration.batches, on_layer)
+    return Merged(tied_plan(plan, store), errors, noted)
