@@ -23,6 +23,8 @@ Rotary = Literal["none", "half", "interleaved"]
 """Which rows form a rotary pair: (j, j + rotated/2), or (2j, 2j + 1)."""
 
 
+_GATED = "a gate scales every channel of its attention's output"
+
 KVHeads = Literal["stated", "heads", "falcon"]
 """What tells a source's number of K/V heads: the config key; nothing, it is the number of query heads; Falcon's three keys."""
 
@@ -71,7 +73,8 @@ class Family:
     key_norm_name: str = "k_norm"
     rotary: Rotary = "half"
     key_barrier: str | None = None
-    """What stands between keys and queries so that neither can take a factor of the other, beside norms; None if nothing does."""
+    """What stands between keys and queries so that neither can take a factor of the other, beside norms with gains and whatever the
+    config says; None if nothing does. A clause that can follow "since"."""
     value_barrier: str | None = None
     """The same for values and the output projection."""
     heads_key: str = "num_attention_heads"
@@ -209,12 +212,13 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *_families(
-            "arcee aria_text bamba bitnet cohere_compass_text cwm falcon_h1 gemma gemma2 gpt_oss granite granite_swa "
+            "arcee aria_text bamba cohere_compass_text cwm falcon_h1 gemma gemma2 gpt_oss granite granite_swa "
             "granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax internlm3 iquestcoder jais2 llama "
             "minimax ministral ministral3 mistral mixtral nemotron olmo phimoe qwen2 qwen2_moe seed_oss smollm3 solar_open "
             "starcoder2 vaultgemma"
         ),
         *_families("cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium llama4_text", rotary="interleaved"),
+        *_families("bitnet", value_barrier="a norm stands between its attention's output and the output projection"),
         *_families("jamba", rotary="none"),
         *_families("nemotron_h", rotary="none", attention=("mixer",)),
         *_families("zamba", rotary="none", head_width_key="attention_head_dim"),
@@ -224,13 +228,15 @@ FAMILIES: dict[str, Family] = {
         ),
         *_families("recurrent_gemma", attention=("temporal_block",)),
         *_families(
-            "afmoe apertus beam dots1 exaone4 exaone_moe flint gemma3_text gemma3n_text glm4_moe hy_v3 kolibri1 lfm3 mellum "
-            "nanochat qwen3 qwen3_moe",
+            "apertus dots1 exaone4 exaone_moe flint gemma3_text glm4_moe hy_v3 kolibri1 lfm3 mellum qwen3 qwen3_moe",
             key_norm="shared",
         ),
+        *_families("afmoe beam", key_norm="shared", value_barrier=_GATED),
+        *_families("gemma3n_text", key_norm="shared", value_barrier="its values are normalised behind their projection"),
+        *_families("nanochat", key_norm="shared", key_barrier="its keys are normalised behind their projection"),
         *_families(
             "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2,
-            value_barrier="a gate scales every channel of its attention's output",
+            value_barrier=_GATED,
         ),
         *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
         *_families("lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj"),

@@ -13,8 +13,6 @@ Array = npt.NDArray[Any]
 
 _CLIPPED = "it clips what its projections yield"
 _NORMED = "its keys are normalised behind their projection"
-_OPTIONAL_NORMS = {"phi": "qk_layernorm", "stablelm": "qk_layernorm", "cohere": "use_qk_norm", "persimmon": "qk_layernorm"}
-"""Types that normalise keys only where the config says so, and its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,13 @@ def find_freedom(finder: AttentionFinder, layer: AttentionLayer) -> Freedom:
         pairs = (np.empty(0, int), np.empty(0, int))
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
         return Freedom(pairs, _CLIPPED, _CLIPPED)
-    return Freedom(pairs, family.key_barrier or (_NORMED if _normed(finder) else None), family.value_barrier)
+    key_barrier = family.key_barrier or (_NORMED if _normed(finder, layer) else None)
+    return Freedom(pairs, key_barrier, family.value_barrier)
 
 
-def _normed(finder: AttentionFinder) -> bool:
-    model_type = finder.family.model_type.removeprefix("gqa_")
-    if finder.family.key_norm == "none":
-        return False
-    return bool(finder.config.get(_OPTIONAL_NORMS[model_type])) if model_type in _OPTIONAL_NORMS else True
+def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
+    """Whether a norm follows the key projection. Most leave gains in the checkpoint; configs often leave out what is the default."""
+    if finder.family.model_type == "llama4_text":  # a norm without gains
+        return bool(finder.config.get("use_qk_norm", True))
+    stem = f"{layer.module}.{finder.family.key_norm_name}."
+    return finder.family.key_norm != "none" and any(name.startswith(stem) for name in finder.entries)

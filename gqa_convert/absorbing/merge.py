@@ -43,8 +43,11 @@ def merge_layer(
         slow: rotary pairs from this one on, which turn little over a whole context, are merged as if they did not turn.
 
     Returns:
-        Merged keys and values [groups, ...]; queries and outputs in the source's shapes.
+        Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no fewer groups than heads, the heads as
+        they are: whether they are repeated does not matter here.
     """
+    if groups >= heads.groups:
+        return heads
     size = heads.groups // groups
     queries, outputs = np.empty_like(heads.queries), np.empty_like(heads.outputs)
     keys = np.empty((groups, *heads.keys.shape[1:]))
