@@ -32,7 +32,7 @@ ALLOWED = {
     "recipe": {"errors"},
     "training": {"", "checkpoint", "data", "errors", "families", "geometry", "loading", "provenance", "recipe"},
     "uptrain": {"attention", "checkpoint", "data", "errors", "loading", "provenance", "recipe", "training"},
-    "calibration": {"data", "errors", "loading"},
+    "calibration": {"checkpoint", "data", "errors", "loading"},
     "evaluate": {"errors"},
     "loading": {"modeling"},
     "verify": {"checkpoint", "errors", "evaluate", "families", "loading"},

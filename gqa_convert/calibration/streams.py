@@ -5,9 +5,10 @@ model in a greenlet of its own, which stops wherever it enters one of the module
 chains its layers is needed, every layer is computed once, and what is kept of a batch is one paused call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.calibration.names import find_modules
+from gqa_convert.calibration.offloading import offloaded_weights
 from gqa_convert.calibration.pausing import Paused, current, pause
 from gqa_convert.calibration.residual import Observer, Route
 from gqa_convert.calibration.site import Call, Site
@@ -28,9 +30,10 @@ Batch = Mapping[str, Tensor]
 class _Arrival:
     """What a forward pass says as it stops: where, and what that module was called with."""
 
-    site: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    site: str | None = None
+    """None where passes only wait for each other, so that weights are read once for all."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -39,8 +42,12 @@ class _Forward:
 
     batch: Batch
     paused: Paused
+    twin: "_Forward | None" = None
+    """The source's pass of the same batch, if this is the student's."""
     arrival: _Arrival | None = None
     result: Any = None
+    encoded: Any = None
+    """The encoder's output, until the student's pass takes it over."""
     noted: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that entered modules on the way to a site, by the site's name."""
 
@@ -68,11 +75,20 @@ class Streams:
         self._names = find_modules(model, sites)
         self._passes: dict[object, _Forward] = {}
         self._stack = ExitStack()
+        self._offloaded = offloaded_weights(model)
+        if self._offloaded is not None:
+            self._stack.enter_context(self._offloaded.held())
         self._stack.callback(self._end)
         for site, name in self._names.items():
-            module = model.get_submodule(name)
-            self._stack.enter_context(wrapped_forward(module, self._stopping(site, module, module.forward)))
-        self._pairs = [(self._open(batch), self._open(batch)) for batch in batches]
+            self._wrap(name, partial(self._stopping, site))
+        if self._offloaded is not None:
+            for name in _layers(model, self._names.values()):
+                self._wrap(name, partial(self._stopping, None))
+        encoder = _encoder(model)
+        if encoder and not any(name.startswith(f"{encoder}.") for name in self._names.values()):
+            self._wrap(encoder, lambda _, forward: self._sharing(forward))
+        sources = [self._open(batch) for batch in batches]
+        self._pairs = [(source, self._open(source.batch, source)) for source in sources]
         self._left = dict.fromkeys(sites)
         self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None, None)
         self._routes: dict[str, Route] = {}
@@ -94,15 +110,19 @@ class Streams:
         self._passes.clear()
         self._pairs = []
 
-    def _open(self, batch: Batch) -> _Forward:
-        device = self._model.device
+    def _wrap(self, name: str, wrapper: Callable[[Any, Any], Any]) -> None:
+        module = self._model.get_submodule(name)
+        self._stack.enter_context(wrapped_forward(module, wrapper(module, module.forward)))
+
+    def _open(self, batch: Batch, twin: _Forward | None = None) -> _Forward:
+        device = self._model.device if self._offloaded is None else self._offloaded.device
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         paused = Paused(lambda: self._model(**moved, use_cache=False))
-        forward = _Forward(moved, paused)
+        forward = _Forward(moved, paused, twin)
         self._passes[paused.identity] = forward
         return forward
 
-    def _stopping(self, site: str, module: Any, forward: Any) -> Any:
+    def _stopping(self, site: str | None, module: Any, forward: Any) -> Any:
         """A module's `forward` that waits first, and then runs with the weights that it is given."""
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -113,6 +133,23 @@ class Streams:
                 return forward(*args, **kwargs)
 
         return stopping
+
+    def _sharing(self, forward: Any) -> Any:
+        """The `forward` of an encoder without sites, which the student takes from the source."""
+
+        def sharing(*args: Any, **kwargs: Any) -> Any:
+            running = self._passes.get(current())
+            if running is None:
+                return forward(*args, **kwargs)
+            if running.twin is None:
+                running.encoded = forward(*args, **kwargs)
+                return running.encoded
+            while running.twin.encoded is None:
+                pause(_Arrival())
+            encoded, running.twin.encoded = running.twin.encoded, None
+            return encoded
+
+        return sharing
 
     def __iter__(self) -> Iterator[Site]:
         """The sites in the order in which the model reaches them; what is committed there is in force once the next is asked for.
@@ -151,7 +188,8 @@ class Streams:
                 observer.watch(self._model, lambda hook: stack.callback(hook.remove))
             forward.advance(None)
             while forward.arrival is not None:
-                forward.advance(self._parameters(forward.arrival.site))
+                forward.advance(self._parameters(forward.arrival.site) if forward.arrival.site else {})
+                self._release()
         del self._passes[forward.paused.identity]
         for site, observer in observers.items():
             if observer.route is not None:
@@ -169,18 +207,29 @@ class Streams:
 
     def _parameters(self, site: str) -> dict[str, Tensor]:
         """The source's, of one of the modules."""
-        return {key: tensor.detach() for key, tensor in self._model.get_submodule(self._names[site]).named_parameters()}
+        module = self._model.get_submodule(self._names[site])
+        if self._offloaded is not None:
+            return self._offloaded.parameters(module)
+        return {key: tensor.detach() for key, tensor in module.named_parameters()}
 
     def _advance(self) -> str | None:
-        """All passes go on to the next site, whose name is returned."""
-        reached = set()
-        for pair in self._pairs:
-            for forward, answer in zip(pair, self._answers, strict=True):
-                forward.advance(answer)
-                reached.add(forward.arrival.site if forward.arrival else None)
-        if len(reached) != 1:
-            raise RuntimeError(f"batches have reached different modules: {', '.join(sorted(str(name) for name in reached))}")
-        return reached.pop()
+        """All passes go on to the next site, whose name is returned; None if they have come to the end."""
+        while True:
+            for pair in self._pairs:
+                for forward, answer in zip(pair, self._answers, strict=True):
+                    forward.advance(answer)
+            self._release()
+            arrivals = [forward.arrival for pair in self._pairs for forward in pair]
+            reached = {arrival.site if arrival else "the end" for arrival in arrivals}
+            if len(reached) != 1:
+                raise RuntimeError(f"batches have reached different modules: {', '.join(sorted(str(name) for name in reached))}")
+            if arrivals[0] is None or arrivals[0].site is not None:
+                return arrivals[0].site if arrivals[0] else None
+            self._answers = ({}, {})
+
+    def _release(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.release()
 
     def _site(self, name: str) -> Site:
         module = self._model.get_submodule(self._names[name])
@@ -189,8 +238,9 @@ class Streams:
         return Site(name, module, self._parameters(name), pairs, route.output if route else None)
 
     def _call(self, forward: _Forward) -> Call:
-        assert forward.arrival is not None
         arrival = forward.arrival
+        assert arrival is not None
+        assert arrival.site is not None
         call = Call(
             args=arrival.args, kwargs=arrival.kwargs, counted=None, states_counted=None, added_to=forward.noted.pop(arrival.site, None)
         )
@@ -219,14 +269,36 @@ class Streams:
                 logits = []
                 for forward, answer in zip(pair, self._answers, strict=True):
                     forward.advance(answer)
-                    if forward.arrival is not None:
-                        raise RuntimeError(f"{forward.arrival.site} was reached twice")
+                    while forward.arrival is not None:
+                        if forward.arrival.site is not None:
+                            raise RuntimeError(f"{forward.arrival.site} was reached twice")
+                        self._release()
+                        forward.advance({})
                     logits.append(forward.result.logits)
                     forward.result = None
                 yield logits[0], logits[1]
         except BaseException:
             self.close()
             raise
+
+
+def _layers(model: Any, sites: Iterable[str]) -> list[str]:
+    """The elements of the outermost lists of modules that hold none of the sites."""
+    from torch.nn import ModuleList
+
+    layers: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers += [f"{name}.{index}" for index in range(len(module))]
+    return [layer for layer in layers if not any(f"{site}.".startswith(f"{layer}.") for site in sites)]
+
+
+def _encoder(model: Any) -> str | None:
+    """The name of an encoder-decoder model's encoder."""
+    if not model.config.is_encoder_decoder:
+        return None
+    encoder = model.get_encoder()
+    return next((name for name, module in model.named_modules() if module is encoder), None)
 
 
 def _fitting_mask(mask: Tensor | None, states: Tensor) -> Tensor | None:

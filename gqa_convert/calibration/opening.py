@@ -1,0 +1,91 @@
+"""Open a source model for calibration: in memory if it fits, else with its weights left in the checkpoint's files."""
+
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gqa_convert.calibration.offloading import OffloadedWeights
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.loading import auto_class, load_model, no_bars, read_config
+
+_SHARE = 0.7
+"""Of the free memory that weights may fill: activations need the rest."""
+
+
+def open_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, memory_limit: int | None = None) -> Any:
+    """A model with logits, in evaluation mode and without gradients.
+
+    Args:
+        folder: a local checkpoint.
+        device: where to run it.
+        dtype: type to compute with.
+        memory_limit: bytes that its weights may take on the device; None for 70% of what is free there. A larger model's weights stay
+            in the files, and each module's own are read when it is called.
+
+    Raises:
+        CorruptCheckpointError: parameters are missing in the folder.
+        GQAConvertError: as `open_checkpoint`.
+        Exception: whatever transformers raises.
+    """
+    place = torch.device(device)
+    needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * dtype.itemsize
+    limit = memory_limit if memory_limit is not None else _free(place)
+    if needed <= limit:
+        model, missing = load_model(folder, dtype)
+        _check(folder, missing)
+        return model.requires_grad_(False).to(place)
+    model = _left_on_disk(folder, dtype)
+    OffloadedWeights(model, place)
+    return model
+
+
+def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    scratch = tempfile.mkdtemp(prefix="gqa-offload-")  # for the few weights that transformers rewrites as it loads them
+    try:
+        with no_bars(), _no_remark():
+            model, info = getattr(transformers, auto_class(read_config(folder))).from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True,
+                device_map={"": "disk"}, offload_folder=scratch,
+            )  # fmt: skip
+        _check(folder, [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])])
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_remark() -> Iterator[None]:
+    """accelerate warns that weights are on the disk, as they are meant to be."""
+    logger = logging.getLogger("accelerate.big_modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): it cannot be calibrated")
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that weights may take."""
+    from accelerate.utils import get_max_memory
+
+    memory = get_max_memory()
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return int(_SHARE * memory.get("cpu" if device.type == "cpu" else index, memory["cpu"]))
