@@ -23,7 +23,7 @@ from gqa_convert.errors import GQAConvertError
 from gqa_convert.uptrain import uptrain
 
 from .measure import HELD_OUT_TOKENS, loss_of
-from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
+from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
 from .records import Cell, Records
 from .text import training_text
 
@@ -76,14 +76,10 @@ def start_folder(job: Job, arguments: argparse.Namespace, cache: Path) -> Path:
         options: dict[str, Any] = {"method": "mean" if job.start == CONTROL else job.start}
         if job.start == "fit":
             options |= {"calibration": str(training_text(cache)), "calibration_tokens": tokens, "seed": 0}
-        groups = _heads(job.model) if job.start == CONTROL else job.groups
+        groups = heads_of(job.model) if job.start == CONTROL else job.groups
         folder.parent.mkdir(parents=True, exist_ok=True)
         convert_checkpoint(model_folder(job.model, cache), folder, groups, **options)
     return folder
-
-
-def _heads(name: str) -> int:
-    return 2 * groups_of(name)[0]
 
 
 def recipe(job: Job, start: Path, training_tokens: int, arguments: argparse.Namespace, cache: Path) -> dict[str, Any]:
@@ -144,8 +140,7 @@ def main() -> None:
         total = sum(job.alpha * sizes[job.model] for job in waiting)
         sys.stdout.write(f"{len(waiting)} cells, {round(total):,} tokens of uptraining\n")
         return
-    records.note_command("curves")
-    records.data |= {"held_out_tokens": HELD_OUT_TOKENS}
+    records.begin("curves", HELD_OUT_TOKENS)
     for name in arguments.models:
         known = records.model(name, model_folder(name, cache))
         if "loss" not in known:

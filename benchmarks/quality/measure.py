@@ -103,8 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cache = arguments.cache.expanduser()
     records = Records(arguments.output, Job._fields)
-    records.note_command("measure")
-    records.data |= {"held_out_tokens": HELD_OUT_TOKENS}
+    records.begin("measure", HELD_OUT_TOKENS)
     arguments.models = [name for name in arguments.models if _is_there(name, cache)]
     records.drop(cell for cell in records.cells if cell["method"] in arguments.again and cell["model"] in arguments.models)
     for name in arguments.models:

@@ -80,19 +80,19 @@ def _t5(tokenizer: Any) -> Any:
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=len(tokenizer), d_model=192, d_kv=24, d_ff=320, num_layers=3, num_decoder_layers=3, num_heads=12, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=special["pad_token_id"], **special,
+            feed_forward_proj="gated-gelu", tie_word_embeddings=True, decoder_start_token_id=special["pad_token_id"], **special,
         )
     )  # fmt: skip
-    # T5 draws embeddings and output layer with deviation 1, which Adafactor's relative rates suit and AdamW's do not.
-    torch.nn.init.normal_(model.shared.weight, std=0.1)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.02)
+    # One matrix for embeddings and output layer, whose logits T5 scales by 1 / sqrt(d_model). Its deviation of 1 suits Adafactor's relative
+    # rates; a smaller one lets AdamW move it within a short run.
+    torch.nn.init.normal_(model.shared.weight, std=0.5)
     return model
 
 
 SPECS = {
     "qwen2": Spec("causal", 256, 16, (8, 4, 1), 3_500_000, 4e-3, _qwen2),
     "gpt2": Spec("causal", 256, 12, (6, 3, 1), 3_500_000, 4e-3, _gpt2),
-    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 6_500_000, 3e-3, _t5),
+    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 5_000_000, 3e-3, _t5),
 }
 MODELS = (DEMO, *SPECS)
 
@@ -107,9 +107,16 @@ def groups_of(name: str) -> tuple[int, ...]:
     return (6, 3, 1) if name == DEMO else SPECS[name].groups
 
 
+def heads_of(name: str) -> int:
+    """The source's K/V heads."""
+    return 12 if name == DEMO else SPECS[name].heads
+
+
 def objective_of(name: str) -> str:
+    """As a recipe names it."""
     return "causal" if name == DEMO else SPECS[name].objective
 
 
 def context_of(name: str) -> int:
+    """Tokens of a sample."""
     return 512 if name == DEMO else SPECS[name].context

@@ -50,9 +50,14 @@ class Records:
         found: list[Cell] = self.data["cells"]
         return found
 
-    def note_command(self, module: str) -> None:
-        """Remember the command that is running, as a user would give it."""
-        line = ["python", "-m", f"benchmarks.quality.{module}", *sys.argv[1:]]
+    def begin(self, module: str, held_out_tokens: int) -> None:
+        """Remember the command that is running, as a user would give it, and what losses are measured on."""
+        if self.data.setdefault("held_out_tokens", held_out_tokens) != held_out_tokens:
+            sys.exit(f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output")
+        given = sys.argv[1:]
+        if "--cache" in given:  # where it lies on one machine is of no use to others
+            del given[given.index("--cache") : given.index("--cache") + 2]
+        line = ["python", "-m", f"benchmarks.quality.{module}", *given]
         if line not in self.data["commands"]:
             self.data["commands"].append(line)
 

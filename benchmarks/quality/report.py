@@ -20,7 +20,7 @@ from .curves import CONTROL
 from .curves import OUTPUT as CURVES
 from .measure import CALIBRATED, DATA_FREE
 from .measure import OUTPUT as LOSSES
-from .models import MODELS, groups_of
+from .models import MODELS, groups_of, heads_of
 from .records import Cell
 
 METHODS = [(method, False) for method in DATA_FREE] + [(method, True) for method in CALIBRATED]
@@ -41,7 +41,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def models_table(data: dict[str, Any]) -> str:
     rows = [
-        [NAMES[name], str(2 * groups_of(name)[0]), f"{known['parameters']:,}", f"{known['training_tokens']:,}", f"{known['loss']:.3f}"]
+        [NAMES[name], str(heads_of(name)), f"{known['parameters']:,}", f"{known['training_tokens']:,}", f"{known['loss']:.3f}"]
         for name in MODELS
         if "loss" in (known := data["models"].get(name, {}))
     ]
@@ -60,7 +60,7 @@ def method_tables(data: dict[str, Any]) -> str:
                 label = f"{method}, calibrated" if calibrated and method in DATA_FREE else method
                 rows.append([label, *(_shown(cells) for cells in found)])
         known = data["models"][name]
-        header = ["method", *(f"{2 * groups[0]} -> {count}" for count in groups)]
+        header = ["method", *(f"{heads_of(name)} -> {count}" for count in groups)]
         parts.append(f"{NAMES[name]}; the source has {known['loss']:.3f}:\n\n{table(header, rows)}")
     return "\n\n".join(parts)
 
@@ -113,10 +113,10 @@ def curve_tables(data: dict[str, Any], pictures: Path, page: Path) -> str:
             for (start, loss), points in series.items()
         ]
         groups = groups_of(name)
-        text = f"{NAMES[name]}, {2 * groups[0]} -> {groups[1]}; the source has {data['models'][name]['loss']:.3f}:\n\n"
+        text = f"{NAMES[name]}, {heads_of(name)} -> {groups[1]}; the source has {data['models'][name]['loss']:.3f}:\n\n"
         text += table(["start, loss", *(f"{100 * alpha:g}%" for alpha in alphas)], rows)
         picture = pictures / f"uptraining-quality-{name}.svg"
-        if draw(series, data["models"][name]["loss"], f"{NAMES[name]}, {2 * groups[0]} -> {groups[1]} K/V heads", picture):
+        if draw(series, data["models"][name]["loss"], f"{NAMES[name]}, {heads_of(name)} -> {groups[1]} K/V heads", picture):
             text += (
                 f"\n\n![Held-out loss against the share of the training tokens]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
             )

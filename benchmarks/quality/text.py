@@ -59,7 +59,7 @@ def held_out_loss(model: Any, tokenizer: Any, *, objective: str, context: int, c
 def _stream(tokenizer: Any, tokens: int) -> list[int]:
     ids: list[int] = []
     for text in read_texts(source_files(held_out=True)):
-        ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids += [*tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.eos_token_id]
         if len(ids) >= tokens:
             break
     return ids[:tokens]
