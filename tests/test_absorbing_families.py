@@ -4,24 +4,28 @@ the result computes what the source's own class computes with the same numbers i
 How heads lie in the parameters, which of their rows turn and what stands in the way is written here anew, for transformers' classes.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gqa_convert.modeling
 from gqa_convert.absorbing import barriers
-from gqa_convert.absorbing.barriers import find_freedom
+from gqa_convert.absorbing.barriers import Freedom, find_freedom
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.families import FAMILIES
 from gqa_convert.geometry import AttentionFinder
 from tests import elsewhere, own_files, test_families, tiny
-from tests.test_families import NATIVE, ROUNDING, distance
+from tests import test_chatglm as chatglm
+from tests.test_families import NATIVE, distance
 from tests.test_own_files import load_stock
 from tests.tiny import HEADS
 
@@ -30,6 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = test_families.CASES | own_files.C
     "llama4, no key norm": ("llama4_text", {"use_qk_norm": False}),
     "phi3, partly rotary": ("phi3", {"partial_rotary_factor": 0.5}),
     "gptj, all rows": ("gptj", {"rotary_dim": 8}),
+    "gpt_neox, half turns": ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "gpt_neox, serial, all turns": (
+        "gpt_neox", {"use_parallel_residual": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    ),
     "lfm3, no gate": ("lfm3", {"use_attention_gate": False}),
 }  # fmt: skip
 """Model type and config values."""
@@ -37,31 +45,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = test_families.CASES | own_files.C
 SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
 MERGED = sorted(CASES.keys() - {"falcon, 7B"})
 
-NORMED = frozenset(
+SOME = (
+    *test_families.REPRESENTATIVE, "llama, biases", "nemotron", "phi", "glm", "cohere2", "bitnet", "nanochat", "gemma3n_text",
+    "phi3, partly rotary", "olmo, clipped", "recurrent_gemma", "zamba2", "t5", "bart", "whisper", "opt", "gpt2, cross-attention", "gpt_neo",
+    "gptj", "codegen", "gpt_neox, half turns", "persimmon", "bloom", "falcon", "falcon, 40B", "falcon, RW", "mpt", "mpt, clipped",
+)  # fmt: skip
+"""Cases that differ in how heads lie, in how they turn or in what is absorbed."""
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NORMED = names(
     """
     afmoe apertus beam dots1 exaone4 exaone_moe flint flex_olmo gemma3_text gemma3n_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 kolibri1
     lfm2 lfm2_moe lfm3 mellum minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     qwen4_exp_text
-    """.split()
+    """
 )
 """Types that always normalise their keys."""
 NORMED_IF = {
     "cohere": "use_qk_norm", "glm4_moe": "use_qk_norm", "llama4_text": "use_qk_norm", "persimmon": "qk_layernorm", "phi": "qk_layernorm",
     "stablelm": "qk_layernorm",
 }  # fmt: skip
-GATED = frozenset("afmoe beam qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text".split())
+GATED = names("afmoe beam qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text")
 """Types with a gate for every channel of the attention's output."""
-VALUES_NORMED = frozenset({"gemma3n_text"})
-OUTPUT_NORMED = frozenset({"bitnet"})
+VALUES_NORMED = names("gemma3n_text")
+OUTPUT_NORMED = names("bitnet")
 
-ATTENTION = frozenset(
-    "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn".split()
-)
+ATTENTION = names("self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn")
 Parts = dict[tuple[str, str], list[Tensor]]
 """By role and kind, a view of each head: [width, inputs] of a weight, [width] of a bias."""
 
 EXACT = 2e-5
 """How far equal models may lie apart in float32, as a share of the logits' spread."""
+TRANSLATED = 5e-5
+"""The same where norms are folded into projections."""
 
 ROLES = {"q_proj": "query", "q": "query", "q_attn": "query", "k_proj": "key", "k": "key", "v_proj": "value", "v": "value"}
 FUSED = {
@@ -71,8 +91,12 @@ FUSED = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
+def quick() -> Iterator[None]:
+    """Results with a modelling file load by the package's copy; no disk has to be waited for."""
     gqa_convert.modeling.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @dataclass
@@ -84,6 +108,8 @@ class Case:
     kv_heads: int
     heads: int = HEADS
     encoder: bool = False
+    blocks: bool = False
+    """A fused projection is [q | k | v], as conversion leaves it."""
     clipped: bool = field(init=False)
     keys_blocked: bool = field(init=False)
     values_blocked: bool = field(init=False)
@@ -120,6 +146,7 @@ class Case:
 
     def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
         """The projections of every attention module; `blocks` where a fused one is [q | k | v]."""
+        blocks = blocks or self.blocks
         found: dict[str, Parts] = {}
         for name, parameter in model.named_parameters():
             *modules, projection, kind = name.split(".")
@@ -192,14 +219,14 @@ class Maps:
 
 
 @torch.no_grad()
-def tie(case: Case, groups: int, *, unitary: bool = False, anyway: bool = False, layout: str = "") -> Case:
+def tie(case: Case, groups: int, *, unitary: bool = False, anyway: str = "", layout: str = "") -> Case:
     """Make the K/V heads of each group images of its first one, by every map that the family's attention can absorb.
 
     Args:
         case: whose model is changed.
         groups: of neighbouring heads.
         unitary: by orthogonal matrices and phases only.
-        anyway: by such maps even where something stands in the way; else heads are equal there.
+        anyway: `key` or `value`: by such maps even where something stands in the way; else heads are equal there.
         layout: of rotary pairs, if not the family's.
     """
     maps = Maps(unitary=unitary)
@@ -212,7 +239,7 @@ def tie(case: Case, groups: int, *, unitary: bool = False, anyway: bool = False,
             for head in range(case.kv_heads):
                 if head % size == 0:
                     continue
-                if blocked[role] and not anyway:
+                if blocked[role] and role != anyway:
                     chosen = torch.eye(width, dtype=torch.float64)
                 elif role == "value":
                     chosen = maps.any(width)
@@ -262,7 +289,159 @@ def converted(case: Case, folder: Path, groups: int, method: str, **options: Any
 
 @pytest.mark.parametrize("name", MERGED)
 def test_factored_without_loss(name: str, tmp_path: Path) -> None:
+    """12 heads that are images of 3 become those 3; and what is free to be absorbed is what was read out of transformers."""
     case = build(name)
     groups = {"falcon, 40B with 4": 2}.get(name, 3)
     expected = tie(case, groups).logits()
     assert distance(case.logits(converted(case, tmp_path, groups, "factor")), expected) < EXACT
+    finder = AttentionFinder(open_checkpoint(tmp_path / "source"), FAMILIES[case.model_type])
+    for layer in finder.layers:
+        freedom = find_freedom(finder, layer)
+        assert (freedom.key_barrier is not None, freedom.value_barrier is not None) == (case.keys_blocked, case.values_blocked)
+        assert len(freedom.pairs[0]) == len(freedom.pairs[1]) == (case.rotated() // 2 if layer.place == "decoder" else 0)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_aligned_without_loss(name: str, tmp_path: Path) -> None:
+    """The same by orthogonal maps and phases, 12 to 4."""
+    case = build(name)
+    groups = {"falcon, 40B": 2}.get(name, 4)
+    expected = tie(case, groups, unitary=True).logits()
+    assert distance(case.logits(converted(case, tmp_path, groups, "align")), expected) < EXACT
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, ("factor", "align")[number % 2]) for number, name in enumerate(SOME)])
+def test_result_is_the_source_with_its_numbers(name: str, method: str, tmp_path: Path) -> None:
+    """Heads that have nothing in common: OUT's q, k, v and o in the source's own class, K/V heads repeated, compute what OUT does."""
+    case = build(name)
+    result = converted(case, tmp_path, 3, method)
+    theirs = case.parts(result, 3, blocks=True)
+    for module, own in case.parts(case.model, case.kv_heads).items():
+        for (role, kind), views in own.items():
+            before, found = torch.stack(views), torch.stack(theirs[module][role, kind])
+            if role == "query":
+                assert torch.equal(found, before) == case.keys_blocked
+            else:
+                mean = before.double().unflatten(0, (3, -1)).mean(1).float()
+                blocked = case.keys_blocked if role == "key" else case.values_blocked
+                assert torch.allclose(found, mean, rtol=1e-6, atol=1e-7) == blocked
+    found = case.logits(result)
+    assert distance(found, case.logits()) > 0.01
+    assert distance(found, case.logits(placed(case, result, 3))) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("afmoe", "value"), ("beam", "value"), ("qwen3_next", "value"), ("qwen3_next", "key"), ("gemma3n_text", "key"), ("gemma3n_text", "value"),
+     ("bitnet", "value"), ("nanochat", "key"), ("llama4_text", "key"), ("olmo, clipped", "key"), ("olmo, clipped", "value"),
+     ("mpt, clipped", "value"), ("olmo2", "key"), ("lfm2", "key"), ("phi, key norm", "key"), ("cohere, key norm per head", "key")],
+)  # fmt: skip
+def test_barriers_are_needed(name: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absorbing regardless of what stands in the way is no longer exact."""
+    case = build(name)
+    expected = tie(case, 3, anyway=role).logits()
+    monkeypatch.setattr(barriers, "Freedom", lambda pairs, *_: Freedom(pairs))
+    assert distance(case.logits(converted(case, tmp_path, 3, "factor")), expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "phi3", "glm", "cohere2", "gptj", "codegen", "gpt_neox, half turns", "falcon"])
+def test_pairs_of_the_other_layout_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(name)
+    other = "half" if FAMILIES[case.model_type].rotary == "interleaved" else "interleaved"
+    rows = np.arange(case.rotated())
+    pairs = (rows[0::2], rows[1::2]) if other == "interleaved" else (rows[: len(rows) // 2], rows[len(rows) // 2 :])
+    expected = tie(case, 3).logits()
+    assert distance(case.logits(converted(case, tmp_path / "right", 3, "factor")), expected) < EXACT
+    with monkeypatch.context() as patch:
+        patch.setattr(barriers, "turning_pairs", lambda *_: pairs)
+        assert distance(case.logits(converted(case, tmp_path / "wrong", 3, "factor")), expected) > 0.01
+    case = build(name)
+    expected = tie(case, 3, layout=other).logits()
+    assert distance(case.logits(converted(case, tmp_path / "tied", 3, "factor")), expected) > 0.01
+
+
+@pytest.mark.parametrize("groups", [3, 2])
+@pytest.mark.parametrize("name", test_families.REPRESENTATIVE)
+def test_grouped_source(name: str, groups: int, tmp_path: Path) -> None:
+    """12 query heads on 6 K/V heads."""
+    case = build(name, kv_heads=6)
+    expected = tie(case, groups).logits()
+    assert distance(case.logits(converted(case, tmp_path, groups, "factor")), expected) < EXACT
+
+
+TWINS = ("t5", "bart", "whisper", "opt", "biogpt", "gpt2", "gpt_neo", "gptj", "codegen", "gpt_neox", "persimmon", "bloom", "falcon", "mpt")
+"""A model type of each modelling file."""
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_results_are_sources_too(name: str, tmp_path: Path) -> None:
+    """12 to 6 by the mean, then 6 that are images of 3 to those."""
+    case = build(name)
+    case.model, case.kv_heads, case.blocks = converted(case, tmp_path, 6, "mean"), 6, True
+    expected = tie(case, 3).logits()
+    convert_checkpoint(case.save(tmp_path / "again"), tmp_path / "out", 3, method="factor")
+    assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
+
+
+@pytest.mark.parametrize(("name", "encoder_heads", "groups"), [("t5", 12, 3), ("bart", 8, 4), ("whisper", 6, 3), ("whisper", 6, 6)])
+def test_encoder(name: str, encoder_heads: int, groups: int, tmp_path: Path) -> None:
+    """Encoder and decoder have counts of their own; a layer that has as few heads already stays as it is, bit for bit."""
+    case = build(name)
+    tie(case, groups)
+    case.encoder, case.heads, case.kv_heads = True, encoder_heads, encoder_heads
+    expected = tie(case, groups).logits()
+    result = converted(case, tmp_path, groups, "factor", encoder=True)
+    assert distance(case.logits(result), expected) < EXACT
+    if encoder_heads == groups:
+        found = dict(result.named_parameters())
+        encoder = {name: parameter for name, parameter in case.model.named_parameters() if "encoder" in name.split(".")}
+        assert encoder
+        assert all(torch.equal(parameter, found[name]) for name, parameter in encoder.items())
+
+
+@pytest.mark.parametrize("name", ["codegen", "gptj", "gpt_neox, half turns", "gpt_neox, serial, all turns", "gpt2"])
+def test_translated(name: str, tmp_path: Path) -> None:
+    """To phi, starcoder2 and gpt_bigcode."""
+    case = build(name)
+    groups = 1 if name == "gpt2" else 3
+    expected = tie(case, groups).logits()
+    summary = convert_checkpoint(case.save(tmp_path / "source"), tmp_path / "out", groups, method="factor", native=True)
+    assert summary["route"] == "translated"
+    assert distance(case.logits(test_families.load(tmp_path / "out")), expected) < TRANSLATED
+
+
+@pytest.mark.parametrize("groups", [3, 2])
+def test_chatglm(groups: int, tmp_path: Path) -> None:
+    """A fused projection in a `.bin` file, and code that never runs: 6 K/V heads that are images of 3 or 2."""
+    tensors = chatglm.write_source(tmp_path / "source")
+    maps, width, config, size = Maps(unitary=False), chatglm.WIDTH, chatglm.CONFIG, 6 // groups
+    for layer in range(chatglm.LAYERS):
+        for head in (head for head in range(6) if head % size):
+            chosen = {chatglm.HEADS: maps.turning(width, width // 2, "interleaved"), chatglm.HEADS + 6: maps.any(width)}
+            for kind in ("weight", "bias"):
+                heads = tensors[f"transformer.encoder.layers.{layer}.self_attention.query_key_value.{kind}"].unflatten(0, (-1, width))
+                for first, matrix in chosen.items():
+                    heads[first + head] = (matrix @ heads[first + head - head % size].double()).float()
+    torch.save(tensors, tmp_path / "source" / "pytorch_model.bin")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, method="factor")
+    ids = torch.randint(chatglm.VOCAB, (9,), generator=torch.Generator().manual_seed(1))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    ours = chatglm.reference(found, config | {"multi_query_group_num": groups}, ids)
+    assert distance(ours, chatglm.reference(tensors, config, ids)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "phi3", "gpt2"])
+def test_half_precision_in_bin_files(name: str, tmp_path: Path) -> None:
+    """The result keeps bfloat16, and computes what its own numbers do in the source's class; heads that are images stay near."""
+    case = build(name)
+    tie(case, 3).model.to(torch.bfloat16)
+    folder = case.save(tmp_path / "source")
+    case.model = case.load(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    expected = case.logits()
+    result = converted(case, tmp_path, 3, "factor")
+    found, mean = case.logits(result), case.logits(converted(case, tmp_path, 3, "mean"))
+    assert {tensor.dtype for tensor in load_file(tmp_path / "factor-3" / "model.safetensors").values()} == {torch.bfloat16}
+    assert EXACT < 10 * distance(found, expected) < distance(mean, expected)
+    assert distance(found, case.logits(placed(case, result, 3))) < EXACT
