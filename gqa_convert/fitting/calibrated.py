@@ -68,4 +68,4 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
     )
 
 
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 2048

@@ -21,8 +21,9 @@ from gqa_convert.calibration.site import Call, Site
 from gqa_convert.calibration.streams import Batch, Streams
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.fitting.assembly import Assembly, as_heads, as_parts
+from gqa_convert.fitting.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.fitting.layers import LayerDone, SourceTensors, attention_of
+from gqa_convert.fitting.matching import STEPS, match
 from gqa_convert.fitting.statistics import Moment, Ridge
 from gqa_convert.fitting.store import MergedLayers
 from gqa_convert.geometry import AttentionLayer
@@ -43,7 +44,8 @@ def fit_checkpoint(plan: Plan, store: MergedLayers, batches: Sequence[Batch], on
 
 
 def fit_layers(
-    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, spill: Path | None = None
+    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS,
+    spill: Path | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Merge every layer of a plan of method `fit`.
 
@@ -53,6 +55,7 @@ def fit_layers(
         model: the loaded source.
         batches: of calibration text.
         on_layer: called as each is done.
+        steps: of each layer's gradient stage.
         spill: a folder for activations; in memory without it.
 
     Returns:
@@ -76,7 +79,7 @@ def fit_layers(
             record = store.record(number)
             if record is None:
                 tensors: Tensors = {name: read(name) for name in parts.names}
-                fitting = LayerFitting(site, layer, parts, tensors, plan.groups, find_freedom(finder, layer))
+                fitting = LayerFitting(site, layer, parts, tensors, plan.groups, find_freedom(finder, layer), steps=steps, seed=plan.seed)
                 merged, found = fitting.run()
                 record = {"module": layer.module} | found
                 store.write(number, parts.join(merged, tensors, plan.groups), record)
@@ -102,9 +105,15 @@ class LayerFitting:
         tensors: its tensors.
         groups: K/V heads of the result.
         freedom: what can be absorbed.
+        steps: of the gradient stage.
+        seed: of its order.
     """
 
-    def __init__(self, site: Site, layer: AttentionLayer, parts: LayerTensors, tensors: Tensors, groups: int, freedom: Freedom) -> None:
+    def __init__(
+        self, site: Site, layer: AttentionLayer, parts: LayerTensors, tensors: Tensors, groups: int, freedom: Freedom, *,
+        steps: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.steps, self.seed = steps, seed
         self.site, self.groups, self.freedom = site, groups, freedom
         self.parts, self.tensors = parts, tensors
         self.source = parts.cut(tensors)
@@ -130,6 +139,8 @@ class LayerFitting:
         slow = self.slow_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow)
         merged = self.refitted(merged)
+        if self.steps:
+            merged = self.refitted(self.matched(merged))
         left, pooled = self.error(merged), self.error(self.pooled())
         return merged, {"output": left, "gap_left": (left / pooled) ** 2 if pooled else 0.0, "slow_pairs_from": slow}
 
@@ -173,6 +184,15 @@ class LayerFitting:
     def _tokens(self) -> int:
         shape = self.site.calls[0][1].hidden.shape
         return int(shape[0] * shape[1])
+
+    def matched(self, merged: Heads) -> Heads:
+        """After the gradient stage."""
+        calls = [student for _, student in self.site.calls]
+
+        def run(call: Call, parts: Parts) -> Tensor:
+            return self.site.run(call, self.assembly(parts))[0]
+
+        return as_heads(match(as_parts(merged, self.device), run, calls, self.targets, steps=self.steps, seed=self.seed))
 
     def refitted(self, merged: Heads) -> Heads:
         """With the output projection that brings the student's residual stream nearest to the source's."""
