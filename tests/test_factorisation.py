@@ -7,6 +7,9 @@ import pytest
 
 from gqa_convert.merging.alignment import align_rotary_keys, align_values
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
+from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
+from gqa_convert.merging.ridge import refit
+from gqa_convert.merging.slow_rotary import candidate_starts, factor_partly_rotary_keys, factor_slow_rotary_keys
 
 M, R, C, D = 3, 2, 5, 14
 
@@ -119,3 +122,134 @@ def test_alignment_is_never_worse_than_the_mean(rng: np.random.Generator) -> Non
     shared, columns = align_values(values, outputs)
     aligned = np.sum((np.swapaxes(columns[:, 0, :C], -1, -2) @ values - shared) ** 2)
     assert aligned < np.sum((values - values.mean(0)) ** 2)
+
+
+def complex_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
+    return rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+
+
+def score(query: np.ndarray[Any, Any], key: np.ndarray[Any, Any], turns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Scores [m, r] of query and key channels [..., f] at a distance that turns each frequency by so much."""
+    return np.asarray(np.real(np.sum(query * np.exp(1j * turns) * key.conj(), axis=-1)))
+
+
+@pytest.mark.parametrize("start", [0, 2, C])
+@pytest.mark.parametrize("still", [0, 3])
+def test_slow_keys_merge_as_one_block(rng: np.random.Generator, start: int, still: int) -> None:
+    """Fast frequencies that differ by complex numbers and a slow part that differs by any real map: exact where the slow part does not turn.
+
+    Queries are made of other, wider inputs than keys, as in cross-attention.
+    """
+    slow = still + 2 * (C - start)
+    base, rows = complex_numbers(rng, C, D), rng.standard_normal((slow, D))
+    maps = rng.standard_normal((M, slow, slow))
+    joint = maps @ rows
+    half = (slow - still) // 2
+    keys = np.concatenate(
+        [complex_numbers(rng, M, start, 1) * base[:start], joint[:, still : still + half] + 1j * joint[:, still + half :]], axis=1
+    )
+    queries, unturned = complex_numbers(rng, M, R, C, D + 2), rng.standard_normal((M, R, still, D + 2))
+    samples = rng.standard_normal((60, D + 2))
+    key, rest, asked, reading = factor_partly_rotary_keys(
+        (keys, joint[:, :still]), (queries, unturned), start, covariance(rng), samples.T @ samples / 60
+    )
+    assert key.shape == (C, D)
+    assert rest.shape == (still, D)
+    asking, seen = rng.standard_normal(D + 2), rng.standard_normal(D)
+    turns = np.where(np.arange(C) < start, rng.uniform(0, 6, C), 0)
+    before = score(queries @ asking, (keys @ seen)[:, None], turns) + np.einsum("mrs,ms->mr", unturned @ asking, joint[:, :still] @ seen)
+    assert np.allclose(score(asked @ asking, key @ seen, turns) + (reading @ asking) @ (rest @ seen), before)
+
+
+def test_without_a_slow_part_it_is_the_rotary_merge(rng: np.random.Generator) -> None:
+    known, keys, queries = covariance(rng), complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
+    for one, other in zip(factor_slow_rotary_keys(keys, queries, C, known), factor_rotary_keys(keys, queries, known), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_strongest_slow_direction_turns_least(rng: np.random.Generator) -> None:
+    keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
+    key, asked = factor_slow_rotary_keys(keys, queries, 2)
+    power = np.sum(np.abs(key) ** 2, axis=1) * np.sum(np.abs(asked) ** 2, axis=(0, 1, 3))
+    assert np.all(np.diff(power[2:]) > 0)
+
+
+def test_slow_parts_worth_trying_turn_by_a_radian_or_so() -> None:
+    frequencies = 10000.0 ** (-np.arange(16) / 16)
+    starts = candidate_starts(frequencies, 512)
+    assert starts == [8, 9, 10, 11, 12, 13, 16]
+    assert candidate_starts(frequencies, 1) == [0, 1, 2, 16]
+    assert candidate_starts(np.array([1.0, 0.5]), 4096) == [2]
+
+
+def test_queries_of_other_inputs_decide_what_is_kept(rng: np.random.Generator) -> None:
+    """The shared key is the best for the scores of the queries' own inputs: no other has less error."""
+    known, samples = covariance(rng), rng.standard_normal((60, D + 2)) * rng.uniform(0.1, 4, D + 2)
+    asking = samples.T @ samples / 60
+    keys, queries = rng.standard_normal((M, C, D)), rng.standard_normal((M, R, C, D + 2))
+
+    def error(given: np.ndarray[Any, Any]) -> float:
+        key, asked = factor_keys(keys, queries, known, given)
+        difference = np.einsum("mrce,cd->mred", asked, key) - np.einsum("mrce,mcd->mred", queries, keys)
+        return float(np.einsum("mred,df,mrgf,eg->", difference, known, difference, asking, optimize=True))
+
+    best = error(asking)
+    assert all(error(asking + 3 * np.outer(other, other)) > best for other in rng.standard_normal((5, D + 2)))
+
+
+def test_a_refit_is_ridge_regression_about_the_old_weights(rng: np.random.Generator) -> None:
+    inputs, wanted, before = rng.standard_normal((40, C)), rng.standard_normal((40, D)), rng.standard_normal((D, C))
+    fitted = refit(inputs.T @ inputs, inputs.T @ wanted, before, 0.1)
+    strength = 0.1 * np.mean(np.sum(inputs**2, axis=0))
+    stacked = np.concatenate([inputs, np.sqrt(strength) * np.eye(C)]), np.concatenate([wanted, np.sqrt(strength) * before.T])
+    assert np.allclose(fitted, np.linalg.lstsq(*stacked)[0].T)
+
+
+def test_a_refit_survives_inputs_that_are_poor_or_dead(rng: np.random.Generator) -> None:
+    before = rng.standard_normal((D, C))
+    assert np.array_equal(refit(np.zeros((C, C)), np.zeros((C, D)), before), before)
+    inputs = np.zeros((40, C))
+    inputs[:, :2] = rng.standard_normal((40, 2))
+    fitted = refit(inputs.T @ inputs, inputs.T @ rng.standard_normal((40, D)), before)
+    assert np.allclose(fitted[:, 2:], before[:, 2:])
+    assert np.isfinite(fitted).all()
+    assert np.allclose(refit(inputs.T @ inputs, inputs.T @ inputs @ before.T, before), before)
+
+
+def test_losses_of_pairs_are_those_of_the_merge(rng: np.random.Generator) -> None:
+    known, values, outputs = covariance(rng), rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
+    losses = pair_losses(values, np.einsum("mrDc,mrDe->mce", outputs, outputs), known)
+    keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
+    rotary = rotary_pair_losses(keys, np.einsum("mrfd,de,mrfe->mf", queries, known, queries.conj()).real, known)
+    for pair in ([0, 1], [0, 2], [1, 2]):
+        shared, columns = factor_values(values[pair], outputs[pair], known)
+        difference = products(columns, shared) - products(outputs[pair], values[pair])
+        assert losses[*pair] == losses[*pair[::-1]] == pytest.approx(np.einsum("mrDd,de,mrDe->", difference, known, difference))
+        key, asked = factor_rotary_keys(keys[pair], queries[pair], known)
+        apart = np.einsum("mrfe,fd->mrfed", asked, key.conj()) - np.einsum("mrfe,mfd->mrfed", queries[pair], keys[pair].conj())
+        found = np.einsum("mrfed,ds,mrfgs,eg->", apart, known, apart.conj(), known, optimize=True).real
+        assert rotary[*pair] == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(12, 3), (12, 4), (12, 1), (12, 12), (6, 3)])
+def test_groups_are_found_again(rng: np.random.Generator, heads: int, groups: int) -> None:
+    order = rng.permutation(heads)
+    labels = np.arange(heads) // (heads // groups)
+    losses = rng.uniform(1, 2, (heads, heads))
+    losses = losses + losses.T
+    losses[np.ix_(order, order)] -= 1.5 * (labels[:, None] == labels[None])
+    np.fill_diagonal(losses, 0)
+    found = group_heads(losses, groups)
+    assert sorted(found) == list(range(heads))
+    wanted = {frozenset(order[labels == label].tolist()) for label in range(groups)}
+    assert {frozenset(found[labels == label].tolist()) for label in range(groups)} == wanted
+    assert all(np.all(np.diff(found[labels == label]) > 0) for label in range(groups))
+
+
+def test_grouping_never_loses_to_neighbours(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        losses = rng.uniform(0, 1, (12, 12))
+        losses = losses + losses.T
+        np.fill_diagonal(losses, 0)
+        found, same = group_heads(losses, 4), np.arange(12)[:, None] // 3 == np.arange(12)[None] // 3
+        assert losses[np.ix_(found, found)][same].sum() <= losses[same].sum()

@@ -5,7 +5,9 @@ for keys K_h and queries Q. Heads that differ by a linear map merge without any 
 the rotation can be absorbed: within one frequency, multiplication by a complex number.
 
 Shape legend: m K/V heads of a group, r query heads that read each of them, c head width, d model width, f rotary frequencies.
-Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs; without one the identity stands in.
+Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs; without one the identity stands in. Queries that are made
+of other inputs than keys (cross-attention) have a covariance of their own, and a width of their own. A bias is one more input column,
+with inputs and covariance extended by a constant one.
 """
 
 from typing import Any
@@ -71,7 +73,7 @@ def factor_keys(keys: Array, queries: Array, covariance: Array | None = None, as
         asking: of the queries' inputs, where they are others (cross-attention).
 
     Returns:
-        The shared key head [c, d] and new query rows [m, r, c, d].
+        The shared key head [c, d], rows by strength, the strongest first, and new query rows [m, r, c, d].
     """
     asking = covariance if asking is None else asking
     read = queries if asking is None else queries @ asking
