@@ -3,7 +3,7 @@
 Shape legend as in `heads`.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,73 +11,99 @@ import numpy.typing as npt
 
 from gqa_convert.absorbing.barriers import Freedom
 from gqa_convert.absorbing.heads import Heads
-from gqa_convert.absorbing.merge import Moments, centred
+from gqa_convert.absorbing.merge import Moments
 
 Array = npt.NDArray[Any]
-Product = Callable[[Array, Array], Array]
-"""[n, e], [n, e] -> [n, n]: inner products of rows under a moment."""
 
 
 def fitted_errors(source: Heads, merged: Heads, freedom: Freedom, moments: Moments | None) -> tuple[float, float]:
     """The relative error of the scores and of what the values bring to the output.
 
-    Scores are compared over all distances: under rotary positions, frequency by frequency. Without moments every input direction
-    counts alike.
+    Scores are compared over all distances: under rotary positions, frequency by frequency. Inputs of queries and of keys count as
+    independent; without moments every direction of them counts alike. What is the same for all keys is left out of rows that do not turn,
+    since a softmax does not see it.
 
     Args:
         source: [K] K/V heads.
-        merged: fewer.
+        merged: fewer, or the source itself.
         freedom: which rows turn.
         moments: of the inputs.
 
     Returns:
         |source - merged| / |source| of keys, and of values, in root mean square.
     """
-    whole = merged.repeated(source.groups)
-    turning: Product = _under(moments.keys if moments else None)
-    asking: Product = _under(moments.queries if moments else None)
-    still: Product = _under(centred(moments.keys) if moments else None)
-    lost, total = np.zeros(2), np.zeros(2)
+    if merged is source:
+        return 0.0, 0.0
+    asking, seen = (moments.queries, moments.keys) if moments else (None, None)
+    size = source.groups // merged.groups
+    scores, brought = _Loss(), _Loss()
+    for group in range(merged.groups):
+        new_key, new_value = _Rows(merged.keys[group], seen), _Rows(merged.values[group], seen)
+        for head in range(group * size, (group + 1) * size):
+            keys = _Rows(source.keys[head], seen), new_key
+            for pair in zip(source.queries[head], merged.queries[head], strict=True):
+                _add_scores(scores, (_Rows(pair[0], asking), _Rows(pair[1], asking)), keys, freedom)
+            values = _Rows(source.values[head], seen), new_value
+            inner = [[values[a].inner(values[b]) for b in (0, 1)] for a in (0, 1)]
+            for columns in zip(source.outputs[head], merged.outputs[head], strict=True):
+                brought.add(*(float(np.vdot(columns[a].T @ columns[b], inner[a][b])) for a, b in ((0, 0), (1, 1), (0, 1))))
+    return scores.relative, brought.relative
+
+
+@dataclass
+class _Loss:
+    """Sums of |old - new|^2 and of |old|^2."""
+
+    lost: float = 0.0
+    total: float = 0.0
+
+    def add(self, old: float, new: float, both: float) -> None:
+        """Count in two functions by their squares and their product."""
+        self.lost += old + new - 2 * both
+        self.total += old
+
+    @property
+    def relative(self) -> float:
+        return float(np.sqrt(max(self.lost, 0.0) / (self.total or 1.0)))
+
+
+class _Rows:
+    """Rows [n, e] and their inner products under a moment [e, e] of the inputs.
+
+    Args:
+        rows: of one head.
+        moment: by default the identity.
+    """
+
+    def __init__(self, rows: Array, moment: Array | None) -> None:
+        self._rows = rows
+        self._seen = rows if moment is None else rows @ moment
+        self._mean: Array | None = None if moment is None else self._seen[:, -1] / np.sqrt(moment[-1, -1])
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def inner(self, other: "_Rows", which: Array | slice = slice(None), *, centred: bool = False) -> Array:
+        """[n, n] of the rows `which`; `centred` takes the inputs' mean out."""
+        product = self._seen[which] @ other._rows[which].T
+        if centred and self._mean is not None and other._mean is not None:
+            product -= np.outer(self._mean[which], other._mean[which])
+        return np.asarray(product)
+
+    def paired(self, other: "_Rows", real: Array, imaginary: Array) -> Array:
+        """[f], complex: of each pair with the same pair of the other rows."""
+        ours = self._seen[real] + 1j * self._seen[imaginary]
+        return np.asarray(np.einsum("fe,fe->f", ours, other._rows[real] - 1j * other._rows[imaginary]))
+
+
+def _add_scores(loss: _Loss, queries: tuple[_Rows, _Rows], keys: tuple[_Rows, _Rows], freedom: Freedom) -> None:
+    """Count in the scores of one query head, of the source and merged."""
     real, imaginary = freedom.pairs
-    rest = np.setdiff1d(np.arange(source.keys.shape[1]), np.concatenate([real, imaginary]))
-    for head in range(source.groups):
-        old, new = source.keys[head], whole.keys[head]
-        for query, new_query in zip(source.queries[head], whole.queries[head], strict=True):
-            parts = [_still(query[rest], old[rest], new_query[rest], new[rest], asking, still)]
-            if len(real):
-                paired = [array[real] + 1j * array[imaginary] for array in (query, old, new_query, new)]
-                parts.append(_turning(paired[0], paired[1], paired[2], paired[3], asking, turning))
-            for difference, norm in parts:
-                lost[0] += difference
-                total[0] += norm
-        values = source.values[head], whole.values[head]
-        seen = {(a, b): turning(values[a], values[b]) for a in (0, 1) for b in (0, 1)}
-        for columns in zip(source.outputs[head], whole.outputs[head], strict=True):
-            inner = {(a, b): float(np.sum((columns[a].T @ columns[b]) * seen[a, b])) for a in (0, 1) for b in (0, 1)}
-            lost[1] += inner[0, 0] + inner[1, 1] - 2 * inner[0, 1]
-            total[1] += inner[0, 0]
-    keys, values_ = np.sqrt(np.maximum(lost, 0) / np.where(total > 0, total, 1.0))
-    return float(keys), float(values_)
-
-
-def _under(moment: Array | None) -> Product:
-    if moment is None:
-        return lambda a, b: np.asarray(a @ b.conj().T)
-    return lambda a, b: np.asarray(a @ moment @ b.conj().T)
-
-
-def _still(query: Array, key: Array, new_query: Array, new_key: Array, asking: Product, seen: Product) -> tuple[float, float]:
-    """|Q^T K - Q'^T K'|^2 and |Q^T K|^2 of rows that do not turn."""
-    old = float(np.sum(asking(query, query) * seen(key, key)))
-    new = float(np.sum(asking(new_query, new_query) * seen(new_key, new_key)))
-    return old + new - 2 * float(np.sum(asking(query, new_query) * seen(key, new_key))), old
-
-
-def _turning(query: Array, key: Array, new_query: Array, new_key: Array, asking: Product, seen: Product) -> tuple[float, float]:
-    """The same summed over frequencies: over all distances, those of different frequency are orthogonal."""
-
-    def inner(a: Array, b: Array, c: Array, d: Array) -> float:
-        return float(np.sum(np.diagonal(asking(a, b)) * np.diagonal(seen(c, d)).conj()).real)
-
-    old = inner(query, query, key, key)
-    return old + inner(new_query, new_query, new_key, new_key) - 2 * inner(query, new_query, key, new_key), old
+    rest = np.setdiff1d(np.arange(keys[0].count), np.concatenate([real, imaginary]))
+    places = ((0, 0), (1, 1), (0, 1))
+    if len(rest):
+        loss.add(*(float(np.vdot(queries[a].inner(queries[b], rest), keys[a].inner(keys[b], rest, centred=True))) for a, b in places))
+    if len(real):  # over all distances those of different frequency are orthogonal, and each has half its greatest square
+        products = [(queries[a].paired(queries[b], real, imaginary), keys[a].paired(keys[b], real, imaginary)) for a, b in places]
+        loss.add(*(float(np.vdot(key, query).real) / 2 for query, key in products))

@@ -24,13 +24,16 @@ def align_values(values: Array, outputs: Array) -> tuple[Array, Array]:
     Returns:
         The shared value head [c, d] and new columns [m, r, D, c].
     """
-    mean = values[0]
-    turns = np.empty((len(values), values.shape[1], values.shape[1]))
+    heads, width, _ = values.shape
+    stacked = values.reshape(heads * width, -1)
+    products = (stacked @ stacked.T).reshape(heads, width, heads, width).transpose(0, 2, 1, 3)  # [m, m, c, c]; the mean itself can wait
+    turns = np.empty((heads, width, width))
+    towards = products[0]  # [m, c, c], the mean times each head
     for _ in range(_ROUNDS):
-        left, _, right = np.linalg.svd(mean @ np.swapaxes(values, -1, -2))
+        left, _, right = np.linalg.svd(towards)
         turns = left @ right
-        mean = (turns @ values).mean(0)
-    return mean, outputs @ np.swapaxes(turns, -1, -2)[:, None]
+        towards = np.einsum("kab,khbc->hac", turns, products, optimize=True) / heads
+    return (turns @ values).mean(0), outputs @ np.swapaxes(turns, -1, -2)[:, None]
 
 
 def align_rotary_keys(keys: Array, queries: Array) -> tuple[Array, Array]:
@@ -43,9 +46,11 @@ def align_rotary_keys(keys: Array, queries: Array) -> tuple[Array, Array]:
     Returns:
         The shared key head [f, d] and new query rows [m, r, f, d], complex.
     """
-    mean = keys[0]
-    turns = np.ones(keys.shape[:2], complex)
+    by_pair = keys.transpose(1, 0, 2)
+    products = by_pair @ by_pair.conj().transpose(0, 2, 1)  # [f, m, m]
+    towards = products[:, :, 0]  # [f, m], each head times the mean
     for _ in range(_ROUNDS):
-        turns = np.exp(-1j * np.angle(np.einsum("mfd,fd->mf", keys, mean.conj())))
-        mean = (turns[:, :, None] * keys).mean(0)
-    return mean, turns[:, None, :, None] * queries
+        turns = np.exp(-1j * np.angle(towards))
+        towards = (products @ turns.conj()[:, :, None])[:, :, 0]
+    turns = turns.T
+    return (turns[:, :, None] * keys).mean(0), turns[:, None, :, None] * queries
