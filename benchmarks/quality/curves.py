@@ -22,7 +22,7 @@ from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.uptrain import uptrain
 
-from .measure import HELD_OUT_TOKENS, loss_of
+from .measure import HELD_OUT_TOKENS, calibration, loss_of, tokens_for
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
 from .records import Cell, Records
 from .text import training_text
@@ -70,12 +70,12 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 def start_folder(job: Job, arguments: argparse.Namespace, cache: Path) -> Path:
     """The converted checkpoint that a run starts from, made if it is not there."""
-    tokens = arguments.calibration_tokens
+    tokens = tokens_for(job.model, arguments.calibration_tokens, cache)
     folder = cache / "starts" / f"{job.model}-{job.groups}-{job.start}{f'-{tokens}' if job.start == 'fit' else ''}"
     if not folder.is_dir():
         options: dict[str, Any] = {"method": "mean" if job.start == CONTROL else job.start}
         if job.start == "fit":
-            options |= {"calibration": str(training_text(cache)), "calibration_tokens": tokens, "seed": 0}
+            options |= calibration(job.model, tokens, 0, cache)
         groups = heads_of(job.model) if job.start == CONTROL else job.groups
         folder.parent.mkdir(parents=True, exist_ok=True)
         convert_checkpoint(model_folder(job.model, cache), folder, groups, **options)
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", choices=("lm", "kl"), default=["lm", "kl"])
     parser.add_argument("--alphas", nargs="+", type=float, default=list(ALPHAS), help="shares of the model's training tokens")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=list(LEARNING_RATES))
-    parser.add_argument("--calibration-tokens", type=int, default=20_480, help="for the fit")
+    parser.add_argument("--calibration-tokens", type=int, help="for the fit; default: the converter's own")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--compile", action="store_true", help="torch.compile: a minute for each run, and then much faster on T5")
     parser.add_argument("--minutes", type=float, help="begin no run after this long")

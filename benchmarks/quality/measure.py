@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gqa_convert.calibration.text import calibration_tokens_for
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
-from gqa_convert.loading import load_model, load_tokenizer
+from gqa_convert.loading import load_model, load_tokenizer, read_config
 
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
 from .records import Cell, Records
-from .text import held_out_loss, training_text
+from .text import calibration_text, held_out_loss
 
 OUTPUT = Path("docs/results/quality.json")
 SEEDS = (0, 1, 2)
@@ -52,15 +53,27 @@ def loss_of(folder: Path, name: str, cache: Path) -> float:
     )  # fmt: skip
 
 
-def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
+def calibration(name: str, tokens: int, seed: int, cache: Path) -> dict[str, Any]:
+    """Arguments of `convert_checkpoint` for a method that calibrates: on training text, in blocks as long as those of training."""
+    text = str(calibration_text(cache))
+    return {"calibration": text, "calibration_tokens": tokens, "calibration_length": context_of(name), "seed": seed}
+
+
+def tokens_for(name: str, asked: int | None, cache: Path) -> int:
+    """Calibration tokens: as asked for, or the converter's own default."""
+    return asked or calibration_tokens_for(read_config(model_folder(name, cache)))
+
+
+def jobs(arguments: argparse.Namespace, cache: Path) -> Iterator[Job]:
     """Mean first, on which the figures of all others depend; then 4:1 of every model before the rest."""
-    for method, tokens in [(method, None) for method in DATA_FREE] + [(method, arguments.calibration_tokens) for method in CALIBRATED]:
+    for method, calibrated in [(method, False) for method in DATA_FREE] + [(method, True) for method in CALIBRATED]:
         if arguments.methods and method not in arguments.methods:
             continue
         for place in (1, 0, 2):
             for name in arguments.models:
                 groups = groups_of(name)[place]
-                for seed in SEEDS[: arguments.seeds] if tokens else (None,):
+                tokens = tokens_for(name, arguments.calibration_tokens, cache) if calibrated else None
+                for seed in SEEDS[: arguments.seeds] if calibrated else (None,):
                     yield Job(name, groups, method, tokens, seed)
 
 
@@ -71,7 +84,7 @@ def measure(job: Job, cache: Path) -> Cell:
     out.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"method": job.method}
     if job.calibration_tokens is not None:
-        options |= {"calibration": str(training_text(cache)), "calibration_tokens": job.calibration_tokens, "seed": job.seed}
+        options |= calibration(job.model, job.calibration_tokens, job.seed or 0, cache)
     began = time.perf_counter()
     try:
         result = convert_checkpoint(model_folder(job.model, cache), out, job.groups, **options)
@@ -97,7 +110,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=sorted({*DATA_FREE, *CALIBRATED}))
-    parser.add_argument("--calibration-tokens", type=int, default=20_480)
+    parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own for each model")
     parser.add_argument("--seeds", type=int, choices=(1, 2, 3), default=3, help="of calibration")
     parser.add_argument("--again", nargs="+", default=[], metavar="METHOD", help="measure these anew")
     arguments = parser.parse_args()
@@ -112,7 +125,7 @@ def main() -> None:
             known["loss"] = round(loss_of(model_folder(name, cache), name, cache), 4)
             records.write()
     absent: set[tuple[str, bool]] = set()
-    for job in jobs(arguments):
+    for job in jobs(arguments, cache):
         kind = (job.method, job.calibration_tokens is not None)
         if kind in absent or records.find(**job._asdict()):
             continue

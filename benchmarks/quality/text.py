@@ -13,6 +13,7 @@ from gqa_convert.evaluate import text_loss
 from gqa_convert.stdlib_text import read_texts, source_files
 
 HELD_OUT_TOKENS = 100_000
+CALIBRATION_CHARACTERS = 4_000_000
 
 
 def training_text(cache: Path) -> Path:
@@ -21,11 +22,25 @@ def training_text(cache: Path) -> Path:
     if not path.is_file():
         texts = read_texts(source_files(held_out=False, with_tests=True))
         np.random.default_rng(0).shuffle(texts)
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(".train.jsonl")
-        temporary.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        temporary.replace(path)
+        _write([json.dumps({"text": text}) for text in texts], path)
     return path
+
+
+def calibration_text(cache: Path) -> Path:
+    """The first files of the training text: many times what a calibration takes, and soon tokenised."""
+    path = cache / "calibration.jsonl"
+    if not path.is_file():
+        lines = training_text(cache).read_text(encoding="utf-8").splitlines()
+        sizes = np.cumsum([len(line) for line in lines])
+        _write(lines[: int(np.searchsorted(sizes, CALIBRATION_CHARACTERS)) + 1], path)
+    return path
+
+
+def _write(lines: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    temporary.replace(path)
 
 
 def held_out_loss(model: Any, tokenizer: Any, *, objective: str, context: int, cache: Path, tokens: int = HELD_OUT_TOKENS) -> float:
