@@ -31,6 +31,11 @@ class Paused:
     def finished(self) -> bool:
         return bool(self._greenlet.dead)
 
+    @property
+    def frame(self) -> Any:
+        """The innermost frame that waits; None before the start and after the end."""
+        return self._greenlet.gr_frame
+
     def resume(self, answer: Any = None) -> Any:
         """Go on to the next pause.
 

@@ -21,6 +21,7 @@ from gqa_convert.calibration.offloading import offloaded_weights
 from gqa_convert.calibration.pausing import Paused, current, pause
 from gqa_convert.calibration.residual import Observer, Route
 from gqa_convert.calibration.site import Call, Site
+from gqa_convert.calibration.spilling import Spill
 from gqa_convert.calibration.weights import replaced, wrapped_forward
 
 Batch = Mapping[str, Tensor]
@@ -48,6 +49,7 @@ class _Forward:
     result: Any = None
     encoded: Any = None
     """The encoder's output, until the student's pass takes it over."""
+    spill: Spill | None = None
     noted: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that entered modules on the way to a site, by the site's name."""
 
@@ -55,6 +57,11 @@ class _Forward:
         self.arrival = None  # else the frames' arguments would outlive them
         message = self.paused.resume(answer)
         self.arrival, self.result = (None, message) if self.paused.finished else (message, None)
+
+    def move(self, kept: frozenset[int]) -> None:
+        """What it keeps as it waits goes to files, if that is wanted."""
+        if self.spill is not None:
+            self.spill.take(self.paused.frame, [self.noted, list(self.encoded.values()) if self.encoded else None], kept)
 
 
 class Streams:
@@ -64,7 +71,7 @@ class Streams:
         model: a loaded model in evaluation mode. Its modules are patched until the end.
         batches: what the model is called with, each on its own: tensors by argument.
         sites: attention modules, as the checkpoint's tensors are named up to them.
-        spill: an existing folder for what waiting passes keep, which is in memory otherwise.
+        spill: an existing folder on a disk for what waiting passes keep, which is in memory otherwise; on the CPU only.
 
     Raises:
         ConfigError: the model has no such module.
@@ -72,6 +79,9 @@ class Streams:
 
     def __init__(self, model: Any, batches: Sequence[Batch], sites: Sequence[str], *, spill: Path | None = None) -> None:
         self._model, self._spill = model, spill
+        self._weights = frozenset(
+            tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+        )
         self._names = find_modules(model, sites)
         self._passes: dict[object, _Forward] = {}
         self._stack = ExitStack()
@@ -119,6 +129,8 @@ class Streams:
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         paused = Paused(lambda: self._model(**moved, use_cache=False))
         forward = _Forward(moved, paused, twin)
+        if self._spill is not None:
+            forward.spill = Spill(self._spill, twin.spill if twin else None)
         self._passes[paused.identity] = forward
         return forward
 
@@ -218,6 +230,7 @@ class Streams:
             for pair in self._pairs:
                 for forward, answer in zip(pair, self._answers, strict=True):
                     forward.advance(answer)
+                    forward.move(self._weights)
             self._release()
             arrivals = [forward.arrival for pair in self._pairs for forward in pair]
             reached = {arrival.site if arrival else "the end" for arrival in arrivals}
@@ -235,7 +248,10 @@ class Streams:
         module = self._model.get_submodule(self._names[name])
         pairs = [(self._call(source), self._call(student)) for source, student in self._pairs]
         route = self._routes.get(name)
-        return Site(name, module, self._parameters(name), pairs, route.output if route else None)
+        calls = (
+            pairs if self._spill is None else _DroppingCalls(pairs, [[each.spill for each in pair if each.spill] for pair in self._pairs])
+        )
+        return Site(name, module, self._parameters(name), calls, route.output if route else None)
 
     def _call(self, forward: _Forward) -> Call:
         arrival = forward.arrival
@@ -280,6 +296,20 @@ class Streams:
         except BaseException:
             self.close()
             raise
+
+
+class _DroppingCalls(list[tuple[Call, Call]]):
+    """Calls whose tensors leave the resident memory when the next pair's turn has come."""
+
+    def __init__(self, pairs: list[tuple[Call, Call]], spills: list[list[Spill]]) -> None:
+        super().__init__(pairs)
+        self._spills = spills
+
+    def __iter__(self) -> Iterator[tuple[Call, Call]]:
+        for pair, spills in zip(super().__iter__(), self._spills, strict=False):
+            yield pair
+            for spill in spills:
+                spill.drop()
 
 
 def _layers(model: Any, sites: Iterable[str]) -> list[str]:
