@@ -161,7 +161,7 @@ def test_other_weight_formats(made: Callable[..., tuple[Path, Path]], tmp_path: 
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     torch.save(state, old / "pytorch_model.bin")
-    convert_checkpoint(old, tmp_path / "out", 4, max_shard_size=50_000)
+    convert_checkpoint(old, tmp_path / "out", 4, method="mean", max_shard_size=50_000)
     assert failed(verify_checkpoint(tmp_path / "out", old, logits=False)) == {}
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(0))
     assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}

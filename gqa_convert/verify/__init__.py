@@ -15,11 +15,14 @@ from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError,
 from gqa_convert.families import Family, find_family
 from gqa_convert.verify import config as configs
 from gqa_convert.verify import folder as folders
+from gqa_convert.verify.absorbed_tensors import AbsorbedComparison
 from gqa_convert.verify.geometry import Geometry, read_geometry
+from gqa_convert.verify.merging import ABSORBING
 from gqa_convert.verify.reading import Weights, first_line, read_object
 from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.tensors import TensorComparison
 from gqa_convert.verify.translated import Translation, is_translated
+from gqa_convert.verify.translated_heads import AbsorbedTranslatedComparison, TranslatedHeads
 from gqa_convert.verify.translated_tensors import TranslatedComparison
 
 __all__ = ["Check", "VerificationReport", "verify_checkpoint"]
@@ -162,15 +165,20 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         encoder = claims.get("encoder") is True if geometry.encoder is None else geometry.encoder
         run.method = folders.true_method(claims.get("method", "mean"), geometry)
         seed = claims.get("seed")
-        comparison = TensorComparison(
-            source, ours, geometry, run.method, seed if type(seed) is int else 0, _counted(progress, total)
-        )  # fmt: skip
+        counted = _counted(progress, total)
+        comparison: TensorComparison
+        if run.method in ABSORBING:
+            comparison = absorbed = AbsorbedComparison(source, ours, geometry, run.method, family, original, counted)
+        else:
+            comparison = TensorComparison(source, ours, geometry, run.method, seed if type(seed) is int else 0, counted)
         run.check("tensor names", comparison.census)
         run.check("untouched tensors", comparison.untouched)
         same = run.check("merged tensors", comparison.merged)
+        if run.method in ABSORBING:
+            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error")))
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder))
-        errors = comparison.errors() if same else None
+        errors = comparison.errors() if same and run.method not in ABSORBING else None
         run.check(
             "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, encoder, source, errors)
         )  # fmt: skip
@@ -206,13 +214,21 @@ def _check_translated_data(
         run.method = folders.true_method(claims.get("method", "mean"), geometry)
         seed = claims.get("seed")
         rewriting = translation.rewrite(source, geometry.after, run.method, seed if type(seed) is int else 0)
-        comparison = TranslatedComparison(rewriting, ours, _counted(progress, sum(map(ours.nbytes, ours.homes))))
+        counted = _counted(progress, sum(map(ours.nbytes, ours.homes)))
+        comparison: TranslatedComparison
+        if run.method in ABSORBING:
+            translation.absorbed = TranslatedHeads(rewriting, ours)
+            comparison = absorbed = AbsorbedTranslatedComparison(rewriting, ours, counted, translation.absorbed)
+        else:
+            comparison = TranslatedComparison(rewriting, ours, counted)
         run.check("tensor names", comparison.census)
         same = run.check("merged tensors", comparison.merged)
+        if run.method in ABSORBING:
+            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error")))
         run.check("rewritten tensors", comparison.rewritten)
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: translation.check_config(read_object(out / configs.CONFIG), geometry.after))
-        errors = comparison.errors() if same else None
+        errors = comparison.errors() if same and run.method not in ABSORBING else None
         run.check("provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, False, source, errors))
     run.check("carried files", lambda: folders.check_carried(out, source.folder, None, translation.completed()))
     if translation.completed():

@@ -11,10 +11,12 @@ from typing import Any
 from gqa_convert import loading
 from gqa_convert.evaluate import text_loss
 from gqa_convert.families import Family
+from gqa_convert.verify.distances import Predictions, divergence, judge_distance
 from gqa_convert.verify.geometry import Geometry
+from gqa_convert.verify.merging import ABSORBING
 from gqa_convert.verify.probe import HALF_TOLERANCE, STEPS, Caches, Probe, Shapes, cache_shapes
 from gqa_convert.verify.reading import INDEX, first_line
-from gqa_convert.verify.replacing import holds_heads, replace_heads
+from gqa_convert.verify.replacing import absorbs_maps, holds_heads, pool_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
 from gqa_convert.verify.translated import Translation
@@ -97,6 +99,16 @@ def check_behaviour(
         state["ids"] = tokenize(out, text or "", max_text_tokens)
         return score("out", 0)
 
+    def nearer_than_mean() -> str:
+        predictions, model = state["predictions"], state["source"]
+        wanted = predictions.logits(model)
+        found = divergence(wanted, state.pop("predicted"))
+        if translation is not None:
+            translation.pool_heads(model)
+        elif geometry is not None:
+            pool_heads(model, family, geometry)
+        return judge_distance(found, divergence(wanted, predictions.logits(model)), predictions.describe())
+
     def same_logits() -> str:
         probe, model = state["probe"], state["source"]
         if translation is not None:
@@ -127,8 +139,15 @@ def check_behaviour(
     cached, reason = state["probe"].decoding_error(state["out"], step)
     if text is not None:
         check("loss of OUT", text_of_out)
+    if method == "fit":
+        state["predictions"] = Predictions(state["probe"], state.get("ids"))
+        state["predicted"] = state["predictions"].logits(state["out"])
     if translation is None:
-        state["parameters"] = {name: parameter for name, parameter in state["out"].named_parameters() if holds_heads(name, family)}
+        state["parameters"] = {
+            name: parameter
+            for name, parameter in state["out"].named_parameters()
+            if holds_heads(name, family) or (method in ABSORBING and absorbs_maps(name, family))
+        }
     del state["out"]
     if not check("source loads", load_source):
         return
@@ -136,6 +155,8 @@ def check_behaviour(
         report.losses = {"source": losses["source"], "out": losses["out"], "tokens": len(state["ids"]) - 1}
     there, _ = state["probe"].cached_shapes(state["source"])
     step()
+    if method == "fit":
+        check("better than mean", nearer_than_mean)
     check("logits", same_logits)
     own = 0.0
     if not cached <= state["probe"].tolerance:  # SOURCE with the same merged heads must be off by as much, or OUT is at fault

@@ -182,6 +182,9 @@ def check_provenance(
     random = truth["method"] == "random"
     if random != (type(claims.get("seed")) is int):
         raise Failure(f"{PROVENANCE} claims seed = {claims.get('seed')!r} for method {truth['method']}")
+    text = claims.get("calibration")
+    if (truth["method"] == "fit") != (isinstance(text, dict) and type(text.get("tokens")) is int and text["tokens"] > 0):
+        raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {truth['method']}")
     origin = claims.get("source")
     files = origin.get("files") if isinstance(origin, dict) else None
     if not isinstance(files, dict):

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 METHODS = ("mean", "first", "random")
+ABSORBING = ("align", "factor", "fit")
+"""Methods that change queries and outputs too, by maps that these absorb of keys and values: no function of the K/V heads alone."""
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -30,6 +32,15 @@ def differing(a: Any, b: Any) -> int:
 
     bits = [x.contiguous().reshape(-1).view(torch.uint8).reshape(x.numel(), -1) for x in (a, b)]
     return int((bits[0] != bits[1]).any(dim=1).sum())
+
+
+def half_unit(value: Any, dtype: Any) -> Any:
+    """Half the distance of neighbouring numbers of a type, around each value."""
+    import torch
+
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(value.double().abs().clamp(min=limits.tiny)).exponent
+    return torch.exp2(exponent.double() - 1) * (limits.eps / 2)
 
 
 def merge(heads: Iterable[Any], method: str) -> Any:

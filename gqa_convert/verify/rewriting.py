@@ -165,24 +165,24 @@ class Layer:
     def __init__(self, whole: Rewriting, number: int) -> None:
         home = whole.home
         self._all, self._home, self._sizes = whole, home, whole.sizes
-        self._old = f"{whole.old_prefix}{home.old.layers}.{number}."
-        self._new = f"{whole.new_prefix}{home.new.layers}.{number}."
-        self._scale = query_scale(whole.config, whole.sizes, number)
-        self._norm = f"{self._old}{home.old.norm}"
-        self._second = f"{self._old}{home.old.second_norm}" if home.old.second_norm else self._norm
+        self.old = f"{whole.old_prefix}{home.old.layers}.{number}."
+        self.new = f"{whole.new_prefix}{home.new.layers}.{number}."
+        self.scale = query_scale(whole.config, whole.sizes, number)
+        self.norm = f"{self.old}{home.old.norm}"
+        self._second = f"{self.old}{home.old.second_norm}" if home.old.second_norm else self.norm
 
     def formulas(self) -> dict[str, Formula]:
         home, whole = self._home, self._all
         found: dict[str, Formula] = {}
         if home.folded:
-            whole.used.update(f"{norm}.{kind}" for norm in (self._norm, self._second) for kind in ("weight", "bias"))
+            whole.used.update(f"{norm}.{kind}" for norm in (self.norm, self._second) for kind in ("weight", "bias"))
             for kind, value in (("weight", 1.0), ("bias", 0.0)):
-                norm = f"{self._norm}.{kind}"
-                found[f"{self._new}{home.new.norm}.{kind}"] = lambda norm=norm, value=value: whole.constant(value, norm)  # type: ignore[misc]
+                norm = f"{self.norm}.{kind}"
+                found[f"{self.new}{home.new.norm}.{kind}"] = lambda norm=norm, value=value: whole.constant(value, norm)  # type: ignore[misc]
         else:
-            found |= whole.copy(self._norm, f"{self._new}{home.new.norm}", ("weight", "bias"))
+            found |= whole.copy(self.norm, f"{self.new}{home.new.norm}", ("weight", "bias"))
             if home.old.second_norm:
-                found |= whole.copy(self._second, f"{self._new}{home.new.second_norm}", ("weight", "bias"))
+                found |= whole.copy(self._second, f"{self.new}{home.new.second_norm}", ("weight", "bias"))
         found |= self._attention()
         attention = f"{home.old.attention}.{home.old.output}", f"{home.new.attention}.{home.new.output}"
         found |= self._linear(*attention, biased=whole.biased)
@@ -192,7 +192,7 @@ class Layer:
 
     def _linear(self, old: str, new: str, norm: str | None = None, *, biased: bool = True) -> dict[str, Formula]:
         """A projection whose rows stay where they are."""
-        name, target = f"{self._old}{old}", f"{self._new}{new}"
+        name, target = f"{self.old}{old}", f"{self.new}{new}"
         self._all.used.update({f"{name}.weight", f"{name}.bias"} if biased else {f"{name}.weight"})
 
         def weight() -> Any:
@@ -236,7 +236,7 @@ class Layer:
     def _attention(self) -> dict[str, Formula]:
         home, whole = self._home, self._all
         whole.used.update(
-            f"{self._old}{home.old.attention}.{name}.{kind}"
+            f"{self.old}{home.old.attention}.{name}.{kind}"
             for name in home.old.heads
             for kind in (("weight", "bias") if whole.biased else ("weight",))
         )
@@ -245,7 +245,7 @@ class Layer:
             targets = [((role,), name) for role, name in zip(ROLES, home.new.heads, strict=True)]
         found: dict[str, Formula] = {}
         for roles, projection in targets:
-            name = f"{self._new}{home.new.attention}.{projection}"
+            name = f"{self.new}{home.new.attention}.{projection}"
             found[f"{name}.weight"] = lambda roles=roles, name=name: self._projection(roles, f"{name}.weight")  # type: ignore[misc]
             found[f"{name}.bias"] = lambda roles=roles, name=name: self._projection_bias(roles, f"{name}.bias")  # type: ignore[misc]
         return found
@@ -253,13 +253,13 @@ class Layer:
     def source_name(self, role: str, kind: str) -> str:
         """The tensor of SOURCE that holds a role."""
         names = self._home.old.heads
-        return f"{self._old}{self._home.old.attention}.{names[ROLES.index(role) if len(names) > 1 else 0]}.{kind}"
+        return f"{self.old}{self._home.old.attention}.{names[ROLES.index(role) if len(names) > 1 else 0]}.{kind}"
 
     @cached_property
     def _read(self) -> dict[str, Any]:
         return {}
 
-    def _heads(self, role: str, kind: str) -> Any:
+    def heads(self, role: str, kind: str) -> Any:
         """SOURCE's heads [H, c, (d)] of a role in OUT's rotary order, in their own type."""
         name = self.source_name(role, kind)
         if name not in self._read:
@@ -276,10 +276,10 @@ class Layer:
     def merged(self, role: str, kind: str) -> Any:
         """The heads that OUT has of a role, [N or H, c, (d)], neither folded nor rounded."""
         whole, sizes = self._all, self._sizes
-        heads = self._heads(role, kind)
+        heads = self.heads(role, kind)
         wide = heads.to(wide_dtype(heads.dtype))
         if role == "query":
-            return wide * self._scale if self._scale != 1.0 else wide
+            return wide * self.scale if self.scale != 1.0 else wide
         if whole.groups == sizes.heads:
             return wide
         if whole.method == "random":
@@ -288,7 +288,7 @@ class Layer:
 
     def in_sources_order(self, role: str, kind: str) -> Any:
         """The merged heads, each as often as SOURCE has heads, rounded to SOURCE's type and in its rotary order."""
-        dtype = self._heads(role, kind).dtype
+        dtype = self.heads(role, kind).dtype
         heads = self.merged(role, kind).to(dtype).repeat_interleave(self._sizes.heads // self._all.groups, 0)
         return to_pairs(heads, self._sizes.rotated) if self._home.interleaved and role == "key" else heads
 
@@ -296,29 +296,29 @@ class Layer:
         import torch
 
         merged = torch.cat([self._accounted(role, "weight", name).flatten(0, 1) for role in roles])
-        expected = self._with_gain(merged, self._heads(roles[0], "weight").dtype, self._norm if self._home.folded else None)
+        expected = self._with_gain(merged, self.heads(roles[0], "weight").dtype, self.norm if self._home.folded else None)
         return Expected(expected.value, expected.dtype, self._random_slack(roles, expected.value))
 
     def _projection_bias(self, roles: tuple[str, ...], name: str) -> Expected:
         import torch
 
-        weights = [self._heads(role, "weight") for role in roles]
+        weights = [self.heads(role, "weight") for role in roles]
         folded = self._home.folded
         if not self._all.biased:
             dtype = weights[0].dtype
             rows = sum(self._count(role) for role in roles) * self._sizes.width
             own = torch.zeros(rows, dtype=wide_dtype(dtype))
         else:
-            dtype = self._heads(roles[0], "bias").dtype
+            dtype = self.heads(roles[0], "bias").dtype
             own = torch.cat([self._accounted(role, "bias", name).flatten(0, 1) for role in roles])
         slack = self._random_slack(roles, own)
         if not folded:
             return Expected(own, dtype, slack)
         weight = torch.cat([self.merged(role, "weight").flatten(0, 1) for role in roles])
-        expected = self._with_shift(own, weight, dtype, self._norm)
+        expected = self._with_shift(own, weight, dtype, self.norm)
         if slack is None:
             return expected
-        shift = self._all.whole(f"{self._norm}.bias").double().abs()
+        shift = self._all.whole(f"{self.norm}.bias").double().abs()
         drawn = self._random_slack(roles, weight).double() @ shift
         return Expected(expected.value, dtype, expected.slack + slack.double() + drawn)
 
@@ -338,7 +338,7 @@ class Layer:
         """Merged heads, and the error of SOURCE's against them, once rounded, put to a tensor's account."""
         merged, whole = self.merged(role, kind), self._all
         if role != "query" and whole.groups != self._sizes.heads:
-            heads = self._heads(role, kind)
+            heads = self.heads(role, kind)
             error, norm = whole.squares.get(name, (0.0, 0.0))
             for group, made in enumerate(merged.to(heads.dtype)):
                 size = self._sizes.heads // whole.groups

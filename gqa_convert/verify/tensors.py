@@ -47,12 +47,15 @@ class TensorComparison:
 
     def untouched(self) -> str:
         """Every tensor without K/V heads has the source's type, shape and bytes."""
-        changed = set(self._geometry.cuts) | {name for _, names in self._geometry.lists for name in names}
+        changed = self._changed()
         names = [name for name in self._source.homes if name not in changed]
         bad = [problem for name in names if (problem := self._compare_whole(name))]
-        if bad:
-            raise Failure(f"{len(bad)} of {len(names)} tensors differ: {bad[0]}")
+        self._judge(bad, len(names))
         return f"{len(names)} tensors, bit for bit"
+
+    def _changed(self) -> set[str]:
+        """Tensors of SOURCE that another check looks at."""
+        return set(self._geometry.cuts) | {name for _, names in self._geometry.lists for name in names}
 
     def _compare_whole(self, name: str) -> str | None:
         if problem := self._headers_differ(name, self._source.shape(name)):
@@ -83,9 +86,13 @@ class TensorComparison:
         for place, names in geometry.lists:
             bad += [problem for problem in self._compare_list(geometry.counts[place], names) if problem]
         total = len(geometry.cuts) + len(geometry.lists)
-        if bad:
-            raise Failure(f"{len(bad)} of {total} tensors differ: {bad[0]}")
+        self._judge(bad, total)
         return f"{total} tensors, {geometry.before} -> {geometry.after} K/V heads, bit for bit"
+
+    @staticmethod
+    def _judge(problems: list[str], total: int) -> None:
+        if problems:
+            raise Failure(f"{len(problems)} of {total} tensors differ: {problems[0]}")
 
     def errors(self) -> dict[str, float]:
         """|heads - merged head| / |heads| of every merged tensor, over all its heads; full only after `merged` has passed."""

@@ -14,6 +14,7 @@ from gqa_convert.verify.report import Failure
 from gqa_convert.verify.rewriting import Rewriting, split_heads
 from gqa_convert.verify.sizes import Sizes, query_scale, read_sizes
 from gqa_convert.verify.translated_config import check_translated_config
+from gqa_convert.verify.translated_heads import TranslatedHeads
 
 TOKENIZER = "tokenizer_config.json"
 
@@ -43,6 +44,8 @@ class Translation:
         self.home: Home = find_home(original, out_type(out))
         self.sizes: Sizes = read_sizes(original, self.home)
         self.rewriting: Rewriting | None = None
+        self.absorbed: TranslatedHeads | None = None
+        """Where queries and outputs have absorbed maps of keys and values."""
         self._original = original
 
     def describe(self) -> str:
@@ -92,6 +95,10 @@ class Translation:
 
     def replace_heads(self, model: Any) -> int:
         """Give the loaded SOURCE the merged heads, each as often as its group has heads; returns how many parameters changed."""
+        return self.pool_heads(model) if self.absorbed is None else self.absorbed.replace(model)
+
+    def pool_heads(self, model: Any) -> int:
+        """The same with heads recomputed from SOURCE's: their mean, where they can't be."""
         import torch
 
         rewriting, home = self.rewriting, self.home

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-from gqa_convert.verify.merging import METHODS, differing, same_bits
+from gqa_convert.verify.merging import ABSORBING, METHODS, differing, half_unit, same_bits
 from gqa_convert.verify.reading import Weights
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.rewriting import Expected, Rewriting
@@ -45,7 +44,7 @@ class TranslatedComparison:
     def merged(self) -> str:
         """Every tensor with K/V heads; looks at all others too, for `rewritten`."""
         rewriting = self._rewriting
-        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in METHODS:
+        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in (*METHODS, *ABSORBING):
             raise Failure(f"method {rewriting.method!r} can't be recomputed: only {', '.join(METHODS)}")
         names = rewriting.home.new.heads
         kinds = tuple(f".{name}.{kind}" for name in (names[1:] or names) for kind in ("weight", "bias"))
@@ -89,15 +88,6 @@ class TranslatedComparison:
         if expected.slack is None:
             return None if same_bits(ours, theirs) else f"in {differing(ours, theirs)} number(s)"
         self._summed[group] += 1
-        off = (ours.double() - expected.value.double()).abs() > half_unit(expected) + expected.slack
+        off = (ours.double() - expected.value.double()).abs() > half_unit(expected.value, expected.dtype) + expected.slack
         off |= ~ours.double().isfinite()
         return f"in {int(off.sum())} number(s)" if bool(off.any()) else None
-
-
-def half_unit(expected: Expected) -> Any:
-    """Half the distance of neighbouring numbers of a type, around each value."""
-    import torch
-
-    limits = torch.finfo(expected.dtype)
-    exponent = torch.frexp(expected.value.double().abs().clamp(min=limits.tiny)).exponent
-    return torch.exp2(exponent.double() - 1) * (limits.eps / 2)
