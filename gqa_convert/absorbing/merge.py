@@ -13,6 +13,7 @@ from gqa_convert.absorbing.barriers import Freedom
 from gqa_convert.absorbing.heads import Heads
 from gqa_convert.merging.alignment import align_rotary_keys, align_values
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
+from gqa_convert.merging.slow_rotary import factor_partly_rotary_keys
 
 Array = npt.NDArray[Any]
 AbsorbingMethod = Literal["align", "factor", "fit"]
@@ -70,33 +71,40 @@ def _merge_values(values: Array, outputs: Array, method: str, freedom: Freedom, 
 def _merge_keys(
     keys: Array, queries: Array, method: str, freedom: Freedom, moments: Moments | None, slow: int | None
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The rotary pairs by themselves, those that hardly turn together, then the rows that do not turn."""
+    """Rotary pairs as complex rows, and the rows that do not turn."""
     if freedom.key_barrier:
         return keys.mean(0), queries
+    real, imaginary = freedom.pairs
     rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate(freedom.pairs))
-    real, imaginary = (rows[:slow] for rows in freedom.pairs)
-    block = np.concatenate([rows[len(real) :] for rows in freedom.pairs])
-    shared, new = np.empty_like(keys[0]), np.empty_like(queries)
-    if len(block):
+    turning = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
+    still = keys[:, rest], queries[:, :, rest]
+    if slow is not None and slow < len(real):
         measured = (moments.keys, moments.queries) if moments else ()
-        shared[block], new[:, :, block] = factor_keys(keys[:, block], queries[:, :, block], *measured)
-    if len(real):
-        pairs = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
-        if method == "align":
-            key, query = align_rotary_keys(*pairs)
-        else:
-            key, query = factor_rotary_keys(*pairs, *((moments.keys, moments.queries) if moments else ()))
-        shared[real], shared[imaginary] = key.real, key.imag
-        new[:, :, real], new[:, :, imaginary] = query.real, query.imag
-    if len(rest):
-        still = keys[:, rest], queries[:, :, rest]
-        if method == "align":
-            turned = np.swapaxes(still[1], -1, -2)  # queries stand to keys as the output's columns do to values
-            shared[rest], columns = align_values(still[0], turned)
-            new[:, :, rest] = np.swapaxes(columns, -1, -2)
-        else:
-            shared[rest], new[:, :, rest] = factor_keys(*still, *((centred(moments.keys), moments.queries) if moments else ()))
+        merged = factor_partly_rotary_keys((turning[0], still[0]), (turning[1], still[1]), slow, *measured)
+    else:
+        merged = *_merge_turning(*turning, method, moments), *_merge_still(*still, method, moments)
+        merged = merged[0], merged[2], merged[1], merged[3]
+    shared, new = np.empty_like(keys[0]), np.empty_like(queries)
+    shared[real], shared[imaginary], shared[rest] = merged[0].real, merged[0].imag, merged[1]
+    new[:, :, real], new[:, :, imaginary], new[:, :, rest] = merged[2].real, merged[2].imag, merged[3]
     return shared, new
+
+
+def _merge_turning(keys: Array, queries: Array, method: str, moments: Moments | None) -> tuple[Array, Array]:
+    if not keys.shape[1]:
+        return keys[0], queries
+    if method == "align":
+        return align_rotary_keys(keys, queries)
+    return factor_rotary_keys(keys, queries, *((moments.keys, moments.queries) if moments else ()))
+
+
+def _merge_still(keys: Array, queries: Array, method: str, moments: Moments | None) -> tuple[Array, Array]:
+    if not keys.shape[1]:
+        return keys[0], queries
+    if method == "align":  # queries stand to keys as the output's columns do to values
+        shared, columns = align_values(keys, np.swapaxes(queries, -1, -2))
+        return shared, np.swapaxes(columns, -1, -2)
+    return factor_keys(keys, queries, *((centred(moments.keys), moments.queries) if moments else ()))
 
 
 def centred(moment: Array) -> Array:
