@@ -31,6 +31,7 @@ class Spec:
         heads: query heads, and K/V heads.
         groups: the K/V heads to convert to: 2:1, 4:1 and one.
         tokens: of text to train on, by default.
+        tokens_per_step: of text, by default.
         learning_rate: the peak.
         build: makes the model with fresh weights, for a tokenizer.
     """
@@ -40,6 +41,7 @@ class Spec:
     heads: int
     groups: tuple[int, ...]
     tokens: int
+    tokens_per_step: int
     learning_rate: float
     build: Callable[[Any], Any]
 
@@ -90,9 +92,9 @@ def _t5(tokenizer: Any) -> Any:
 
 
 SPECS = {
-    "qwen2": Spec("causal", 256, 16, (8, 4, 1), 3_500_000, 4e-3, _qwen2),
-    "gpt2": Spec("causal", 256, 12, (6, 3, 1), 3_500_000, 4e-3, _gpt2),
-    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 5_000_000, 3e-3, _t5),
+    "qwen2": Spec("causal", 256, 16, (8, 4, 1), 3_500_000, 2048, 4e-3, _qwen2),
+    "gpt2": Spec("causal", 256, 12, (6, 3, 1), 3_500_000, 2048, 4e-3, _gpt2),
+    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 5_000_000, 4096, 3e-3, _t5),
 }
 MODELS = (DEMO, *SPECS)
 

@@ -37,7 +37,7 @@ def recipe_of(spec: Spec, arguments: argparse.Namespace, text: Path) -> Recipe:
     return make_recipe(
         {
             "model": arguments.model, "output": str(arguments.cache / arguments.model), "data": str(text), "objective": spec.objective,
-            "tokens": arguments.tokens or spec.tokens, "tokens_per_step": arguments.tokens_per_step, "sequence_length": spec.context,
+            "tokens": arguments.tokens or spec.tokens, "tokens_per_step": arguments.tokens_per_step or spec.tokens_per_step, "sequence_length": spec.context,
             "optimizer": arguments.optimizer, "learning_rate": arguments.learning_rate or spec.learning_rate, "weight_decay": 0.1,
             "schedule": "wsd", "decay_share": DECAY_SHARE, "final_learning_rate": 0.0, "warmup_steps": 50, "seed": arguments.seed,
         }
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("model", choices=SPECS)
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     parser.add_argument("--tokens", type=lambda text: int(float(text)), help="of text; default: the model's own number in models.py")
-    parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--tokens-per-step", type=int, help="default: the model's own in models.py")
     parser.add_argument("--learning-rate", type=float, help="the peak; default: the model's own in models.py")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--seed", type=int, default=0)
