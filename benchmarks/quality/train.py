@@ -37,7 +37,8 @@ def recipe_of(spec: Spec, arguments: argparse.Namespace, text: Path) -> Recipe:
     return make_recipe(
         {
             "model": arguments.model, "output": str(arguments.cache / arguments.model), "data": str(text), "objective": spec.objective,
-            "tokens": arguments.tokens or spec.tokens, "tokens_per_step": arguments.tokens_per_step or spec.tokens_per_step, "sequence_length": spec.context,
+            "tokens": arguments.tokens or spec.tokens, "tokens_per_step": arguments.tokens_per_step or spec.tokens_per_step,
+            "sequence_length": spec.context,
             "optimizer": arguments.optimizer, "learning_rate": arguments.learning_rate or spec.learning_rate, "weight_decay": 0.1,
             "schedule": "wsd", "decay_share": DECAY_SHARE, "final_learning_rate": 0.0, "warmup_steps": 50, "seed": arguments.seed,
         }
