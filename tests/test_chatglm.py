@@ -108,7 +108,7 @@ def merged_and_repeated(tensors: dict[str, Tensor], groups: int) -> dict[str, Te
 @pytest.mark.parametrize("groups", [1, 2, 3, 6, 12])
 def test_result_is_the_source_with_merged_heads(groups: int, tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    result = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups)
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, method="mean")
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config == CONFIG | {"multi_query_group_num": groups}
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -51,7 +51,7 @@ def test_help_has_examples(command: str) -> None:
 
 
 def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
-    result = run("plan", source, "--groups", 3, "--json")
+    result = run("plan", source, "--groups", 3, "--method", "mean", "--json")
     assert result.returncode == 0
     plan = json.loads(result.stdout)
     assert (plan["heads"], plan["source_kv_heads"], plan["groups"], plan["method"]) == (12, 12, 3, "mean")
@@ -81,7 +81,7 @@ def test_plan_for_people(source: Path) -> None:
 
 def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out folder"
-    result = run("convert", source, out, "--groups", 4, "--json")
+    result = run("convert", source, out, "--groups", 4, "-m", "mean", "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert (summary["groups"], summary["out"]) == (4, str(out))

@@ -103,7 +103,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def converted(folder: Path, groups: int) -> Path:
     out = folder.parent / f"groups-{groups}"
     if not out.exists():
-        convert_checkpoint(folder, out, groups)
+        convert_checkpoint(folder, out, groups, method="mean")
     return out
 
 

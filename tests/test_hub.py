@@ -32,7 +32,7 @@ try:
     if verb == "plan":
         result = make_plan(open_checkpoint(source, revision=revision or None), 4).summary()
     else:
-        result = convert_checkpoint(source, out, 4, revision=revision or None)
+        result = convert_checkpoint(source, out, 4, revision=revision or None, method="mean")
 except GQAConvertError as problem:
     result = {"error": type(problem).__name__, "message": str(problem)}
 print(json.dumps(result))
@@ -141,7 +141,7 @@ class TestPlan:
 class TestConvert:
     def test_only_what_is_needed_is_downloaded(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
         result = ask(hub, tmp_path / "cache", "convert", "org/model", tmp_path / "out")
-        convert_checkpoint(folders["main"], tmp_path / "expected", 4)
+        convert_checkpoint(folders["main"], tmp_path / "expected", 4, method="mean")
         assert digests(tmp_path / "out") == digests(tmp_path / "expected")
         assert result["revision"] == hub.commit("org/model", "main")
         source = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())["source"]
@@ -176,7 +176,7 @@ class TestConvert:
     def test_bin_files_are_downloaded_and_work(self, hub: HubServer, tmp_path: Path) -> None:
         ask(hub, tmp_path / "cache", "convert", "org/old", tmp_path / "out")
         reference = write_llama(tmp_path / "source", arrays=large_arrays(), config={"hidden_size": 1200})
-        convert_checkpoint(reference, tmp_path / "expected", 4)
+        convert_checkpoint(reference, tmp_path / "expected", 4, method="mean")
         assert same_weights(tmp_path / "out", tmp_path / "expected")
 
     def test_a_branch(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:

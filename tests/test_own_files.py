@@ -185,7 +185,7 @@ def converted(source: Path, groups: int, **options: Any) -> Path:
     """The source with so many K/V heads, converted once, never to another type's stock class."""
     out = source.parent / "-".join(("groups", str(groups), *(f"{key}-{value}" for key, value in options.items())))
     if not out.exists():
-        convert_checkpoint(source, out, groups, native=False, **options)
+        convert_checkpoint(source, out, groups, native=False, **{"method": "mean", **options})
     return out
 
 

@@ -38,14 +38,14 @@ def write_bin(folder: Path, state: Any, **options: Any) -> Path:
 
 def expected(tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The weights that come of the same tensors in safetensors."""
-    convert_checkpoint(write_llama(tmp_path / "reference-source", arrays=arrays), tmp_path / "reference", 4)
+    convert_checkpoint(write_llama(tmp_path / "reference-source", arrays=arrays), tmp_path / "reference", 4, method="mean")
     return read_weights(tmp_path / "reference")
 
 
 def converted(source: Path) -> dict[str, np.ndarray[Any, Any]]:
     """The weights of the conversion, after a look at what else came of it."""
     out = source.parent / f"{source.name}-out"
-    convert_checkpoint(source, out, 4)
+    convert_checkpoint(source, out, 4, method="mean")
     assert not [path.name for path in out.rglob("*") if ".bin" in path.name or path.name.startswith(".")]
     return read_weights(out)
 
@@ -85,8 +85,8 @@ class TestRead:
             torch.save({name: state[name] for name in names}, source / file)
             weight_map |= dict.fromkeys(names, file)
         write_index(source / "pytorch_model.bin.index.json", weight_map)
-        convert_checkpoint(source, tmp_path / "out", 4)
-        convert_checkpoint(write_llama(tmp_path / "reference-source", shards=3), tmp_path / "reference", 4)
+        convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+        convert_checkpoint(write_llama(tmp_path / "reference-source", shards=3), tmp_path / "reference", 4, method="mean")
         ours, theirs = digests(tmp_path / "out"), digests(tmp_path / "reference")
         assert ours.keys() == theirs.keys()
         assert same(read_weights(tmp_path / "out"), read_weights(tmp_path / "reference"))
@@ -138,11 +138,11 @@ class TestRead:
         results = []
         for number, options in enumerate(({}, {"_use_new_zipfile_serialization": False})):
             source = write_bin(tmp_path / f"bin{number}", state | extra, **options)
-            convert_checkpoint(source, tmp_path / f"out{number}", 4)
+            convert_checkpoint(source, tmp_path / f"out{number}", 4, method="mean")
             results.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
         reference = write_llama(tmp_path / "reference")
         save_file(state | extra, reference / "model.safetensors", {"format": "pt"})
-        convert_checkpoint(reference, tmp_path / "out", 4)
+        convert_checkpoint(reference, tmp_path / "out", 4, method="mean")
         wanted = load_file(tmp_path / "out" / "model.safetensors")
         for result in results:
             assert result.keys() == wanted.keys()
@@ -190,7 +190,7 @@ class TestRefuse:
         source = write_bin(tmp_path / "bin", state, _use_new_zipfile_serialization=not legacy)
         refused(source, CorruptCheckpointError, "never run")
         with pytest.raises(GQAConvertError):
-            convert_checkpoint(source, tmp_path / "out", 4)
+            convert_checkpoint(source, tmp_path / "out", 4, method="mean")
         assert not canary.exists()
         torch.load(source / SINGLE, weights_only=False)  # the bomb is a live one
         assert canary.exists()
@@ -207,7 +207,7 @@ class TestRefuse:
         source = write_bin(tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=not legacy)
         os.truncate(source / SINGLE, int((source / SINGLE).stat().st_size * part))
         with pytest.raises(GQAConvertError) as caught:
-            convert_checkpoint(source, tmp_path / "out", 4)
+            convert_checkpoint(source, tmp_path / "out", 4, method="mean")
         assert str(caught.value).isprintable()
         assert SINGLE in str(caught.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]

@@ -210,7 +210,7 @@ def greedy(model: PreTrainedModel) -> list[list[int]]:
 def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     source = build(name)
     source.save_pretrained(tmp_path / "source")
-    summary = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, native=True)
+    summary = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, native=True, method="mean")
     assert summary["route"] == "translated"
     assert summary["parameters"]["after"] == sum(tensor.numel() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
     repeat_merged(source, groups)
@@ -235,7 +235,7 @@ def test_the_converter_writes_what_the_translation_says(tmp_path: Path) -> None:
     translate(tmp_path / "source", tmp_path / "small", 3)
     expected = load_file(tmp_path / "small" / "model.safetensors")
     for source in ("source", "sharded"):
-        convert_checkpoint(tmp_path / source, tmp_path / f"{source}-out", 3)
+        convert_checkpoint(tmp_path / source, tmp_path / f"{source}-out", 3, method="mean")
         found = {name: tensor for file in (tmp_path / f"{source}-out").glob("*.safetensors") for name, tensor in load_file(file).items()}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in expected.items())

@@ -45,7 +45,7 @@ def t5(home: Path) -> Path:
     )  # fmt: skip
     model.save_pretrained(home / "t5")
     tokenizer.save_pretrained(home / "t5")
-    convert_checkpoint(home / "t5", home / "t5-gqa", 2)
+    convert_checkpoint(home / "t5", home / "t5-gqa", 2, method="mean")
     rng = np.random.default_rng(0)
     (home / "words.txt").write_text("\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100)))
     return home / "t5-gqa"
