@@ -93,8 +93,12 @@ class _Rows:
 
     def paired(self, other: "_Rows", real: Array, imaginary: Array) -> Array:
         """[f], complex: of each pair with the same pair of the other rows."""
-        ours = self._seen[real] + 1j * self._seen[imaginary]
-        return np.asarray(np.einsum("fe,fe->f", ours, other._rows[real] - 1j * other._rows[imaginary]))
+        a, b, c, d = self._seen[real], self._seen[imaginary], other._rows[real], other._rows[imaginary]
+        return np.asarray(_dots(a, c) + _dots(b, d) + 1j * (_dots(b, c) - _dots(a, d)))
+
+
+def _dots(a: Array, b: Array) -> Array:
+    return np.asarray(np.einsum("fe,fe->f", a, b))
 
 
 def _add_scores(loss: _Loss, queries: tuple[_Rows, _Rows], keys: tuple[_Rows, _Rows], freedom: Freedom) -> None:

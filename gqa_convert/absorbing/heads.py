@@ -58,7 +58,7 @@ class LayerTensors:
 
     def __init__(self, finder: AttentionFinder, layer: AttentionLayer) -> None:
         self.layer = layer
-        self._transposed = finder.family.transposed
+        self.transposed = finder.family.transposed
         family, module = finder.family, layer.module
         self._cuts: dict[str, tuple[Section, ...]] = dict(finder.sections(layer))
         self._lists = list(finder.head_lists(layer))
@@ -82,6 +82,29 @@ class LayerTensors:
         }
         return found | {name: "output" for name in (self._output, self._output_bias) if name in self.names}
 
+    @property
+    def output_names(self) -> tuple[str, str]:
+        """The output projection's weight and its bias, which there need not be."""
+        return self._output, self._output_bias
+
+    def is_norm(self, name: str) -> bool:
+        """Whether a tensor holds gains of a norm."""
+        return any(name in names for names in self._lists) or any(section.role == "key_norm" for section in self._cuts.get(name, ()))
+
+    def narrowed(self, tensors: Tensors) -> Tensors:
+        """Zeros in the place of the projections, of one input and one output: for `join` to show where each row of heads goes."""
+        found: Tensors = {}
+        for name in self.names:
+            array = tensors[name]
+            if self.is_norm(name):
+                found[name] = array.astype(np.float64)
+            elif name in (self._output, self._output_bias):
+                found[name] = np.zeros((1,) * array.ndim)
+            else:
+                rows = _upright(array, self.transposed).shape[0]
+                found[name] = np.zeros(rows if array.ndim == 1 else ((1, rows) if self.transposed else (rows, 1)))
+        return found
+
     def cut(self, tensors: Tensors) -> Heads:
         """The heads, in float64.
 
@@ -98,7 +121,7 @@ class LayerTensors:
             column = np.zeros(weight.shape[:2]) if bias is None else bias
             found[role] = np.concatenate([weight, column[:, :, None]], axis=2, dtype=np.float64)
         queries = found["query"][:, : layer.key_width]
-        output = _upright(tensors[self._output], self._transposed).astype(np.float64)  # [D, heads * w]
+        output = _upright(tensors[self._output], self.transposed).astype(np.float64)  # [D, heads * w]
         columns = output.reshape(len(output), layer.heads, layer.value_width).transpose(1, 0, 2)
         return Heads(
             queries=queries.reshape(layer.kv_heads, ratio, *queries.shape[1:]),
@@ -117,34 +140,32 @@ class LayerTensors:
             groups: into which the source's heads were merged.
         """
         layer = self.layer
-        whole = merged.repeated(layer.kv_heads)
-        roles: dict[str, Array] = {
-            "query": whole.queries.reshape(layer.heads, *whole.queries.shape[2:]), "key": whole.keys, "value": whole.values,
+        roles: dict[str, list[Array]] = {
+            "query": [query for own in merged.queries for query in own],
+            "key": [key for key in merged.keys for _ in range(layer.kv_heads // merged.groups)],
+            "value": [value for value in merged.values for _ in range(layer.kv_heads // merged.groups)],
         }  # fmt: skip
         result: Tensors = {}
         for name, cut in self._cuts.items():
-            old = tensors[name]
-            upright = _upright(old, self._transposed)
-            parts = []
-            for section, before in zip(cut, layouts.split(upright, cut), strict=True):
+            result[name] = tensors[name].copy()  # and with it a gate beside the queries
+            rows = _upright(result[name], self.transposed)
+            for section in cut:
                 if section.role == "key_norm":
-                    part = _averaged(before, groups)
+                    heads = list(_averaged(layouts.split(rows, (section,))[0], groups))
                 else:
-                    new = roles[section.role]
-                    part = new[:, :, :-1] if upright.ndim == 2 else new[:, :, -1]
-                    if self._gated and section.role == "query":
-                        part = np.concatenate([part, before[:, layer.key_width :].astype(np.float64)], axis=1)
-                parts.append(part)
-            result[name] = _upright(layouts.join(parts, cut), self._transposed).astype(old.dtype)
+                    heads = [head[:, :-1] if rows.ndim == 2 else head[:, -1] for head in roles[section.role]]
+                for start, head in zip(section.starts, heads, strict=True):
+                    rows[start : start + len(head)] = head
         for names in self._lists:
             gains = _averaged(np.stack([tensors[name] for name in names]), groups)
             result |= {name: gain.astype(tensors[name].dtype) for name, gain in zip(names, gains, strict=True)}
-        columns = whole.outputs.reshape(layer.heads, *whole.outputs.shape[2:]).transpose(1, 0, 2)
-        old = tensors[self._output]
-        result[self._output] = _upright(columns.reshape(len(columns), -1), self._transposed).astype(old.dtype)
+        columns = np.empty((merged.outputs.shape[2], layer.heads * layer.value_width), tensors[self._output].dtype)
+        result[self._output] = _upright(columns, self.transposed)
+        for number, head in enumerate(head for own in merged.outputs for head in own):
+            columns[:, number * layer.value_width : (number + 1) * layer.value_width] = head
         if self._biased:
-            assert whole.output_bias is not None
-            result[self._output_bias] = whole.output_bias.astype(tensors[self._output_bias].dtype)
+            assert merged.output_bias is not None
+            result[self._output_bias] = merged.output_bias.astype(tensors[self._output_bias].dtype)
         return result
 
     def _role(self, tensors: Tensors, role: str, *, matrix: bool) -> Array | None:
@@ -152,7 +173,7 @@ class LayerTensors:
         for name, cut in self._cuts.items():
             array = tensors[name]
             if (array.ndim == 2) == matrix and any(section.role == role for section in cut):
-                parts = layouts.split(_upright(array, self._transposed), cut)
+                parts = layouts.split(_upright(array, self.transposed), cut)
                 return next(part for section, part in zip(cut, parts, strict=True) if section.role == role)
         return None
 

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.fitting.store import MergedLayers
-from gqa_convert.geometry import AttentionFinder
+from gqa_convert.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.merging.pooling import DTYPES
 from gqa_convert.plan import OutputShard, OutputTensor, Plan
 
@@ -76,16 +76,25 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
         for number, layer in enumerate(finder.layers):
             record = store.record(number)
             if record is None:
-                parts, freedom = LayerTensors(finder, layer), find_freedom(finder, layer)
-                tensors: Tensors = {name: read(name) for name in parts.names}
-                source = parts.cut(tensors)
-                merged = merge_layer(source, plan.groups, plan.method, freedom, None)
-                keys, values = fitted_errors(source, merged, freedom, None)
-                record = {"module": layer.module, "keys": keys, "values": values}
-                store.write(number, parts.join(merged, tensors, plan.groups), record)
+                record = _merge_layer(plan, finder, layer, read, store, number)
             errors |= {f"{layer.module}.{part}": record[part] for part in ("keys", "values")}
             on_layer(number + 1, len(finder.layers), record)
     return errors
+
+
+def _merge_layer(
+    plan: Plan, finder: AttentionFinder, layer: AttentionLayer, read: SourceTensors, store: MergedLayers, number: int
+) -> dict[str, Any]:  # fmt: skip
+    """Merge one layer into the store; nothing of it stays in memory but the record."""
+    parts, freedom = LayerTensors(finder, layer), find_freedom(finder, layer)
+    tensors: Tensors = {name: read(name) for name in parts.names}
+    source = parts.cut(tensors)
+    merged = merge_layer(source, plan.groups, plan.method, freedom, None)
+    keys, values = fitted_errors(source, merged, freedom, None)
+    del source
+    record = {"module": layer.module, "keys": keys, "values": values}
+    store.write(number, parts.join(merged, tensors, plan.groups), record)
+    return record
 
 
 def tied_plan(plan: Plan, store: MergedLayers) -> Plan:
