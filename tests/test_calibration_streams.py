@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert.calibration.offloading import offloaded_weights
@@ -239,10 +241,9 @@ def test_errors_within_a_model_end_all_passes(error: type[BaseException], monkey
     monkeypatch.setattr(mlp, "forward", failing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reached = []
+        reached: list[str] = []
         with pytest.raises(error, match="in the midst"), Streams(model, batches_for("llama"), sites_of(model)) as streams:
-            for site in streams:
-                reached.append(site.name)  # noqa: PERF401 - it fails in the midst
+            reached.extend(site.name for site in streams)
     assert reached == sites_of(model)[:1]
     assert state(model) == before
     assert torch.is_grad_enabled()
@@ -290,3 +291,68 @@ def test_weights_left_in_the_files_give_the_same_numbers(kind: str, tmp_path: Pa
     assert all(parameter.is_meta for parameter in there.parameters())
     with torch.no_grad():
         assert torch.equal(here(**batches[0]).logits, there(**batches[0]).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "bloom", "t5", "bart"])
+def test_spilled_passes_give_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    model, batches = build(kind), batches_for(kind)
+    sites = sites_of(model)
+    here = list(passed(model, batches, sites))
+    for one, other in zip(here, passed(model, batches, sites, spill=tmp_path), strict=True):
+        assert torch.equal(one, other)
+    assert list(tmp_path.iterdir()) == []
+
+
+_MEASURED = """
+import sys, torch
+from pathlib import Path
+from gqa_convert.calibration.opening import open_model
+from gqa_convert.calibration.streams import Streams
+def megabytes():
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))) / 1024
+folder, limit, spill, rows = Path(sys.argv[1]), *sys.argv[2:]
+model = open_model(folder, memory_limit=int(limit))
+before = megabytes()
+batches = [{"input_ids": torch.arange(64).expand(int(rows), 64).contiguous()} for _ in range(8)]
+sites = [f"layers.{number}.self_attn" for number in range(model.config.num_hidden_layers)]
+with Streams(model, batches, sites, spill=Path(spill) if spill else None) as streams:
+    for site in streams:
+        for source, student in site.calls:
+            site.run(student, capture="o_proj")
+        site.commit({name: 0.9 * tensor for name, tensor in site.parameters().items()})
+    for source, student in streams.finish():
+        print(source.double().sum().item(), student.double().sum().item())
+print(megabytes() - before)
+"""
+
+
+def measured(folder: Path, limit: int, spill: Path | None, rows: int) -> tuple[list[str], float]:
+    """What is printed of the logits, and by how many megabytes the greatest resident memory has grown."""
+    command = [sys.executable, "-c", _MEASURED, str(folder), str(limit), str(spill or ""), str(rows)]
+    *logits, grown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return logits, float(grown)
+
+
+def save_llama(folder: Path, layers: int, inner: int) -> Path:
+    torch.manual_seed(0)
+    config = make_config("llama", hidden_size=384, intermediate_size=inner, num_hidden_layers=layers, head_dim=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
+    folder, layer = save_llama(tmp_path, 16, 1536), 10.6  # megabytes
+    here, whole = measured(folder, 1 << 40, None, 1)
+    there, part = measured(folder, 0, None, 1)
+    assert here == there
+    assert whole > 14 * layer
+    assert part < 6 * layer
+
+
+def test_memory_of_spilled_passes_is_that_of_one(tmp_path: Path) -> None:
+    folder, passes, states = save_llama(tmp_path / "model", 2, 96), 16, 3.1  # megabytes
+    (tmp_path / "spill").mkdir()
+    here, kept = measured(folder, 1 << 40, None, 32)
+    there, spilled = measured(folder, 1 << 40, tmp_path / "spill", 32)
+    assert here == there
+    assert spilled < kept - passes * states

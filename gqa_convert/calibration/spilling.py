@@ -13,6 +13,9 @@ from torch import Tensor
 _LEAST = 4096
 """Bytes of a tensor that is worth a file."""
 _MADV_DONTNEED = 4
+_LIBC = ctypes.CDLL(None)
+_TRIM = getattr(_LIBC, "malloc_trim", None)
+"""Of glibc only."""
 
 
 class Spill:
@@ -38,6 +41,7 @@ class Spill:
             others: further places where tensors may be: tensors, tuples, lists and dicts of them.
             kept: addresses of storages that stay, such as weights.
         """
+        self.drop()  # also what is forgotten below, to which a frame's last snapshot of its variables may still refer
         found: dict[int, list[Tensor]] = {}
         seen: set[int] = set()
         for tensor in (*_held_by_frames(frame, seen), *_held(list(others), seen)):
@@ -49,7 +53,10 @@ class Spill:
         for address, tensors in found.items():
             if address not in known:
                 self._move(tensors)
+        found.clear()
         self.drop()
+        if _TRIM is not None:
+            _TRIM(0)  # else malloc keeps what was moved
 
     def _move(self, tensors: list[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
@@ -65,11 +72,7 @@ class Spill:
     def drop(self) -> None:
         """Let the pages of all files leave the resident memory; they are read again when they are used."""
         for address, mapped in self._maps.items():
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(mapped.numel()), _MADV_DONTNEED)
-
-    def forget(self) -> None:
-        """Let the files go as soon as no tensor is in them."""
-        self._maps = {}
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mapped.numel()), _MADV_DONTNEED)
 
 
 def _held_by_frames(frame: Any, seen: set[int]) -> Iterator[Tensor]:
