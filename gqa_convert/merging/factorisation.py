@@ -102,12 +102,14 @@ def factor_rotary_keys(
     asking = covariance if asking is None else asking
     asked = queries if asking is None else queries @ asking
     power = np.einsum("mrfd,mrfd->fm", asked, queries.conj()).real
-    strength = np.sqrt(np.maximum(power, _LEAST * power.max()))  # [f, m]
+    strength = np.sqrt(np.maximum(power, _LEAST * (power.max() or 1.0)))  # [f, m]
     gram = np.einsum("mfd,nfd->fmn", seen, keys.conj()) * strength[:, :, None] * strength[:, None, :]
     leading = np.linalg.eigh(gram)[1][:, :, -1]  # [f, m]
     shared = np.einsum("fm,mfd->fd", leading.conj() * strength, keys)
     multipliers = leading / strength
-    scale = np.sqrt(np.mean(np.abs(keys) ** 2, axis=(0, 2)) / np.maximum(np.mean(np.abs(shared) ** 2, axis=1), _LEAST))
+    before, after = np.mean(np.abs(keys) ** 2, axis=(0, 2)), np.mean(np.abs(shared) ** 2, axis=1)
+    dead = (before == 0) | (after == 0)
+    scale = np.sqrt(np.where(dead, 1.0, before) / np.where(dead, 1.0, after))
     turn = np.exp(1j * np.angle(multipliers.mean(1))) * scale  # a mean multiplier that is real and positive, keys as long as before
     return shared * turn[:, None], np.einsum("fm,mrfd->mrfd", (multipliers / turn[:, None]).conj(), queries)
 
