@@ -78,7 +78,7 @@ def convert_checkpoint(
     text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed)
     method = default_method(text) if method is None else method
     options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "native": native, "max_shard_size": max_shard_size}
-    checkpoint = _open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
+    checkpoint = open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
     plan = _checked_plan(checkpoint, groups, text, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     on_plan(plan)
@@ -105,7 +105,7 @@ def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationO
     return plan
 
 
-def _open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
+def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
     """The source as a local folder; one on the Hub is downloaded only once its headers show that it can be converted."""
     try:
         remote = open_checkpoint(source, revision=revision)
