@@ -94,7 +94,7 @@ def _t5(tokenizer: Any) -> Any:
 SPECS = {
     "qwen2": Spec("causal", 256, 16, (8, 4, 1), 3_500_000, 2048, 4e-3, _qwen2),
     "gpt2": Spec("causal", 256, 12, (6, 3, 1), 3_500_000, 2048, 4e-3, _gpt2),
-    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 5_000_000, 4096, 3e-3, _t5),
+    "t5": Spec("span_corruption", 256, 12, (6, 3, 1), 9_000_000, 4096, 3e-3, _t5),
 }
 MODELS = (DEMO, *SPECS)
 
