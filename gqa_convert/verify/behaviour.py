@@ -101,6 +101,8 @@ def check_behaviour(
 
     def nearer_than_mean() -> str:
         predictions, model = state["predictions"], state["source"]
+        if "problem" in state:
+            raise Failure(f"OUT can't be run ({state['problem']})")
         wanted = predictions.logits(model)
         found = divergence(wanted, state.pop("predicted"))
         if translation is not None:
@@ -141,7 +143,10 @@ def check_behaviour(
         check("loss of OUT", text_of_out)
     if method == "fit":
         state["predictions"] = Predictions(state["probe"], state.get("ids"))
-        state["predicted"] = state["predictions"].logits(state["out"])
+        try:
+            state["predicted"] = state["predictions"].logits(state["out"])
+        except Exception as problem:  # a finding of the check that needs them
+            state["problem"] = first_line(problem)
     if translation is None:
         state["parameters"] = {
             name: parameter

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from gqa_convert.evaluate import context_length
 from gqa_convert.verify.probe import Probe
 from gqa_convert.verify.report import Failure
 
@@ -33,7 +34,7 @@ class Predictions:
         if self._ids is None:
             return self._probe.logits(model).float()
         with torch.inference_mode():
-            blocks = torch.tensor(self._ids).split(_BLOCK)
+            blocks = torch.tensor(self._ids).split(context_length(model))
             return torch.cat([model(input_ids=block[None], use_cache=False).logits[0].float() for block in blocks])
 
 

@@ -69,6 +69,9 @@ class Loss:
     def __add__(self, other: "Loss") -> "Loss":
         return Loss(self.lost + other.lost, self.total + other.total, self.noise + other.noise)
 
+    def scaled(self, factor: float) -> "Loss":
+        return Loss(self.lost * factor, self.total * factor, self.noise * factor)
+
     def summed(self, heads: slice = slice(None)) -> "Loss":
         return Loss(*(float(part[heads].sum()) for part in (self.lost, self.total, self.noise)))
 
@@ -119,7 +122,10 @@ def value_loss(source: Heads, merged: Heads) -> Loss:
 
 
 def score_loss(source: Heads, merged: Heads, pairs: Pairs) -> Loss:
-    """Of scores: turning pairs by the modulus of their complex products, other rows by their real ones."""
-    both = zip(score_products(source, pairs), score_products(merged, pairs), strict=True)
-    losses = [Loss.between(old, new) for old, new in both]
-    return losses[0] if len(losses) == 1 else losses[0] + losses[1]
+    """Of scores, in the mean over all distances, at which a turning pair has half of its product's square; `merged` is regrouped."""
+    found: Loss | None = None
+    for old, new in zip(score_products(source, pairs), score_products(merged, pairs), strict=True):
+        part = Loss.between(old, new).scaled(0.5 if old.right.is_complex() else 1.0)
+        found = part if found is None else found + part
+    assert found is not None
+    return found
