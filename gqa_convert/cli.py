@@ -101,6 +101,58 @@ def plan(
 
 
 @app.command()
+def inspect(
+    source: Source,
+    calibration: Annotated[
+        str | None,
+        typer.Option("--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False),
+    ] = None,
+    calibration_tokens: Annotated[
+        int | None, typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False)
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option("--groups", "-n", metavar="N,N,...", help="Numbers to try; by default the head count's divisors, at most 6.", show_default=False),
+    ] = None,
+    max_loss_increase: Annotated[
+        float | None,
+        typer.Option("--max-loss-increase", metavar="NATS", help="Per token, that N may cost. Default: 0.1.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the errors, layer by layer; needs matplotlib.", show_default=False)
+    ] = None,
+    encoder: Annotated[bool, typer.Option("--encoder", help="Look at an encoder's self-attention too.")] = False,
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the choice of calibration text.")] = 0,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Show what merging K/V heads would cost, layer by layer, and recommend an N. Nothing is converted.
+
+    Keys and values of every layer are merged in memory by the closed form (method factor); stated is what they lose, and which pairs of
+    heads merge most cheaply. With --calibration the source runs with merged heads on held-out text, which predicts the loss for each N:
+    an upper bound, since [bold]convert --calibration[/bold] fits more closely. Without it only the weights are looked at: quick, and no prediction.
+
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt
+
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt --groups 4,8,16 --max-loss-increase 0.05 --plot errors.png
+
+      gqa-convert inspect ./flan-t5-xl --json
+    """
+    from gqa_convert import console
+    from gqa_convert.inspecting.inspection import inspect_checkpoint
+
+    with console.stage_progress(quiet=quiet) as step:
+        result = inspect_checkpoint(
+            source, calibration=calibration, calibration_tokens=calibration_tokens, groups=_counts(groups, "--groups"),
+            max_loss_increase=max_loss_increase, seed=seed, encoder=encoder, revision=revision, plot=plot, progress=step,
+        )  # fmt: skip
+    if as_json:
+        console.print_json(result)
+    if not quiet and not as_json:
+        console.show_inspection(result)
+
+
+@app.command()
 def convert(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
@@ -175,7 +227,9 @@ def verify(
     A checkpoint that was uptrained since has numbers of its own: verify what it was trained from.
 
     Every tensor is compared or recomputed, by code that shares nothing with the converter; then both models are loaded and OUT must
-    compute what SOURCE computes once its K/V heads are replaced by the merged ones.
+    compute what SOURCE computes once its K/V heads are replaced by the merged ones. Methods align and factor are proven by what attention
+    computes from the weights. Of fit, which depends on its text, only the form is proven, and that OUT predicts more like SOURCE than
+    mean pooling would, on the text or on random tokens.
 
       gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
 
@@ -266,6 +320,18 @@ def _bytes(text: str | None, option: str) -> int | None:
         raise OptionError(f"{option} {text!r} is no size: write it like 5GB or 500MiB")
     power = " KMGT".index(match[2].upper() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _counts(text: str | None, option: str) -> list[int] | None:
+    """ "1,2,4"."""
+    from gqa_convert.errors import OptionError
+
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"{option} {text!r} is no list of numbers: write it like 1,2,4") from None
 
 
 def main() -> Never:

@@ -28,6 +28,7 @@ ALLOWED = {
     "writing": {"checkpoint", "errors", "merging", "plan", "translation"},
     "provenance": {"", "checkpoint", "plan"},
     "convert": {"checkpoint", "errors", "fitting", "plan", "provenance", "writing"},
+    "inspecting": {"absorbing", "calibration", "checkpoint", "convert", "errors", "fitting", "geometry", "plan"},
     "data": {"errors", "stdlib_text"},
     "recipe": {"errors"},
     "training": {"", "checkpoint", "data", "errors", "families", "geometry", "loading", "provenance", "recipe"},
@@ -39,7 +40,7 @@ ALLOWED = {
     "demo": {"checkpoint", "convert", "errors", "evaluate", "loading", "plan", "stdlib_text", "training", "uptrain", "verify"},
     "attention": {"errors"},
     "console": {"families", "plan"},
-    "cli": {"", "checkpoint", "console", "convert", "demo", "errors", "plan", "uptrain", "verify"},
+    "cli": {"", "checkpoint", "console", "convert", "demo", "errors", "inspecting", "plan", "uptrain", "verify"},
     "__main__": {"cli"},
     "__init__": {"attention", "checkpoint", "convert", "errors", "plan", "verify"},
 }

@@ -1,0 +1,1 @@
+"""What merging K/V heads would cost, layer by layer, before anything is converted."""

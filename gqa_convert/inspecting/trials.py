@@ -1,0 +1,149 @@
+"""What merging costs in loss: the source runs beside copies of itself that have fewer K/V heads, all of them one layer at a time.
+
+The moments come from one part of the calibration text, the losses from another. No more than one layer's merged weights are in
+memory, whatever the model's size: each pass gets them as it enters the layer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gqa_convert.absorbing.heads import Heads
+from gqa_convert.absorbing.merge import Moments
+from gqa_convert.calibration.site import Site
+from gqa_convert.calibration.streams import Batch, Streams
+from gqa_convert.errors import DataError, UnsupportedFamilyError
+from gqa_convert.fitting.assembly import Assembly, as_parts
+from gqa_convert.fitting.statistics import Moment
+from gqa_convert.geometry import AttentionLayer
+from gqa_convert.inspecting.layers import LayerInspection
+
+_HELD_OUT = 5
+"""One of so many blocks is kept from the moments."""
+
+
+def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Calibration text for the moments, and a fifth of its blocks, at least one, for the losses.
+
+    Raises:
+        DataError: there is only one block.
+    """
+    blocks = [len(batch["input_ids"]) for batch in batches]
+    left = max(1, sum(blocks) // _HELD_OUT)
+    if sum(blocks) < 2:
+        raise DataError(
+            "the calibration text gives one block, found no second one to measure the loss on: name more text or more --calibration-tokens"
+        )
+    text: list[Batch] = list(batches)
+    held_out: list[Batch] = []
+    while left:
+        batch = text.pop()
+        taken = min(left, len(batch["input_ids"]))
+        left -= taken
+        held_out.append({name: tensor[-taken:] for name, tensor in batch.items()})
+        if taken < len(batch["input_ids"]):
+            text.append({name: tensor[:-taken] for name, tensor in batch.items()})
+    return text, held_out[::-1]
+
+
+def run_trials(
+    model: Any, layers: Sequence[AttentionLayer], inspection: Callable[[AttentionLayer], LayerInspection], groups: Sequence[int],
+    text: Sequence[Batch], held_out: Sequence[Batch], progress: Callable[[str, int, int], None],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # fmt: skip
+    """Measure every layer, and the loss of the whole model for each number of groups.
+
+    Args:
+        model: the loaded source.
+        layers: its attention layers.
+        inspection: begins the work on one.
+        groups: numbers of groups.
+        text: batches for the moments.
+        held_out: batches for the losses.
+        progress: called with a stage's name, the steps done and all of them.
+
+    Returns:
+        The layers' records in their order, and the losses in nats per token: of the source, and by groups.
+
+    Raises:
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+    """
+    by_name = {layer.module: layer for layer in layers}
+    records: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        source = stack.enter_context(Streams(model, text, list(by_name)))
+        trials = [stack.enter_context(Streams(model, held_out, list(by_name))) for _ in groups]
+        for site, *copies in zip(source, *trials, strict=True):
+            work = inspection(by_name[site.name])
+            moments = moments_of(site, work.heads)
+            for (count, merged), copy in zip(work.merged(groups, moments), copies, strict=True):
+                copy.commit(_parameters(work, site, merged, count))
+            records[site.name] = work.record(moments)
+            progress("layers", len(records), len(layers))
+        losses = []
+        for trial in trials:
+            losses.append(_losses(trial, held_out))
+            progress("losses", len(losses), len(trials))
+    before, tokens = losses[0][0], losses[0][2]
+    by_groups = [_entry(count, after, before) for count, (_, after, _) in zip(groups, losses, strict=True)]
+    return [records[name] for name in by_name], {"source": _finite(before), "tokens": tokens, "by_groups": by_groups}
+
+
+def moments_of(site: Site, heads: Heads) -> Moments:
+    """Of the source's inputs of a layer."""
+    asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
+    crossed = False
+    for call, _ in site.calls:
+        asking.add(call.hidden, call.counted)
+        if call.states is not call.hidden:
+            crossed = True
+            reading.add(call.states, call.states_counted)
+    queries = asking.damped()
+    return Moments(queries, reading.damped() if crossed else queries)
+
+
+def _parameters(work: LayerInspection, site: Site, merged: Heads, groups: int) -> dict[str, Tensor]:
+    """Merged heads as parameters of the source's own module, each repeated for its group."""
+    own = site.parameters()
+    device = next(iter(own.values())).device
+    made = Assembly(work.parts, work.heads, work.tensors, groups, device)(as_parts(merged, device))
+    for name, tensor in made.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise UnsupportedFamilyError(
+                f"transformers holds {site.name} otherwise than the checkpoint does ({name}), so that its loss can't be predicted: "
+                "inspect it without calibration text"
+            )
+    return made
+
+
+def _losses(trial: Streams, held_out: Sequence[Batch]) -> tuple[float, float, int]:
+    """Of source and merged copy, in nats per token, and how many tokens were predicted."""
+    totals, tokens = [0.0, 0.0], 0
+    for batch, logits in zip(held_out, trial.finish(), strict=True):
+        for number, each in enumerate(logits):
+            total, count = _loss(each, batch)
+            totals[number] += total
+        tokens += count
+    return totals[0] / tokens, totals[1] / tokens, tokens
+
+
+def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+    """The sum over tokens that are to be predicted, and their number; without labels these are the input's next ones."""
+    labels = batch.get("labels")
+    if labels is None:
+        logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
+    total = 0.0
+    for row, wanted in zip(logits, labels.to(logits.device), strict=True):
+        total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="none").double().sum())
+    return total, int((labels != -100).sum())
+
+
+def _entry(groups: int, after: float, before: float) -> dict[str, Any]:
+    return {"groups": groups, "loss": _finite(after), "increase": _finite(after - before)}
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
