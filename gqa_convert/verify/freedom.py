@@ -72,7 +72,7 @@ def rotated_rows(family: Family, config: dict[str, Any], width: int) -> int:
         return width // 2
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    stated = CONFIG_MAPPING[model_type](**{key: value for key, value in config.items() if key not in ("model_type", "auto_map")})
+    stated = CONFIG_MAPPING[model_type](**{key: _decoded(value) for key, value in config.items() if key not in ("model_type", "auto_map")})
     if any(getattr(stated, key, None) is value for key, value in (("alibi", True), ("use_mem_rope", False))):
         return 0
     if getattr(stated, "position_embedding_type", "rope") != "rope":
@@ -85,6 +85,13 @@ def rotated_rows(family: Family, config: dict[str, Any], width: int) -> int:
     if type(rotated) is not int or not 0 <= rotated <= width or rotated % 2:
         raise ConfigError(f"the config of SOURCE turns {rotated!r} of {width} rows of a head, which makes no pairs: repair it")
     return rotated
+
+
+def _decoded(value: Any) -> Any:
+    """Transformers writes numbers that JSON has not as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    return float(value["__float__"]) if isinstance(value, dict) and set(value) == {"__float__"} else value
 
 
 def _angles(config: Any, width: int) -> Any:
