@@ -24,7 +24,7 @@ from gqa_convert.uptrain import uptrain
 
 from .measure import HELD_OUT_TOKENS, calibration, loss_of, tokens_for
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
-from .records import Cell, Records
+from .records import Cell, Records, fingerprint
 from .text import training_text
 
 OUTPUT = Path("docs/results/uptraining-quality.json")
@@ -69,9 +69,10 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 
 def start_folder(job: Job, arguments: argparse.Namespace, cache: Path) -> Path:
-    """The converted checkpoint that a run starts from, made if it is not there."""
+    """The converted checkpoint that a run starts from, made if it is not there: remove `starts` after a change of the method."""
     tokens = tokens_for(job.model, arguments.calibration_tokens, cache)
-    folder = cache / "starts" / f"{job.model}-{job.groups}-{job.start}{f'-{tokens}' if job.start == 'fit' else ''}"
+    weights = fingerprint(model_folder(job.model, cache))
+    folder = cache / "starts" / f"{job.model}-{weights}-{job.groups}-{job.start}{f'-{tokens}' if job.start == 'fit' else ''}"
     if not folder.is_dir():
         options: dict[str, Any] = {"method": "mean" if job.start == CONTROL else job.start}
         if job.start == "fit":
