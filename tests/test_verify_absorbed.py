@@ -185,7 +185,7 @@ def test_the_measures_are_those_of_whole_products(turning: int, interleaved: boo
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gpt_neox", "gptj", "codegen", "persimmon", "falcon", "phi", "stablelm", "glm", "llama", "zamba2", "mpt"]
+    "model_type", ["gpt_neox", "gptj", "codegen", "persimmon", "falcon", "phi", "stablelm", "glm", "llama", "zamba2", "mpt", "bamba"]
 )
 def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
