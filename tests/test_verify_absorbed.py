@@ -200,7 +200,9 @@ def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
         for key, value in json.loads(config.to_json_string()).items()
         if key not in ("hidden_size", "num_attention_heads", "head_dim")
     }
-    config |= {"hidden_size": 256, "num_attention_heads": 4} | ({} if model_type == "falcon" else {"head_dim": 64})
+    config |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64} | (
+        {} if model_type == "falcon" else {"head_dim": 64}
+    )
     assert rotated_rows(FAMILIES[model_type], config, 64) == expected
 
 
