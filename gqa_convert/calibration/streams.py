@@ -23,6 +23,7 @@ from gqa_convert.calibration.residual import Observer, Route
 from gqa_convert.calibration.site import Call, Site
 from gqa_convert.calibration.spilling import Spill
 from gqa_convert.calibration.weights import replaced, wrapped_forward
+from gqa_convert.errors import UnsupportedFamilyError
 
 Batch = Mapping[str, Tensor]
 
@@ -167,7 +168,8 @@ class Streams:
         """The sites in the order in which the model reaches them; what is committed there is in force once the next is asked for.
 
         Raises:
-            RuntimeError: batches reach different modules, or one of them twice, or not all.
+            UnsupportedFamilyError: a module is not reached, or one twice.
+            RuntimeError: batches reach different modules.
             BaseException: whatever the model raises.
         """
         try:
@@ -175,7 +177,10 @@ class Streams:
             while self._left:
                 name = self._advance()
                 if name not in self._left:
-                    raise RuntimeError(f"{name or 'the end'} was reached before {', '.join(self._left)}")
+                    missed = next(iter(self._left))
+                    raise UnsupportedFamilyError(
+                        f"running the model on text does not call {missed} once ({name or 'the end'} came first): it can't be calibrated"
+                    )
                 del self._left[name]
                 site = self._site(name)
                 yield site

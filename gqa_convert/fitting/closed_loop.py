@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from gqa_convert.absorbing.barriers import Freedom, find_freedom
 from gqa_convert.absorbing.heads import Heads, LayerTensors, Tensors
 from gqa_convert.absorbing.merge import Moments, merge_layer
+from gqa_convert.calibration.opening import open_model
 from gqa_convert.calibration.site import Call, Site
 from gqa_convert.calibration.streams import Batch, Streams
 from gqa_convert.checkpoint.source_files import SourceFiles
@@ -30,17 +32,33 @@ from gqa_convert.geometry import AttentionLayer
 from gqa_convert.plan import Plan
 
 RIDGE = 1e-3
+_KEPT_BYTES = 4 * 5
+"""Per token and unit of width: a residual stream and what attention reads, of source and student, and a target; in float32."""
+_EXACT = 1e-5
+"""An error from which on there is nothing to learn: noise would only do harm."""
 _SLOW_TOKENS = 8192
 """Of calibration text, at most, on which the block of slow pairs is chosen."""
 
 
-def fit_checkpoint(plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone) -> dict[str, float]:
-    """`fit_layers` with the source loaded, on a GPU where there is one."""
-    from gqa_convert.loading import load_model
+def fit_checkpoint(
+    plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS
+) -> dict[str, float]:
+    """`fit_layers` with the source loaded, on a GPU where there is one; activations go to the disk where memory is short."""
+    folder = plan.checkpoint.folder
+    assert folder is not None
+    model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    with ExitStack() as stack:
+        spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
+        return fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
 
-    assert plan.checkpoint.folder is not None
-    model, _ = load_model(plan.checkpoint.folder, torch.float32)
-    return fit_layers(plan, store, model, batches, on_layer)
+
+def _is_large(model: Any, batches: Sequence[Batch]) -> bool:
+    """Whether what waits between layers would take more than a quarter of the free memory."""
+    from accelerate.utils import get_max_memory
+
+    width = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
+    tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+    return bool(tokens * width * _KEPT_BYTES > get_max_memory()["cpu"] / 4)
 
 
 def fit_layers(
@@ -79,7 +97,9 @@ def fit_layers(
             record = store.record(number)
             if record is None:
                 tensors: Tensors = {name: read(name) for name in parts.names}
-                fitting = LayerFitting(site, layer, parts, tensors, plan.groups, find_freedom(finder, layer), steps=steps, seed=plan.seed)
+                fitting = LayerFitting(
+                    site, layer, parts, tensors, plan.groups, find_freedom(finder, layer), steps=steps, seed=plan.seed, spill=spill
+                )
                 merged, found = fitting.run()
                 record = {"module": layer.module} | found
                 store.write(number, parts.join(merged, tensors, plan.groups), record)
@@ -107,11 +127,12 @@ class LayerFitting:
         freedom: what can be absorbed.
         steps: of the gradient stage.
         seed: of its order.
+        spill: a folder for targets; in memory without it.
     """
 
     def __init__(
         self, site: Site, layer: AttentionLayer, parts: LayerTensors, tensors: Tensors, groups: int, freedom: Freedom, *,
-        steps: int, seed: int,
+        steps: int, seed: int, spill: Path | None = None,
     ) -> None:  # fmt: skip
         self.steps, self.seed = steps, seed
         self.site, self.groups, self.freedom = site, groups, freedom
@@ -131,7 +152,7 @@ class LayerFitting:
         weight, _ = parts.output_names
         self.projection = weight.removeprefix(f"{layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
-        self.targets = [self._target(source, student) for source, student in site.calls]
+        self.targets = [self._kept(self._target(source, student), spill) for source, student in site.calls]
 
     def run(self) -> tuple[Heads, dict[str, Any]]:
         """The merged layer, and what is to be noted of it."""
@@ -139,9 +160,12 @@ class LayerFitting:
         slow = self.slow_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow)
         merged = self.refitted(merged)
-        if self.steps:
-            merged = self.refitted(self.matched(merged))
-        left, pooled = self.error(merged), self.error(self.pooled())
+        left = self.error(merged)
+        if self.steps and left > _EXACT:
+            trained = self.refitted(self.matched(merged))
+            if (error := self.error(trained)) < left:
+                merged, left = trained, error
+        pooled = self.error(self.pooled())
         return merged, {"output": left, "gap_left": (left / pooled) ** 2 if pooled else 0.0, "slow_pairs_from": slow}
 
     def pooled(self) -> Heads:
@@ -219,6 +243,14 @@ class LayerFitting:
             missed += _square(self.site.run(call, parameters)[0] - target, call)
             total += _square(target, call)
         return float(np.sqrt(missed / total)) if total else 0.0
+
+    def _kept(self, target: Tensor, spill: Path | None) -> Tensor:
+        if spill is None or target.device.type != "cpu":
+            return target
+        with NamedTemporaryFile(dir=spill) as file:  # without a name from here on, it lives as long as the tensor
+            file.truncate(target.numel() * target.element_size())
+            mapped = torch.from_file(file.name, shared=True, size=target.numel(), dtype=target.dtype)
+        return mapped.reshape(target.shape).copy_(target)
 
     def _target(self, source: Call, student: Call) -> Tensor:
         """What the student's attention is to yield: then its residual stream is the source's."""

@@ -49,9 +49,12 @@ class MergedLayers:
             self._handle = lock_folder(self.path)
             if self._handle is None:
                 raise OutputError(f"another run is making {self._out} ({self.path} is locked): wait for it, or name another folder")
+        for path in self.path.iterdir():
+            if path.is_dir():  # activations of a run that was killed
+                shutil.rmtree(path, ignore_errors=True)
         state = self.path / _STATE
         if not state.is_file() or state.read_text(encoding="utf-8") != self._fingerprint:
-            for path in self.path.iterdir():
+            for path in self.path.glob("layer-*"):
                 path.unlink()
             state.write_text(self._fingerprint, encoding="utf-8")
             sync(state)
