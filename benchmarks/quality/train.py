@@ -124,6 +124,15 @@ class Run:
                 saved = now
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Name the plain class: by the model's type alone transformers would cut text as the published Qwen2 and T5 do."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8")
+
+
 def publish(run: Run, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Write the checkpoint beside itself, and give it its name when it is whole."""
     out, cache = arguments.cache / arguments.model, arguments.cache
@@ -132,7 +141,7 @@ def publish(run: Run, tokenizer: Any, arguments: argparse.Namespace) -> dict[str
     shutil.rmtree(temporary, ignore_errors=True)
     with no_bars():
         model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
+    save_tokenizer(tokenizer, temporary)
     model.to(torch.float32)  # the numbers stay those of bfloat16
     loss = held_out_loss(model, tokenizer, objective=run.spec.objective, context=run.spec.context, cache=cache)
     record = {
