@@ -35,8 +35,9 @@ _SPAN_LENGTH = 512
 """Of the encoder's input in span corruption, as T5 was trained and as recipes have it."""
 
 _PER_WIDTH = 50
-_SMALL_TOKENS = 51_200
-"""Up to this many, small models get twice as many tokens per unit of width."""
+_PER_SMALL_WIDTH = 250
+_SMALL_TOKENS = 102_400
+"""Up to this many, small models get more tokens per unit of width."""
 
 _T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 _WIDTH = ("hidden_size", "d_model", "n_embd")
@@ -78,9 +79,9 @@ class Calibration:
 
 
 def calibration_tokens_for(config: Any) -> int:
-    """The default number of tokens: max(50 w, min(100 w, 51200)) for a model of width w, rounded up to whole blocks.
+    """The default number of tokens: max(50 w, min(250 w, 102400)) for a model of width w, rounded up to whole blocks.
 
-    That is 50 tokens per unit of width, and up to 100 for widths below 1024, where more text still helps and costs little. T5-likes
+    That is 50 tokens per unit of width, and up to 250 for widths below 2048, where more text still helps and costs little. T5-likes
     get twice as many: their decoders see a fifth of the text.
 
     Args:
@@ -93,7 +94,7 @@ def calibration_tokens_for(config: Any) -> int:
     width = _count(values, _WIDTH)
     if width is None:
         raise ConfigError(f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use")
-    tokens = max(_PER_WIDTH * width, min(2 * _PER_WIDTH * width, _SMALL_TOKENS))
+    tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
     block = min(_LONGEST, _context(values) or _LONGEST)
     if str(values.get("model_type")).removeprefix("gqa_") in _T5_LIKE:
         shape = shape_for(T5[0], _SPAN_LENGTH)
