@@ -20,7 +20,7 @@ from gqa_convert.absorbing.merge import Moments, merge_layer
 from gqa_convert.calibration.text import calibration_batches
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli import app
-from gqa_convert.errors import DataError, GroupsError, MissingExtraError, OptionError
+from gqa_convert.errors import DataError, GroupsError, MissingExtraError, NonFiniteError, OptionError
 from gqa_convert.families import FAMILIES
 from gqa_convert.geometry import AttentionFinder
 from gqa_convert.inspecting.inspection import inspect_checkpoint, recommend
@@ -323,6 +323,15 @@ def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path, mon
     refused(GroupsError, "there is nothing to merge", alone)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused(MissingExtraError, r"pip install 'gqa-convert\[plot\]'", plot=tmp_path / "a.png")
+
+
+def test_a_source_that_yields_nan(planted: tuple[Path, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(planted[0])
+    model.model.embed_tokens.weight.data[FIRST_WORD:] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    span_tokenizer(0).save_pretrained(tmp_path / "broken")
+    with pytest.raises(NonFiniteError, match=r"brings NaN or Inf to model\.layers\.0\.self_attn on the calibration text"):
+        inspect_checkpoint(tmp_path / "broken", calibration=str(planted[1]), calibration_tokens=640)
 
 
 def test_chatglm_runs_in_no_class_of_transformers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from gqa_convert.absorbing.heads import Heads
 from gqa_convert.absorbing.merge import Moments
 from gqa_convert.calibration.site import Site
 from gqa_convert.calibration.streams import Batch, Streams
-from gqa_convert.errors import DataError, UnsupportedFamilyError
+from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
 from gqa_convert.fitting.assembly import Assembly, as_parts
 from gqa_convert.fitting.statistics import Moment
 from gqa_convert.geometry import AttentionLayer
@@ -70,6 +71,7 @@ def run_trials(
 
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+        NonFiniteError: the source yields NaN or Inf on its way.
     """
     by_name = {layer.module: layer for layer in layers}
     records: dict[str, dict[str, Any]] = {}
@@ -93,7 +95,11 @@ def run_trials(
 
 
 def moments_of(site: Site, heads: Heads) -> Moments:
-    """Of the source's inputs of a layer."""
+    """Of the source's inputs of a layer.
+
+    Raises:
+        NonFiniteError: some are no finite numbers.
+    """
     asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
     crossed = False
     for call, _ in site.calls:
@@ -102,7 +108,12 @@ def moments_of(site: Site, heads: Heads) -> Moments:
             crossed = True
             reading.add(call.states, call.states_counted)
     queries = asking.damped()
-    return Moments(queries, reading.damped() if crossed else queries)
+    moments = Moments(queries, reading.damped() if crossed else queries)
+    if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
+        raise NonFiniteError(
+            f"the source brings NaN or Inf to {site.name} on the calibration text: look whether it computes sensible logits on it at all"
+        )
+    return moments
 
 
 def _parameters(work: LayerInspection, site: Site, merged: Heads, groups: int) -> dict[str, Tensor]:
