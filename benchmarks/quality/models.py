@@ -5,6 +5,8 @@ projections, learned positions with every projection fused into one Conv1D, and 
 head. Heads times head width is not the model's width in two of them.
 """
 
+import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +49,26 @@ class Spec:
 
 
 def quality_tokenizer(name: str) -> Any:
-    """The bundled model's tokenizer, for `t5` with sentinels."""
+    """The bundled model's tokenizer as transformers loads it beside this model, for `t5` with sentinels.
+
+    Whatever the files say, transformers cuts text for the model type `qwen2` as the published Qwen2 does, before the merges: training must too.
+    """
     tokenizer = load_tokenizer(CHECKPOINT)
     if name == "t5":
         tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{number}>" for number in range(SENTINELS)]})
-    return tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, Path(folder))
+        SPECS[name].build(tokenizer).config.save_pretrained(folder)
+        return load_tokenizer(Path(folder))
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save it under the plain class, which keeps the files' own rules wherever the model type allows it."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8")
 
 
 def _special(tokenizer: Any) -> dict[str, int]:

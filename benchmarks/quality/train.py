@@ -20,12 +20,12 @@ import torch
 import transformers
 
 from gqa_convert.data.samples import open_samples
-from gqa_convert.loading import no_bars
+from gqa_convert.loading import load_tokenizer, no_bars
 from gqa_convert.recipe import Recipe, make_recipe
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.schedules import learning_rate
 
-from .models import DEFAULT_CACHE, SPECS, Spec, quality_tokenizer
+from .models import DEFAULT_CACHE, SPECS, Spec, quality_tokenizer, save_tokenizer
 from .text import HELD_OUT_TOKENS, held_out_loss, training_text
 
 DECAY_SHARE = 0.4
@@ -124,15 +124,6 @@ class Run:
                 saved = now
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Name the plain class: by the model's type alone transformers would cut text as the published Qwen2 and T5 do."""
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
-    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8")
-
-
 def publish(run: Run, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Write the checkpoint beside itself, and give it its name when it is whole."""
     out, cache = arguments.cache / arguments.model, arguments.cache
@@ -142,6 +133,9 @@ def publish(run: Run, tokenizer: Any, arguments: argparse.Namespace) -> dict[str
     with no_bars():
         model.save_pretrained(temporary)
     save_tokenizer(tokenizer, temporary)
+    loaded = load_tokenizer(temporary)
+    if loaded.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        sys.exit(f"{temporary} loads with another tokenizer than the model was trained with")
     model.to(torch.float32)  # the numbers stay those of bfloat16
     loss = held_out_loss(model, tokenizer, objective=run.spec.objective, context=run.spec.context, cache=cache)
     record = {
