@@ -164,6 +164,10 @@ def convert(
     calibration_tokens: Annotated[
         int | None, typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False)
     ] = None,
+    fit_steps: Annotated[
+        int | None,
+        typer.Option("--fit-steps", metavar="S", help="Gradient steps per layer of fit, 200 if not said; 0: closed forms only.", show_default=False),
+    ] = None,
     seed: Seed = 0, encoder: Encoder = False, native: Native = None,
     revision: Revision = None, max_shard_size: ShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
@@ -202,8 +206,8 @@ def convert(
             bar.append(stack.enter_context(console.byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, calibration=calibration, calibration_tokens=calibration_tokens, seed=seed, encoder=encoder,
-            native=native, revision=revision, overwrite=overwrite, hash_weights=hash_weights, on_layer=layers,
+            source, out, groups, method=method, calibration=calibration, calibration_tokens=calibration_tokens, fit_steps=fit_steps,
+            seed=seed, encoder=encoder, native=native, revision=revision, overwrite=overwrite, hash_weights=hash_weights, on_layer=layers,
             max_shard_size=_bytes(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip

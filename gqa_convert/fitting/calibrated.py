@@ -20,7 +20,9 @@ class CalibrationOptions:
     sequence_length: int | None = None
     """Tokens of a block; by default the model's context up to 2048."""
     seed: int = 0
-    """Of the choice of blocks."""
+    """Of the choice of blocks, and of their order in the gradient stage."""
+    steps: int | None = None
+    """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
 
 
 def default_method(calibration: CalibrationOptions) -> str:
@@ -39,11 +41,15 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             raise OptionError(
                 "--method fit needs calibration text: name a text file or dataset with --calibration, or choose --method factor"
             )
+        if calibration.steps is not None:
+            raise OptionError(f"--fit-steps {calibration.steps} without text: name a text file or dataset with --calibration")
         if calibration.tokens is not None:
             raise OptionError(f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration")
     elif method not in ("factor", "fit"):
         measured = ", ".join(name for name in ABSORBING_METHODS if name != "align")
         raise OptionError(f"--calibration is of no use to --method {method}: leave it out, or choose one of {measured}")
+    if calibration.steps is not None and (method != "fit" or calibration.steps < 0):
+        raise OptionError(f"--fit-steps {calibration.steps} with --method {method}: only fit takes steps, 0 or more")
 
 
 def calibrate(plan: Plan, options: CalibrationOptions) -> Any:

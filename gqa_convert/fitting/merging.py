@@ -51,13 +51,15 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
         store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
         errors = merge_layers(plan, store, on_layer)
         return Merged(tied_plan(plan, store), errors)
+    from gqa_convert.fitting.closed_loop import fit_checkpoint
+    from gqa_convert.fitting.matching import STEPS
+
     calibration = calibrate(plan, options)
+    steps = STEPS if options.steps is None else options.steps
     noted = {
         "text": calibration.description, "tokens": calibration.tokens, "sequence_length": calibration.sequence_length,
-        "seed": options.seed, "digest": calibration.digest,
+        "seed": options.seed, "steps": steps, "digest": calibration.digest,
     }  # fmt: skip
     store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
-    from gqa_convert.fitting.closed_loop import fit_checkpoint
-
-    errors = fit_checkpoint(plan, store, calibration.batches, on_layer)
+    errors = fit_checkpoint(plan, store, calibration.batches, on_layer, steps=steps)
     return Merged(tied_plan(plan, store), errors, noted)
