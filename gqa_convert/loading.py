@@ -88,14 +88,14 @@ def _register(folder: Path) -> None:
         register(model_type)
 
 
-def _load(task: str, folder: Path, dtype: Any, *, run_code: bool) -> tuple[Any, list[str]]:
+def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
     import transformers
 
     if not run_code:
         _register(folder)
     with no_bars():
         model, info = getattr(transformers, task).from_pretrained(
-            folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True, **options
         )
     return model.eval(), [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
 
@@ -113,18 +113,19 @@ def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
     return _load(TASKS[0], folder, dtype, run_code=False)
 
 
-def load_model(folder: Path, dtype: Any, *, run_code: bool = False) -> tuple[Any, list[str]]:
+def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """The same for any model with logits, encoder-decoder models too.
 
     Args:
         folder: a local checkpoint.
         dtype: a torch type, or "auto" for the checkpoint's own.
         run_code: execute the checkpoint's own modelling file, as whoever lacks this package must; for files that are known only.
+        options: further ones of `from_pretrained`.
 
     Raises:
         Exception: whatever transformers raises.
     """
-    return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code)
+    return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code, **options)
 
 
 def load_tokenizer(folder: Path) -> Any:

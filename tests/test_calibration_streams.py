@@ -1,6 +1,8 @@
 """Source and student side by side: what they see is what ordinary calls of two independent models see."""
 
 import copy
+import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert.calibration.offloading import offloaded_weights
 from gqa_convert.calibration.opening import open_model
 from gqa_convert.calibration.streams import Streams
+from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import ConfigError
+from tests import test_absorbing_families as absorbed
 from tests.tiny import make_config, make_model, randomise
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -303,34 +307,76 @@ def test_spilled_passes_give_the_same_numbers(kind: str, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+EVERYWHERE = ("bamba", "dbrx", "falcon_h1", "gemma3n_text", "jamba", "lfm2", "llama4_text", "marian", "qwen3_next", "zamba2")
+"""Modules that read the parameters of modules within them, parameters of their own beside those, and a table that no file holds."""
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_weights_left_in_the_files_are_read_wherever_they_are_used(name: str, tmp_path: Path) -> None:
+    case = absorbed.build(name)
+    there = open_model(case.save(tmp_path), memory_limit=0)
+    before = [parameter.is_meta for parameter in there.parameters()]
+    assert all(before) or name == "marian"
+    assert torch.equal(case.logits(there), case.logits())
+    assert [parameter.is_meta for parameter in there.parameters()] == before
+
+
+def test_results_with_a_modelling_file_are_opened_from_the_disk(tmp_path: Path) -> None:
+    """In a process that has not made their types known."""
+    case = absorbed.build("gpt2")
+    out = tmp_path / "out"
+    convert_checkpoint(case.save(tmp_path / "source"), out, 3, method="mean", native=False)
+    code = (
+        "import sys, torch; from pathlib import Path; from gqa_convert.calibration.opening import open_model\n"
+        "models = [open_model(Path(sys.argv[1]), memory_limit=limit) for limit in (0, None)]\n"
+        "print(type(models[0]).__name__, torch.equal(*(model(torch.arange(9)[None]).logits for model in models)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code, str(out)], text=True).split() == ["GQAGPT2LMHeadModel", "True"]
+
+
 _MEASURED = """
-import sys, torch
+import json, multiprocessing, sys, torch
 from pathlib import Path
 from gqa_convert.calibration.opening import open_model
 from gqa_convert.calibration.streams import Streams
+import transformers.models.llama.modeling_llama
+
 def megabytes():
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))) / 1024
-folder, limit, spill, rows = Path(sys.argv[1]), *sys.argv[2:]
-model = open_model(folder, memory_limit=int(limit))
-before = megabytes()
-batches = [{"input_ids": torch.arange(64).expand(int(rows), 64).contiguous()} for _ in range(8)]
-sites = [f"layers.{number}.self_attn" for number in range(model.config.num_hidden_layers)]
-with Streams(model, batches, sites, spill=Path(spill) if spill else None) as streams:
-    for site in streams:
-        for source, student in site.calls:
-            site.run(student, capture="o_proj")
-        site.commit({name: 0.9 * tensor for name, tensor in site.parameters().items()})
-    for source, student in streams.finish():
-        print(source.double().sum().item(), student.double().sum().item())
-print(megabytes() - before)
+
+def measure(folder, limit, spill, rows, results):
+    model = open_model(Path(folder), memory_limit=limit)
+    before = megabytes()
+    batches = [{"input_ids": torch.arange(64).expand(rows, 64).contiguous()} for _ in range(8)]
+    sites = [f"layers.{number}.self_attn" for number in range(model.config.num_hidden_layers)]
+    with Streams(model, batches, sites, spill=Path(spill) if spill else None) as streams:
+        for site in streams:
+            for source, student in site.calls:
+                site.run(student, capture="o_proj")
+            site.commit({name: 0.9 * tensor for name, tensor in site.parameters().items()})
+        logits = [[each.double().sum().item() for each in pair] for pair in streams.finish()]
+    results.put((logits, megabytes() - before))
+
+for arguments in json.loads(sys.argv[1]):
+    # a fork's peak begins with what is resident then, and it need not import anything again
+    results = multiprocessing.get_context("fork").SimpleQueue()
+    process = multiprocessing.get_context("fork").Process(target=measure, args=(*arguments, results))
+    process.start()
+    print(json.dumps(results.get()), flush=True)
+    process.join()
 """
 
 
-def measured(folder: Path, limit: int, spill: Path | None, rows: int) -> tuple[list[str], float]:
-    """What is printed of the logits, and by how many megabytes the greatest resident memory has grown."""
-    command = [sys.executable, "-c", _MEASURED, str(folder), str(limit), str(spill or ""), str(rows)]
-    *logits, grown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return logits, float(grown)
+def measured(*runs: tuple[Path, int, Path | None, int]) -> list[tuple[Any, float]]:
+    """Sums of the logits, and by how many megabytes the greatest resident memory has grown.
+
+    Args:
+        runs: folder, memory limit, folder to spill to, and rows of a batch.
+    """
+    arguments = json.dumps([[str(folder), limit, spill and str(spill), rows] for folder, limit, spill, rows in runs])
+    command = [sys.executable, "-c", _MEASURED, arguments]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}).stdout
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def save_llama(folder: Path, layers: int, inner: int) -> Path:
@@ -340,19 +386,15 @@ def save_llama(folder: Path, layers: int, inner: int) -> Path:
     return folder
 
 
-def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
-    folder, layer = save_llama(tmp_path, 16, 1536), 10.6  # megabytes
-    here, whole = measured(folder, 1 << 40, None, 1)
-    there, part = measured(folder, 0, None, 1)
-    assert here == there
-    assert whole > 14 * layer
-    assert part < 6 * layer
-
-
-def test_memory_of_spilled_passes_is_that_of_one(tmp_path: Path) -> None:
-    folder, passes, states = save_llama(tmp_path / "model", 2, 96), 16, 3.1  # megabytes
+def test_memory_is_that_of_a_layer_and_spilled_passes_take_that_of_one(tmp_path: Path) -> None:
+    deep, layer = save_llama(tmp_path / "deep", 12, 1536), 10.6  # megabytes
+    flat, passes, states = save_llama(tmp_path / "flat", 2, 96), 16, 1.5
     (tmp_path / "spill").mkdir()
-    here, kept = measured(folder, 1 << 40, None, 32)
-    there, spilled = measured(folder, 1 << 40, tmp_path / "spill", 32)
+    (all_there, whole), (on_disk, part), (here, kept), (there, spilled) = measured(
+        (deep, 1 << 40, None, 1), (deep, 0, None, 1), (flat, 1 << 40, None, 16), (flat, 1 << 40, tmp_path / "spill", 16)
+    )
+    assert all_there == on_disk
+    assert whole > 10 * layer
+    assert part < 6 * layer
     assert here == there
     assert spilled < kept - passes * states

@@ -14,7 +14,7 @@ import torch
 from gqa_convert.calibration.offloading import OffloadedWeights
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError
-from gqa_convert.loading import auto_class, load_model, no_bars, read_config
+from gqa_convert.loading import load_model
 
 _SHARE = 0.7
 """Of the free memory that weights may fill: activations need the rest."""
@@ -28,7 +28,7 @@ def open_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
         device: where to run it.
         dtype: type to compute with.
         memory_limit: bytes that its weights may take on the device; None for 70% of what is free there. A larger model's weights stay
-            in the files, and each module's own are read when it is called.
+            in the files, and each is read when it is used.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -48,21 +48,16 @@ def open_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
 
 
 def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
-    import transformers
-
     scratch = tempfile.mkdtemp(prefix="gqa-offload-")  # for the few weights that transformers rewrites as it loads them
     try:
-        with no_bars(), _no_remark():
-            model, info = getattr(transformers, auto_class(read_config(folder))).from_pretrained(
-                folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True,
-                device_map={"": "disk"}, offload_folder=scratch,
-            )  # fmt: skip
-        _check(folder, [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])])
+        with _no_remark():
+            model, missing = load_model(folder, dtype, device_map={"": "disk"}, offload_folder=scratch)
+        _check(folder, missing)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
-    return model.eval().requires_grad_(False)
+    return model.requires_grad_(False)
 
 
 @contextmanager
