@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import gqa_convert.modeling
 from gqa_convert.calibration.offloading import offloaded_weights
 from gqa_convert.calibration.opening import open_model
 from gqa_convert.calibration.streams import Streams
@@ -321,17 +322,17 @@ def test_weights_left_in_the_files_are_read_wherever_they_are_used(name: str, tm
     assert [parameter.is_meta for parameter in there.parameters()] == before
 
 
-def test_results_with_a_modelling_file_are_opened_from_the_disk(tmp_path: Path) -> None:
-    """In a process that has not made their types known."""
+def test_results_with_a_modelling_file_are_opened_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once their type is known to transformers, which is told of it here."""
+    registered: list[str] = []
+    ordinary = gqa_convert.modeling.register
+    monkeypatch.setattr(gqa_convert.modeling, "register", lambda name: (registered.append(name), ordinary(name)))
     case = absorbed.build("gpt2")
     out = tmp_path / "out"
     convert_checkpoint(case.save(tmp_path / "source"), out, 3, method="mean", native=False)
-    code = (
-        "import sys, torch; from pathlib import Path; from gqa_convert.calibration.opening import open_model\n"
-        "models = [open_model(Path(sys.argv[1]), memory_limit=limit) for limit in (0, None)]\n"
-        "print(type(models[0]).__name__, torch.equal(*(model(torch.arange(9)[None]).logits for model in models)))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code, str(out)], text=True).split() == ["GQAGPT2LMHeadModel", "True"]
+    logits = [case.logits(open_model(out, memory_limit=limit)) for limit in (0, None)]
+    assert torch.equal(*logits)
+    assert registered == ["gqa_gpt2"] * 2
 
 
 _MEASURED = """
@@ -387,14 +388,14 @@ def save_llama(folder: Path, layers: int, inner: int) -> Path:
 
 
 def test_memory_is_that_of_a_layer_and_spilled_passes_take_that_of_one(tmp_path: Path) -> None:
-    deep, layer = save_llama(tmp_path / "deep", 12, 1536), 10.6  # megabytes
+    deep, layer = save_llama(tmp_path / "deep", 8, 1536), 10.6  # megabytes
     flat, passes, states = save_llama(tmp_path / "flat", 2, 96), 16, 1.5
     (tmp_path / "spill").mkdir()
     (all_there, whole), (on_disk, part), (here, kept), (there, spilled) = measured(
         (deep, 1 << 40, None, 1), (deep, 0, None, 1), (flat, 1 << 40, None, 16), (flat, 1 << 40, tmp_path / "spill", 16)
     )
     assert all_there == on_disk
-    assert whole > 10 * layer
-    assert part < 6 * layer
+    assert whole > 7 * layer
+    assert part < 5 * layer
     assert here == there
     assert spilled < kept - passes * states
