@@ -289,7 +289,8 @@ def demo(
     uptraining: Annotated[bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")] = True,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """The whole story offline: convert a small bundled model to several N, verify each, measure what is lost and gained, uptrain one.
+    """The whole story offline: convert a small bundled model to several N, by mean pooling and by fitting on calibration text, verify each,
+    measure what is lost and gained, uptrain one.
 
     gqa-convert demo
 

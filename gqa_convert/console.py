@@ -363,19 +363,24 @@ def show_verification(report: dict[str, Any]) -> None:
 
 
 def show_demo(summary: dict[str, Any]) -> None:
-    """What each N loses and gains."""
+    """What each N loses and gains, by the mean and by fitting."""
     from rich.table import Table
 
     console = stderr_console()
     table = Table(
-        "N", "method", "loss", "lost", "K/V bytes per token", "parameters", "verified",
-        title=f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, before any uptraining", title_justify="left",
+        "N", "K/V bytes per token", "parameters", "mean", "lost", "fit", "lost", "of mean's loss", "verified",
+        title=f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, nothing trained; "
+        f"fit has seen {summary['calibration_tokens']:,} tokens of calibration text", title_justify="left",
     )  # fmt: skip
-    base = summary["results"][0]
+    base = summary["results"][0]["loss"]
     for result in summary["results"]:
+        fit = result.get("fit")
+        lost = result["loss"] - base
+        fitted = (f"{fit['loss']:.3f}", f"{fit['loss'] - base:+.3f}", f"{(fit['loss'] - base) / lost:.1%}") if fit else ("", "", "")
+        verified = all(each["verified"] for each in (result, fit or result))
         table.add_row(
-            str(result["groups"]), result["method"], f"{result['loss']:.3f}", f"{result['loss'] - base['loss']:+.3f}",
-            f"{result['kv_bytes_per_token']:,}", f"{result['parameters']:,}", "yes" if result["verified"] else "[red]NO[/red]",
+            str(result["groups"]), f"{result['kv_bytes_per_token']:,}", f"{result['parameters']:,}", f"{result['loss']:.3f}", f"{lost:+.3f}",
+            *fitted, "yes" if verified else "[red]NO[/red]",
         )  # fmt: skip
     console.print(table)
     if summary["uptraining"]:
@@ -390,12 +395,12 @@ def _show_recovery(uptraining: dict[str, Any]) -> None:
     from rich.table import Table
 
     source = uptraining["evaluation"]["source"]
-    gap = uptraining["curve"][0]["loss"] - source
     console = stderr_console()
-    console.print(
-        f"Uptraining of N = {uptraining['groups']} with the source (loss {source:.3f}) as teacher, on {uptraining['alpha']:.1%} of its training tokens"
-    )
-    table = Table("tokens", "loss", "recovered")
+    table = Table(
+        "tokens", "loss", "lost",
+        title=f"Uptraining of the fitted N = {uptraining['groups']} with the source as teacher, on {uptraining['alpha']:.1%} of its training "
+        f"tokens (source {source:.3f} on this part of the text)", title_justify="left",
+    )  # fmt: skip
     for point in uptraining["curve"]:
-        table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{(uptraining['curve'][0]['loss'] - point['loss']) / gap:.0%}")
+        table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{point['loss'] - source:+.3f}")
     console.print(table)

@@ -1,4 +1,5 @@
-"""The whole story on the bundled checkpoint, offline: plan, convert to several N, verify, measure the loss, uptrain one, draw it."""
+"""The whole story on the bundled checkpoint, offline: plan, convert to several N by mean pooling and by calibrated fitting, verify, measure
+the loss, uptrain one, draw it."""
 
 import json
 import shutil
@@ -18,7 +19,7 @@ from gqa_convert.verify import verify_checkpoint
 CHECKPOINT = Path(__file__).with_name("demo_checkpoint")
 """A Llama-style model with 12 K/V heads, trained by recipes/demo/train.py."""
 
-GROUPS = (12, 6, 4, 3, 1)
+GROUPS = (12, 6, 3, 1)
 RESULTS = "results.json"
 PLOT = "loss_and_cache.svg"
 _TOKENS = 40_000
@@ -26,8 +27,11 @@ _TOKENS = 40_000
 SHOWN = 3
 """The N whose plan is shown, and that is uptrained."""
 
-UPTRAINING_TOKENS = 500_000
-"""Tokens of the uptraining: two and a half in a hundred of those that the checkpoint was trained on."""
+UPTRAINING_TOKENS = 200_000
+"""Tokens of the uptraining: one in a hundred of those that the checkpoint was trained on."""
+
+CALIBRATION_TOKENS, FIT_STEPS = 20_480, 100
+"""Less than `convert` takes by itself, so that the demo ends soon."""
 
 _PRETRAINING_TOKENS = 20_004_864
 
@@ -37,21 +41,26 @@ def run_demo(
     *,
     overwrite: bool = False,
     uptraining_tokens: int = UPTRAINING_TOKENS,
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    fit_steps: int = FIT_STEPS,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Convert the bundled checkpoint to several N below `out`, verify each, measure its loss on held-out text, and uptrain one of them.
+    """Convert the bundled checkpoint to several N below `out`, by the mean and by fitting on calibration text, verify each, measure its loss
+    on held-out text, and uptrain one of them.
 
     Args:
-        out: folder for the checkpoints `gqa-N`, `results.json` and the plot.
+        out: folder for the checkpoints `gqa-N` (mean) and `gqa-N-fit`, `results.json` and the plot.
         overwrite: replace what an earlier demo left there.
         uptraining_tokens: how many tokens to uptrain on, with the source as teacher; 0 for none.
+        calibration_tokens: of text that the source was trained on, to fit on.
+        fit_steps: of each layer's gradient stage.
         on_plan: called with the plan of one of the conversions.
         progress: called with a stage, what is done of it and its total.
 
     Returns:
-        `{"source", "held_out_tokens", "passed", "results": [{"groups", "out", "kv_bytes_per_token", "loss", ...}], "plot", "uptraining"}`,
-        losses in nats per token; the same is written to `results.json`.
+        `{"source", "held_out_tokens", "calibration_tokens", "passed", "results": [{"groups", "out", "kv_bytes_per_token", "loss", ...,
+        "fit": {"out", "loss", ...}}], "plot", "uptraining"}`, losses in nats per token; the same is written to `results.json`.
 
     Raises:
         OutputError: `out` exists already and is not empty.
@@ -62,29 +71,24 @@ def run_demo(
         raise SourceNotFoundError(f"{CHECKPOINT} is missing: install the package again")
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (overwrite and (out / RESULTS).is_file()))):
         raise OutputError(f"{out} exists already: name a new folder, or replace an earlier demo with --overwrite")
-    on_plan(make_plan(open_checkpoint(CHECKPOINT), SHOWN))
+    on_plan(make_plan(open_checkpoint(CHECKPOINT), SHOWN, method="fit"))
     ids = _held_out_tokens()
     out.mkdir(parents=True, exist_ok=True)
+    calibration: dict[str, Any] = {
+        "method": "fit", "calibration": "python-stdlib", "calibration_tokens": calibration_tokens, "fit_steps": fit_steps,
+    }  # fmt: skip
     results = []
     for number, groups in enumerate(GROUPS):
         progress("converting, verifying, measuring", number, len(GROUPS))
-        folder = out / f"gqa-{groups}"
-        converted = convert_checkpoint(CHECKPOINT, folder, groups, overwrite=overwrite)
-        results.append(
-            {
-                "groups": groups,
-                "out": str(folder),
-                "method": converted["method"],
-                "kv_bytes_per_token": converted["kv_bytes_per_token"]["after"],
-                "parameters": converted["parameters"]["after"],
-                "verified": verify_checkpoint(folder, CHECKPOINT).passed,
-                "loss": _loss(folder, ids),
-            }
-        )
+        result = _converted(out / f"gqa-{groups}", groups, ids, overwrite, {"method": "mean"})
+        if groups != GROUPS[0]:
+            result["fit"] = _converted(out / f"gqa-{groups}-fit", groups, ids, overwrite, calibration)
+        results.append(result)
     summary: dict[str, Any] = {
         "source": str(CHECKPOINT),
         "held_out_tokens": len(ids),
-        "passed": all(result["verified"] for result in results),
+        "calibration_tokens": calibration_tokens,
+        "passed": all(each["verified"] for result in results for each in (result, result.get("fit", result))),
         "results": results,
         "results_file": str(out / RESULTS),
         "plot": draw(results, None, out / PLOT),
@@ -96,6 +100,20 @@ def run_demo(
         summary["plot"] = draw(results, summary["uptraining"], out / PLOT)
         _write(summary, out / RESULTS)
     return summary
+
+
+def _converted(folder: Path, groups: int, ids: list[int], overwrite: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """One conversion, verified and measured."""
+    converted = convert_checkpoint(CHECKPOINT, folder, groups, overwrite=overwrite, **options)
+    return {
+        "groups": groups,
+        "out": str(folder),
+        "method": converted["method"],
+        "kv_bytes_per_token": converted["kv_bytes_per_token"]["after"],
+        "parameters": converted["parameters"]["after"],
+        "verified": verify_checkpoint(folder, CHECKPOINT).passed,
+        "loss": _loss(folder, ids),
+    }
 
 
 def _write(summary: dict[str, Any], path: Path) -> None:
@@ -115,10 +133,10 @@ def _uptrain(out: Path, tokens: int, overwrite: bool, progress: Callable[[str, i
     if overwrite and (run / "resolved_recipe.yaml").is_file():
         shutil.rmtree(run)
     recipe = {
-        "model": str(out / f"gqa-{SHOWN}"), "teacher": str(CHECKPOINT), "output": str(run), "data": "python-stdlib",
-        "evaluation_data": "python-stdlib:held-out", "evaluation_tokens": 16384, "evaluate_every": 20, "alpha": tokens / _PRETRAINING_TOKENS,
+        "model": str(out / f"gqa-{SHOWN}-fit"), "teacher": str(CHECKPOINT), "output": str(run), "data": "python-stdlib",
+        "evaluation_data": "python-stdlib:held-out", "evaluation_tokens": 16384, "evaluate_every": 10, "alpha": tokens / _PRETRAINING_TOKENS,
         "pretraining_tokens": _PRETRAINING_TOKENS, "tokens_per_step": 4096, "sequence_length": 512, "micro_batch_size": 8,
-        "learning_rate": 1e-3, "precision": "no", "save_every": 1000,
+        "learning_rate": 4e-4, "precision": "no", "save_every": 1000,
     }  # fmt: skip
     path = out / "uptraining.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
@@ -164,9 +182,13 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
     groups = [result["groups"] for result in results]
     figure = Figure(figsize=(12 if uptraining else 8, 3.4), layout="constrained")
     left, middle, *right = figure.subplots(1, 3 if uptraining else 2)
-    left.plot(groups, [result["loss"] for result in results], marker="o", color="tab:blue")
+    left.plot(groups, [result["loss"] for result in results], marker="o", color="tab:red", label="mean pooling")
+    left.plot(
+        groups, [result.get("fit", result)["loss"] for result in results], marker="o", color="tab:blue", label="fit, by calibration text"
+    )
     left.set_ylabel("held-out loss, nats per token")
-    left.set_title("lost: quality before uptraining (mean pooling)", fontsize=10)
+    left.set_title("lost: quality before uptraining", fontsize=10)
+    left.legend()
     middle.plot(groups, [result["kv_bytes_per_token"] for result in results], marker="o", color="tab:orange")
     middle.set_ylabel("K/V-cache bytes per token")
     middle.set_ylim(bottom=0)
