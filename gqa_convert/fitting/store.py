@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, build_header, header_length, parse_header
 from gqa_convert.checkpoint.publication import lock_folder, sync
 from gqa_convert.checkpoint.source import Shard
-from gqa_convert.errors import CorruptCheckpointError, OutputError
+from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
 from gqa_convert.merging.pooling import DTYPES
 
 Array = npt.NDArray[Any]
@@ -65,6 +65,11 @@ class MergedLayers:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._handle is not None:
             os.close(self._handle)
+        if self._keep and isinstance(error, InterruptedRunError) and any(self.path.glob("layer-*")):
+            stopped = str(error).partition(":")[0]
+            raise InterruptedRunError(
+                f"{stopped}: merged layers are kept in {self.path}, and the same command goes on from there"
+            ) from None
 
     def record(self, number: int) -> dict[str, Any] | None:
         """What was noted of a layer that is done already, or None."""
