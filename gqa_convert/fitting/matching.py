@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.calibration.site import Call
-from gqa_convert.fitting.assembly import Parts
+from gqa_convert.fitting.assembly import BIASES, Parts
 
 STEPS = 200
 RATE = 0.025
@@ -18,8 +18,6 @@ RATE = 0.025
 _BETAS = (0.9, 0.99)
 _WARM_UP = 10
 _END = 0.05
-_BIASED = ("queries", "keys", "values")
-"""Roles whose last column is a bias."""
 
 
 def match(
@@ -38,18 +36,13 @@ def match(
     Returns:
         Trained parts; those given are not changed.
     """
-    weights = {role: tensor[..., :-1] if role in _BIASED else tensor for role, tensor in parts.items()}
-    biases = {f"{role} bias": tensor[..., -1:] for role, tensor in parts.items() if role in _BIASED}
-    scale = {name: _rms(tensor) for name, tensor in weights.items()}
-    scale |= {name: max(_rms(tensor), scale[name.removesuffix(" bias")]) for name, tensor in biases.items()}
-    trained = {name: tensor.detach().clone().requires_grad_() for name, tensor in (weights | biases).items()}
+    scale = {name: _rms(tensor) for name, tensor in parts.items()}
+    scale |= {bias: max(scale[bias], scale[role]) for role, bias in BIASES.items()}
+    trained = {name: tensor.detach().clone().requires_grad_() for name, tensor in parts.items()}
     groups = [{"params": [tensor], "lr": RATE * scale[name], "height": RATE * scale[name]} for name, tensor in trained.items()]
-    optimizer = torch.optim.Adam(groups, betas=_BETAS)
+    optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=True)
     size = sum(float(target.double().square().sum()) for target in targets) / sum(target.numel() for target in targets)
     order = _order(len(calls), steps, seed)
-
-    def assembled() -> dict[str, Tensor]:
-        return {role: torch.cat([trained[role], trained[f"{role} bias"]], dim=-1) if role in _BIASED else trained[role] for role in parts}
 
     for step, number in enumerate(order):
         share = min(1.0, (step + 1) / _WARM_UP) * (_END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -57,13 +50,12 @@ def match(
             group["lr"] = group["height"] * share
         call = calls[number]
         with torch.enable_grad():
-            error = (run(call, assembled()) - targets[number]).square().sum(-1)
+            error = (run(call, trained) - targets[number]).square().sum(-1)
             loss = (error if call.counted is None else error[call.counted]).mean() / (size * targets[number].shape[-1] or 1.0)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    with torch.no_grad():
-        return {role: tensor.detach() for role, tensor in assembled().items()}
+    return {name: tensor.detach() for name, tensor in trained.items()}
 
 
 def _order(count: int, steps: int, seed: int) -> list[int]:
