@@ -24,6 +24,7 @@ Rotary = Literal["none", "half", "interleaved"]
 
 
 _GATED = "a gate scales every channel of its attention's output"
+_SLOPED = (("decoder", "each head has its own slope of ALiBi, by its number"),)
 
 KVHeads = Literal["stated", "heads", "falcon"]
 """What tells a source's number of K/V heads: the config key; nothing, it is the number of query heads; Falcon's three keys."""
@@ -77,6 +78,11 @@ class Family:
     config says; None if nothing does. A clause that can follow "since"."""
     value_barrier: str | None = None
     """The same for values and the output projection."""
+    order_barriers: tuple[tuple[str, str], ...] = ()
+    """Places of attention (decoder, cross or encoder) where something outside the module knows its heads by their numbers, with what
+    does: a clause that can follow "since"."""
+    order_barred_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, make it so everywhere."""
     heads_key: str = "num_attention_heads"
     encoder_heads_key: str | None = None
     kv_heads: KVHeads = "stated"
@@ -141,6 +147,7 @@ def _families(model_types: str, **fields: Any) -> Iterator[Family]:
 
 
 _T5: dict[str, Any] = {
+    "order_barriers": tuple((place, "each head has its own position bias, by its number") for place in ("decoder", "encoder")),
     "attention": ("SelfAttention", "EncDecAttention"), "cross_attention": ("EncDecAttention",), "encoder": "encoder", "query": "q",
     "key": "k", "value": "v", "output": "o", "rotary": "none", "heads_key": "num_heads", "encoder_heads_key": "num_heads",
     "head_width_key": "d_kv",
@@ -232,11 +239,14 @@ FAMILIES: dict[str, Family] = {
             key_norm="shared",
         ),
         *_families("afmoe beam", key_norm="shared", value_barrier=_GATED),
-        *_families("gemma3n_text", key_norm="shared", value_barrier="its values are normalised behind their projection"),
+        *_families(
+            "gemma3n_text", key_norm="shared", value_barrier="its values are normalised behind their projection",
+            order_barred_when=(("num_kv_shared_layers", "layers share keys and values"),),
+        ),
         *_families("nanochat", key_norm="shared", key_barrier="its keys are normalised behind their projection"),
         *_families(
             "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2,
-            value_barrier=_GATED,
+            value_barrier=_GATED, order_barriers=(("decoder", _GATED),),
         ),
         *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
         *_families("lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj"),
@@ -276,7 +286,7 @@ FAMILIES: dict[str, Family] = {
         *_own_file("gqa_bart", {"marian": "Marian"}, "Model MTModel ForCausalLM", **_BART),
         *_own_file(
             "gqa_whisper", {"whisper": "Whisper"}, "Model ForConditionalGeneration ForCausalLM ForAudioClassification",
-            autos=_SPEECH_TASKS, **_BART,
+            autos=_SPEECH_TASKS, order_barriers=(("cross", "word timestamps are read from heads by their numbers"),), **_BART,
         ),
         *_own_file(
             "gqa_opt", {"opt": "OPT"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
@@ -316,16 +326,17 @@ FAMILIES: dict[str, Family] = {
         *_own_file(
             "gqa_bloom", {"bloom": "Bloom"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
-            attention=("self_attention",), rotary="none", heads_key="n_head", **_PER_HEAD,
+            attention=("self_attention",), rotary="none", heads_key="n_head", order_barriers=_SLOPED, **_PER_HEAD,
         ),
         *_own_file(
             "gqa_falcon", {"falcon": "Falcon"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
-            attention=("self_attention",), kv_heads="falcon", **_PER_HEAD,
+            attention=("self_attention",), kv_heads="falcon", order_barred_when=(("alibi", _SLOPED[0][1]),), **_PER_HEAD,
         ),
         *_own_file(
             "gqa_mpt", {"mpt": "Mpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
             attention=("attn",), fused="Wqkv", output="out_proj", rotary="none", heads_key="n_heads", head_width_key=None,
+            order_barriers=_SLOPED,
         ),
     )
 }  # fmt: skip

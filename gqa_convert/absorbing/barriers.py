@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.absorbing.heads import LayerTensors
 from gqa_convert.absorbing.positions import turning_pairs
 from gqa_convert.geometry import AttentionFinder, AttentionLayer, config_value
 
@@ -13,6 +14,8 @@ Array = npt.NDArray[Any]
 
 _CLIPPED = "it clips what its projections yield"
 _NORMED = "its keys are normalised behind their projection"
+_BUFFERS = ("bias", "masked_bias", "causal_mask")
+"""Masks that old checkpoints hold beside the projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Freedom:
     """Why the queries can't take what is divided out of the keys; None if they can."""
     value_barrier: str | None = None
     """Why the output projection can't take what is divided out of the values."""
+    order_barrier: str | None = None
+    """Why K/V heads, with the query heads that read them, can't change places."""
 
 
 def find_freedom(finder: AttentionFinder, layer: AttentionLayer) -> Freedom:
@@ -41,10 +46,11 @@ def find_freedom(finder: AttentionFinder, layer: AttentionLayer) -> Freedom:
     pairs = turning_pairs(family, config, layer.key_width)
     if layer.place != "decoder":  # no family turns the keys of an encoder's output
         pairs = (np.empty(0, int), np.empty(0, int))
+    order_barrier = _order_barrier(finder, layer)
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
-        return Freedom(pairs, _CLIPPED, _CLIPPED)
+        return Freedom(pairs, _CLIPPED, _CLIPPED, order_barrier)
     key_barrier = family.key_barrier or (_NORMED if _normed(finder, layer) else None)
-    return Freedom(pairs, key_barrier, family.value_barrier)
+    return Freedom(pairs, key_barrier, family.value_barrier, order_barrier)
 
 
 def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
@@ -53,3 +59,29 @@ def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
         return bool(finder.config.get("use_qk_norm", True))
     stem = f"{layer.module}.{finder.family.key_norm_name}."
     return finder.family.key_norm != "none" and any(name.startswith(stem) for name in finder.entries)
+
+
+def _order_barrier(finder: AttentionFinder, layer: AttentionLayer) -> str | None:
+    """Whether anything but the projections knows heads by their numbers: what is unknown here may."""
+    family, config = finder.family, finder.config
+    for place, reason in family.order_barriers:
+        if place == layer.place:
+            return reason
+    for key, reason in family.order_barred_when:
+        if config_value(config, key):
+            return reason
+    parts = LayerTensors(finder, layer)
+    for name in finder.entries:
+        if name.startswith(f"{layer.module}."):
+            tail = name.removeprefix(f"{layer.module}.")
+            known = name in parts.names or tail in _BUFFERS or tail.endswith("inv_freq") or _shared_gain(finder, tail)
+            if parts.is_norm(name) or not known:
+                return f"{tail} belongs to heads by their numbers"
+    return None
+
+
+def _shared_gain(finder: AttentionFinder, tail: str) -> bool:
+    """Whether a tensor of the attention module holds gains that a norm of queries or keys has for all heads alike."""
+    key = finder.family.key_norm_name
+    query = key.replace("key", "query") if key.startswith("key") else f"q{key[1:]}"
+    return finder.family.key_norm == "shared" and tail in {f"{norm}.{kind}" for norm in (key, query) for kind in ("weight", "bias")}

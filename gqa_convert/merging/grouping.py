@@ -16,10 +16,12 @@ Array = npt.NDArray[Any]
 
 _KEPT = 32
 """Leading directions of a head that are compared; the rest of a wide head would cost time and change little."""
+_LEAST = 1e-9
+"""Of the sum of all losses: a gain below that is rounding."""
 
 
-def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> Array:
-    """What the joint factorisation of each pair of heads loses, relative to the power of all heads.
+def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
+    """What the joint factorisation of each pair of heads loses.
 
     Args:
         rows: [h, c, d], keys that do not turn (or slowly), or values.
@@ -27,17 +29,16 @@ def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) ->
         covariance: of the inputs.
 
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal; their scale is the power of all heads, see `combine`.
+        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights and covariance.
     """
     heads, width, _ = rows.shape
     kept = min(width, _KEPT)
     weighed = np.stack([root(weight) for weight in weights]) @ rows
-    if covariance is not None:
-        weighed = weighed @ root(covariance)
-    leading = np.linalg.eigh(weighed @ np.swapaxes(weighed, -1, -2))[1][:, :, -kept:]
-    reduced = np.swapaxes(leading, -1, -2) @ weighed  # [h, kept, d]
-    flat = reduced.reshape(heads * kept, -1)
-    gram = (flat @ flat.T).reshape(heads, kept, heads, kept).transpose(0, 2, 1, 3)
+    seen = weighed if covariance is None else weighed @ covariance
+    own = seen @ np.swapaxes(weighed, -1, -2)
+    leading = np.swapaxes(np.linalg.eigh(own)[1][:, :, -kept:], -1, -2)  # [h, kept, c]
+    reduced, seen = ((leading @ array).reshape(heads * kept, -1) for array in (weighed, seen))
+    gram = (seen @ reduced.T).reshape(heads, kept, heads, kept).transpose(0, 2, 1, 3)
     losses = np.zeros((heads, heads))
     for head in range(heads - 1):
         others = np.arange(head + 1, heads)
@@ -47,10 +48,10 @@ def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) ->
         joint[:, :kept, kept:] = gram[head, others]
         joint[:, kept:, :kept] = gram[others, head]
         losses[head, others] = losses[others, head] = np.linalg.eigvalsh(joint)[:, :kept].sum(1).clip(0)
-    return losses
+    return losses, float(np.trace(own, axis1=1, axis2=2).sum())
 
 
-def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = None) -> Array:
+def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = None) -> tuple[Array, float]:
     """What merging each pair of rotary key heads loses, frequency by frequency.
 
     Args:
@@ -59,16 +60,37 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
         covariance: of the inputs, not centred.
 
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal.
+        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of keys, powers and covariance.
     """
-    seen = keys if covariance is None else keys @ covariance
+    seen = (
+        keys if covariance is None else keys.real @ covariance + 1j * (keys.imag @ covariance)
+    )  # a product of complex ones costs twice that
     strength = np.sqrt(powers)
-    gram = np.einsum("mfd,nfd->mnf", seen, keys.conj(), optimize=True) * strength[:, None] * strength[None]
+    gram = np.matmul(seen.transpose(1, 0, 2), keys.conj().transpose(1, 2, 0)).transpose(1, 2, 0) * strength[:, None] * strength[None]
     own = np.einsum("mmf->mf", gram).real
     total, apart = own[:, None] + own[None], own[:, None] - own[None]
     losses = np.asarray(((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0))  # the lesser eigenvalue of two
     np.fill_diagonal(losses, 0)
-    return losses
+    return losses, float(own.sum())
+
+
+def mean_pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
+    """What each pair of heads loses if their mean takes the place of both, for heads that can't absorb maps.
+
+    Args:
+        rows: [h, c, d].
+        weights: [h, c, c], symmetric: how strongly each direction of a head is read.
+        covariance: of the inputs.
+
+    Returns:
+        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of rows, weights and covariance.
+    """
+    seen = rows if covariance is None else rows @ covariance
+    by_own = np.tensordot(weights @ seen, rows, ((1, 2), (1, 2)))  # [h, h], by the weight of the first
+    by_other = np.tensordot(seen @ np.swapaxes(rows, -1, -2), weights, ((1, 2), (1, 2)))
+    power = np.diagonal(by_own)
+    apart = power[:, None] - 2 * by_own + by_other.T
+    return np.asarray(((apart + apart.T) / 4).clip(0)), float(power.sum())
 
 
 def group_heads(losses: Array, groups: int) -> Array:
@@ -84,9 +106,12 @@ def group_heads(losses: Array, groups: int) -> Array:
         The heads in their new order, [h]: group after group, rising within a group.
     """
     heads = len(losses)
+    losses = losses - np.diag(np.diagonal(losses))  # a head with itself loses nothing
     members = np.arange(heads) // (heads // groups)
     found = [_swapped(losses, start, groups) for start in (members, _grown(losses, groups))]
     best = min(found, key=lambda labels: _within(losses, labels))
+    if _within(losses, best) > _within(losses, members) - _LEAST * float(losses.sum()):
+        return np.arange(heads)
     firsts = np.array([np.flatnonzero(best == label)[0] for label in range(groups)])
     return np.lexsort((np.arange(heads), firsts[best]))
 
@@ -106,7 +131,7 @@ def _grown(losses: Array, groups: int) -> Array:
 
 def _swapped(losses: Array, labels: Array, groups: int) -> Array:
     labels = labels.copy()
-    least = 1e-12 * float(losses.sum())
+    least = _LEAST * float(losses.sum())
     while True:
         to_group = losses @ np.eye(groups)[labels]  # [h, groups]
         own = to_group[np.arange(len(labels)), labels]
