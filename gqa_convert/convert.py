@@ -94,7 +94,7 @@ def convert_checkpoint(
         errors = errors if merged.errors is None else merged.errors
         _write_index(plan, staged.path)
         _write_companions(plan, staged.path)
-        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration))
+        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration, merged.head_order))
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}

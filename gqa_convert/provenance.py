@@ -67,7 +67,8 @@ class FileHasher:
 
 
 def provenance(
-    plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, calibration: dict[str, Any] | None = None
+    plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, calibration: dict[str, Any] | None = None,
+    head_order: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a conversion.
 
@@ -77,6 +78,8 @@ def provenance(
         digests: SHA-256 of source files, for as many as are known.
         command: the command line, if there was one.
         calibration: what text was measured on, if any was.
+        head_order: of the modules whose K/V heads, with the query heads that read them, have changed places: the source's heads, [K], in
+            the result's order before those of a group became one.
 
     Returns:
         Plain data; the record of an earlier conversion of the source is kept under `previous`.
@@ -107,6 +110,7 @@ def provenance(
         "encoder": any(layer.place == "encoder" for layer in plan.layers),
         "route": plan.route,
         **plan.cache_bytes(),
+        "head_order": head_order or {},
         "merge_error": errors,
         "uptraining_tokens": 0,
         "previous": json.loads(earlier.read_bytes()) if PROVENANCE in checkpoint.carried else None,

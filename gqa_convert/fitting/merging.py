@@ -1,7 +1,7 @@
 """From a plan to one whose K/V heads are merged already, by whichever method works on whole layers."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Merged:
     """None where the writer merges, and measures."""
     calibration: dict[str, Any] | None = None
     """What text was used."""
+    head_order: dict[str, list[int]] = field(default_factory=dict)
+    """By module: the source's K/V heads in the order in which they were merged, where it is not their own."""
 
 
 def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
@@ -50,7 +52,7 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
     if options.source is None:
         store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
         errors = merge_layers(plan, store, on_layer)
-        return Merged(tied_plan(plan, store), errors)
+        return Merged(tied_plan(plan, store), errors, None, _head_order(plan, store))
     from gqa_convert.fitting.closed_loop import fit_checkpoint
     from gqa_convert.fitting.matching import STEPS
 
@@ -62,4 +64,9 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
     }  # fmt: skip
     store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
     errors = fit_checkpoint(plan, store, calibration.batches, on_layer, steps=steps)
-    return Merged(tied_plan(plan, store), errors, noted)
+    return Merged(tied_plan(plan, store), errors, noted, _head_order(plan, store))
+
+
+def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:
+    records = filter(None, map(store.record, range(len(plan.layers))))
+    return {record["module"]: record["order"] for record in records if "order" in record}
