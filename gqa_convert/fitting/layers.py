@@ -9,6 +9,7 @@ import numpy as np
 
 from gqa_convert.absorbing.barriers import find_freedom
 from gqa_convert.absorbing.fitted_error import fitted_errors
+from gqa_convert.absorbing.grouping import noted, order_heads, ordered
 from gqa_convert.absorbing.heads import LayerTensors, Tensors
 from gqa_convert.absorbing.merge import merge_layer
 from gqa_convert.checkpoint.source import Checkpoint
@@ -89,10 +90,14 @@ def _merge_layer(
     parts, freedom = LayerTensors(finder, layer), find_freedom(finder, layer)
     tensors: Tensors = {name: read(name) for name in parts.names}
     source = parts.cut(tensors)
+    order = np.arange(source.groups)
+    if plan.method == "factor" and not (freedom.key_barrier or freedom.value_barrier):
+        order = order_heads(source, plan.groups, freedom, None)
+    source = ordered(source, order)
     merged = merge_layer(source, plan.groups, plan.method, freedom, None)
     keys, values = fitted_errors(source, merged, freedom, None)
     del source
-    record = {"module": layer.module, "keys": keys, "values": values}
+    record = {"module": layer.module, "keys": keys, "values": values} | noted(order)
     store.write(number, parts.join(merged, tensors, plan.groups), record)
     return record
 
