@@ -11,9 +11,12 @@ from gqa_convert.checkpoint.headers import build_header
 
 def make_llama(
     folder: Path, *, layers: int, hidden: int = 4096, intermediate: int = 11008, heads: int = 32, vocabulary: int = 32000,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = 5_000_000_000, deviation: float = 1.0,
 ) -> int:  # fmt: skip
-    """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights."""
+    """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights.
+
+    The deviation is that of the weights: with 1.0 attention sees one token each, and numbers grow.
+    """
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
     for layer in range(layers):
         stem = f"model.layers.{layer}."
@@ -30,7 +33,8 @@ def make_llama(
         shards[-1].append(item)
     folder.mkdir(parents=True)
     # float32 normals rounded down to bf16, as one block that every tensor repeats from a different place
-    block = (np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    normals = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * np.float32(deviation)
+    block = (normals.view(np.uint32) >> 16).astype(np.uint16)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

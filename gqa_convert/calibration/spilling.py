@@ -1,10 +1,10 @@
 """What waiting passes keep, in files that are mapped into memory, so that the resident part stays small."""
 
 import ctypes
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -18,6 +18,17 @@ _TRIM = getattr(_LIBC, "malloc_trim", None)
 """Of glibc only."""
 
 
+def mapped_file(folder: Path, nbytes: int) -> Tensor:
+    """A new file as a tensor of bytes [nbytes]. It has no name, so that it lives as long as the tensor.
+
+    Raises:
+        OSError: the disk has no room for it; that is taken at once, since to find none through a mapping kills the process.
+    """
+    with NamedTemporaryFile(dir=folder, prefix="waiting-") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+
+
 class Spill:
     """Files for one pass. They have no names, so that none is left behind, whatever ends the program.
 
@@ -25,8 +36,6 @@ class Spill:
         folder: an existing folder on a disk.
         twin: of the pass that tensors may be shared with.
     """
-
-    _numbers = itertools.count()
 
     def __init__(self, folder: Path, twin: "Spill | None" = None) -> None:
         self._folder, self._twin = folder, twin
@@ -60,9 +69,7 @@ class Spill:
 
     def _move(self, tensors: list[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
-        path = self._folder / f"waiting-{os.getpid()}-{next(self._numbers)}"
-        mapped = torch.from_file(str(path), shared=True, size=storage.nbytes(), dtype=torch.uint8)
-        path.unlink()
+        mapped = mapped_file(self._folder, storage.nbytes())
         mapped.untyped_storage().copy_(storage)
         self._maps[mapped.data_ptr()] = mapped
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Method `fit`: layer by layer, on what the layers merged before it make of the calibration text.
+"""Methods that measure: layer by layer, on what the layers merged before it make of the calibration text.
 
-Each layer's heads are merged by the moments of the *student's* inputs, and its output projection is refitted so that the student's
+Each layer's heads are merged by the moments of the *student's* inputs; for `fit`, its output projection is then refitted so that the student's
 residual stream behind the layer comes as near as possible to the source's.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from gqa_convert.absorbing.barriers import Freedom, find_freedom
+from gqa_convert.absorbing.grouping import noted, order_heads, ordered
 from gqa_convert.absorbing.heads import Heads, LayerTensors, Tensors
 from gqa_convert.absorbing.merge import Moments, merge_layer
 from gqa_convert.calibration.opening import open_model
 from gqa_convert.calibration.site import Call, Site
+from gqa_convert.calibration.spilling import mapped_file
 from gqa_convert.calibration.streams import Batch, Streams
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.fitting.assembly import Assembly, Parts, as_heads, as_parts
+from gqa_convert.fitting.explaining import explained
+from gqa_convert.fitting.key_trials import KeyTrials
 from gqa_convert.fitting.layers import LayerDone, SourceTensors, attention_of
 from gqa_convert.fitting.matching import STEPS, match
 from gqa_convert.fitting.statistics import Moment, Ridge
@@ -43,11 +47,17 @@ _SLOW_TOKENS = 8192
 def fit_checkpoint(
     plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS
 ) -> dict[str, float]:
-    """`fit_layers` with the source loaded, on a GPU where there is one; activations go to the disk where memory is short."""
+    """`fit_layers` with the source loaded, on a GPU where there is one; activations go to the disk where memory is short.
+
+    Raises:
+        NoSpaceError: the disk can't hold them.
+        DeviceMemoryError: there is not enough memory.
+        GQAConvertError: as `fit_layers`.
+    """
     folder = plan.checkpoint.folder
     assert folder is not None
-    model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
-    with ExitStack() as stack:
+    with explained(store.path.parent), ExitStack() as stack:
+        model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         return fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
 
@@ -65,7 +75,7 @@ def fit_layers(
     plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS,
     spill: Path | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Merge every layer of a plan of method `fit`.
+    """Merge every layer of a plan of method `fit`, or of `factor` on calibration text, which ends with the closed form.
 
     Args:
         plan: of the conversion.
@@ -98,7 +108,16 @@ def fit_layers(
             if record is None:
                 tensors: Tensors = {name: read(name) for name in parts.names}
                 fitting = LayerFitting(
-                    site, layer, parts, tensors, plan.groups, find_freedom(finder, layer), steps=steps, seed=plan.seed, spill=spill
+                    site,
+                    layer,
+                    parts,
+                    tensors,
+                    plan.groups,
+                    find_freedom(finder, layer),
+                    closed_loop=plan.method == "fit",
+                    steps=steps,
+                    seed=plan.seed,
+                    spill=spill,
                 )
                 merged, found = fitting.run()
                 record = {"module": layer.module} | found
@@ -116,7 +135,7 @@ def _parameters(tensors: Tensors, layer: AttentionLayer) -> dict[str, Tensor]:
 
 
 class LayerFitting:
-    """The work on one layer.
+    """The work on one layer: from `run` on, its source's heads are in the order in which they are merged.
 
     Args:
         site: its module, with the calls of all batches.
@@ -125,6 +144,7 @@ class LayerFitting:
         tensors: its tensors.
         groups: K/V heads of the result.
         freedom: what can be absorbed.
+        closed_loop: go on from the closed form to what repairs the layers below: refits and the gradient stage.
         steps: of the gradient stage.
         seed: of its order.
         spill: a folder for targets; in memory without it.
@@ -132,9 +152,9 @@ class LayerFitting:
 
     def __init__(
         self, site: Site, layer: AttentionLayer, parts: LayerTensors, tensors: Tensors, groups: int, freedom: Freedom, *,
-        steps: int, seed: int, spill: Path | None = None,
+        closed_loop: bool, steps: int, seed: int, spill: Path | None = None,
     ) -> None:  # fmt: skip
-        self.steps, self.seed = steps, seed
+        self.closed_loop, self.steps, self.seed = closed_loop, steps, seed
         self.site, self.groups, self.freedom = site, groups, freedom
         self.parts, self.tensors = parts, tensors
         self.source = parts.cut(tensors)
@@ -152,21 +172,26 @@ class LayerFitting:
         weight, _ = parts.output_names
         self.projection = weight.removeprefix(f"{layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
+        self.power: float | None = None
         self.targets = [self._kept(self._target(source, student), spill) for source, student in site.calls]
 
     def run(self) -> tuple[Heads, dict[str, Any]]:
         """The merged layer, and what is to be noted of it."""
         moments = self.moments()
+        order = order_heads(self.source, self.groups, self.freedom, moments)
+        pooled = self.error(self.pooled())  # of neighbours as they are in the source
+        self.source = ordered(self.source, order)
         slow = self.slow_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow)
-        merged = self.refitted(merged)
+        if self.closed_loop:
+            merged = self.refitted(merged)
         left = self.error(merged)
-        if self.steps and left > _EXACT:
+        if self.closed_loop and self.steps and left > _EXACT:
             trained = self.refitted(self.matched(merged))
             if (error := self.error(trained)) < left:
                 merged, left = trained, error
-        pooled = self.error(self.pooled())
-        return merged, {"output": left, "gap_left": (left / pooled) ** 2 if pooled else 0.0, "slow_pairs_from": slow}
+        gap = (left / pooled) ** 2 if pooled else 0.0
+        return merged, {"output": left, "gap_left": gap, "slow_pairs_from": slow} | noted(order)
 
     def pooled(self) -> Heads:
         """Mean pooling, to compare with."""
@@ -198,9 +223,10 @@ class LayerFitting:
         wanted = [self.site.run(call)[0] for call in calls]
         untied = Assembly(self.parts, self.source, self.tensors, self.source.groups, self.device)
 
+        trials = KeyTrials(self.source, self.groups, self.freedom, moments)
+
         def error(slow: int) -> float:
-            merged = merge_layer(self.source, self.groups, "factor", self.freedom, moments, slow).repeated(self.source.groups)
-            parameters = untied(as_parts(replace(self.source, queries=merged.queries, keys=merged.keys), self.device))
+            parameters = untied(as_parts(trials.merged(slow), self.device))
             return sum(_square(self.site.run(call, parameters)[0] - want, call) for call, want in zip(calls, wanted, strict=True))
 
         return least(error, count)
@@ -238,19 +264,16 @@ class LayerFitting:
     def error(self, merged: Heads) -> float:
         """What the student's residual stream misses of what the source's attention adds, in root mean square."""
         parameters = self.assembly(as_parts(merged, self.device))
-        missed = total = 0.0
-        for (_, call), target in zip(self.site.calls, self.targets, strict=True):
-            missed += _square(self.site.run(call, parameters)[0] - target, call)
-            total += _square(target, call)
-        return float(np.sqrt(missed / total)) if total else 0.0
+        pairs = list(zip(self.site.calls, self.targets, strict=True))
+        if self.power is None:
+            self.power = sum(_square(target, call) for (_, call), target in pairs)
+        missed = sum(_square(self.site.run(call, parameters)[0] - target, call) for (_, call), target in pairs)
+        return float(np.sqrt(missed / self.power)) if self.power else 0.0
 
     def _kept(self, target: Tensor, spill: Path | None) -> Tensor:
         if spill is None or target.device.type != "cpu":
             return target
-        with NamedTemporaryFile(dir=spill) as file:  # without a name from here on, it lives as long as the tensor
-            file.truncate(target.numel() * target.element_size())
-            mapped = torch.from_file(file.name, shared=True, size=target.numel(), dtype=target.dtype)
-        return mapped.reshape(target.shape).copy_(target)
+        return mapped_file(spill, target.nbytes).view(target.dtype).reshape(target.shape).copy_(target)
 
     def _target(self, source: Call, student: Call) -> Tensor:
         """What the student's attention is to yield: then its residual stream is the source's."""
@@ -260,23 +283,27 @@ class LayerFitting:
 
 
 def least(error: Callable[[int], float], count: int) -> int:
-    """The number from 0 to `count` of least error, where it falls towards the middle and rises beyond: by golden section."""
+    """The number from 0 to `count` of least error, where it falls towards the middle and rises beyond: by Fibonacci's numbers, which ask
+    for one more error each time that they shorten the range."""
     seen: dict[int, float] = {}
 
     def at(number: int) -> float:
         if number not in seen:
-            seen[number] = error(number)
+            seen[number] = error(number) if number <= count else np.inf
         return seen[number]
 
-    low, high = 0, count
-    while high - low > 3:
-        third = (high - low) // 3
-        left, right = low + third, high - third
-        if at(left) < at(right):
-            high = right
+    low, short, long = 0, 1, 2
+    while short + long < count:
+        short, long = long, short + long
+    # the range is [low, low + short + long]
+    while short + long > 3:
+        left, right = low + short, low + long
+        if right > count or at(left) < at(right):
+            short, long = long - short, short
         else:
-            low = left
-    return min(range(low, high + 1), key=at)
+            low += short
+            short, long = long - short, short
+    return min(range(low, min(low + short + long, count) + 1), key=at)
 
 
 def _square(tensor: Tensor, call: Call) -> float:

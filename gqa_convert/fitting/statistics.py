@@ -35,7 +35,7 @@ class Moment:
             rows = rows[counted.reshape(-1)]
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
         found = product(rows, rows)
-        self.total = found if self.total is None else self.total + found
+        self.total = found if self.total is None else self.total.add_(found)
         self.count += len(rows)
 
     def damped(self) -> npt.NDArray[np.float64]:
@@ -70,8 +70,8 @@ class Ridge:
         if self.biased:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
         gram, cross = product(rows, rows), product(rows, wanted)
-        self._gram = gram if self._gram is None else self._gram + gram
-        self._cross = cross if self._cross is None else self._cross + cross
+        self._gram = gram if self._gram is None else self._gram.add_(gram)
+        self._cross = cross if self._cross is None else self._cross.add_(cross)
 
     def solve(self, before: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The fitted matrix [t, z] and bias [t].
@@ -89,6 +89,9 @@ class Ridge:
         size = start.shape[1] - self.biased
         mean = float(self._gram.diagonal()[:size].mean())
         pull = torch.full((start.shape[1],), self.strength * mean if mean > 0 else 1.0, dtype=torch.float64, device=start.device)
-        matrix = self._gram + torch.diag(pull)
-        fitted = torch.linalg.solve(matrix, self._cross + pull[:, None] * start.T).T
+        matrix = self._gram.clone()
+        matrix.diagonal().add_(pull)
+        wanted = torch.addcmul(self._cross, pull[:, None], start.T)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        fitted = (torch.cholesky_solve(wanted, factor) if not failed else torch.linalg.solve(matrix, wanted)).T
         return (fitted[:, :-1], fitted[:, -1]) if self.biased else (fitted, None)

@@ -98,9 +98,9 @@ def factor_rotary_keys(
     Returns:
         The shared key head [f, d] and new query rows [m, r, f, d], complex.
     """
-    seen = keys if covariance is None else keys @ covariance
+    seen = keys if covariance is None else _times(keys, covariance)
     asking = covariance if asking is None else asking
-    asked = queries if asking is None else queries @ asking
+    asked = queries if asking is None else _times(queries, asking)
     power = np.einsum("mrfd,mrfd->fm", asked, queries.conj()).real
     strength = np.sqrt(np.maximum(power, _LEAST * (power.max() or 1.0)))  # [f, m]
     gram = np.einsum("mfd,nfd->fmn", seen, keys.conj()) * strength[:, :, None] * strength[:, None, :]
@@ -112,6 +112,11 @@ def factor_rotary_keys(
     scale = np.sqrt(np.where(dead, 1.0, before) / np.where(dead, 1.0, after))
     turn = np.exp(1j * np.angle(multipliers.mean(1))) * scale  # a mean multiplier that is real and positive, keys as long as before
     return shared * turn[:, None], np.einsum("fm,mrfd->mrfd", (multipliers / turn[:, None]).conj(), queries)
+
+
+def _times(rows: Array, matrix: Array) -> Array:
+    """Complex rows times a real matrix, which numpy would make complex: twice the work, and a copy of it."""
+    return np.asarray(rows.real @ matrix + 1j * (rows.imag @ matrix))
 
 
 def root(matrix: Array) -> Array:
