@@ -314,6 +314,7 @@ def claim_what_is_true(out: Path, source: Path) -> None:
     comparison = AbsorbedComparison(theirs, ours, read_geometry(family, config, theirs, ours), "factor", family, config, lambda _: None)
     for module, before, after, freedom, _ in comparison._read_modules():
         after = after.regrouped(before.count)
+        before = before.ordered(provenance["head_order"].get(module, list(range(before.count))))
         provenance["merge_error"][f"{module}.keys"] = score_loss(before, after, freedom.pairs).error()
         provenance["merge_error"][f"{module}.values"] = value_loss(before, after).error()
     (out / "gqa_conversion.json").write_text(json.dumps(provenance))
@@ -471,8 +472,18 @@ def test_another_method_cannot_be_claimed(made: Made, tmp_path: Path, claimed: s
     assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
 
 
-def test_a_text_of_calibration_is_claimed_by_fit_alone(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "order", [{STEM: [0, 0, *range(2, 12)]}, {STEM: list(range(11))}, {STEM: 5}, {"model.layers.7.self_attn": [0]}, [1]]
+)
+def test_claimed_orders_are_checked(made: Made, tmp_path: Path, order: Any) -> None:
     out, source = made("llama, float32", 3, "factor")
     bad = shutil.copytree(out, tmp_path / "bad")
-    edit_json(bad / "gqa_conversion.json", calibration={"tokens": 5})
-    assert set(failed(verify_checkpoint(bad, source, logits=False))) == {"provenance"}
+    edit_json(bad / "gqa_conversion.json", head_order=order)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
+
+
+def test_alignment_claims_neither_text_nor_order(made: Made, tmp_path: Path) -> None:
+    out, source = made("llama, float32", 3, "align")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    edit_json(bad / "gqa_conversion.json", calibration={"tokens": 5}, head_order={STEM: [1, 0, *range(2, 12)]})
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == {"provenance", *FUNCTIONS}

@@ -73,12 +73,15 @@ class Streams:
         batches: what the model is called with, each on its own: tensors by argument.
         sites: attention modules, as the checkpoint's tensors are named up to them.
         spill: an existing folder on a disk for what waiting passes keep, which is in memory otherwise; on the CPU only.
+        paired: run source and student; else there is one pass of each batch, with what is committed, in the place of both.
 
     Raises:
         ConfigError: the model has no such module.
     """
 
-    def __init__(self, model: Any, batches: Sequence[Batch], sites: Sequence[str], *, spill: Path | None = None) -> None:
+    def __init__(
+        self, model: Any, batches: Sequence[Batch], sites: Sequence[str], *, spill: Path | None = None, paired: bool = True
+    ) -> None:  # fmt: skip
         self._model, self._spill = model, spill
         self._weights = frozenset(
             tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
@@ -99,9 +102,12 @@ class Streams:
         if encoder and not any(name.startswith(f"{encoder}.") for name in self._names.values()):
             self._wrap(encoder, lambda _, forward: self._sharing(forward))
         sources = [self._open(batch) for batch in batches]
-        self._pairs = [(source, self._open(source.batch, source)) for source in sources]
+        self._pairs: list[tuple[_Forward, ...]] = [
+            (source, self._open(source.batch, source)) if paired else (source,) for source in sources
+        ]
         self._left = dict.fromkeys(sites)
-        self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None, None)
+        self._width = 2 if paired else 1
+        self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None,) * self._width
         self._routes: dict[str, Route] = {}
         self._measured = False
 
@@ -185,7 +191,7 @@ class Streams:
                 site = self._site(name)
                 yield site
                 source = site.parameters()
-                self._answers = (source, source | site.committed)
+                self._answers = (source, source | site.committed)[-self._width :]
                 site.calls.clear()
         except BaseException:
             self.close()
@@ -243,7 +249,7 @@ class Streams:
                 raise RuntimeError(f"batches have reached different modules: {', '.join(sorted(str(name) for name in reached))}")
             if arrivals[0] is None or arrivals[0].site is not None:
                 return arrivals[0].site if arrivals[0] else None
-            self._answers = ({}, {})
+            self._answers = ({},) * self._width
 
     def _release(self) -> None:
         if self._offloaded is not None:
@@ -251,12 +257,12 @@ class Streams:
 
     def _site(self, name: str) -> Site:
         module = self._model.get_submodule(self._names[name])
-        pairs = [(self._call(source), self._call(student)) for source, student in self._pairs]
+        calls = [[self._call(forward) for forward in pair] for pair in self._pairs]
+        pairs = [(each[0], each[-1]) for each in calls]
         route = self._routes.get(name)
-        calls = (
-            pairs if self._spill is None else _DroppingCalls(pairs, [[each.spill for each in pair if each.spill] for pair in self._pairs])
-        )
-        return Site(name, module, self._parameters(name), calls, route.output if route else None)
+        if self._spill is not None:
+            pairs = _DroppingCalls(pairs, [[each.spill for each in pair if each.spill] for pair in self._pairs])
+        return Site(name, module, self._parameters(name), pairs, route.output if route else None)
 
     def _call(self, forward: _Forward) -> Call:
         arrival = forward.arrival
@@ -297,7 +303,7 @@ class Streams:
                         forward.advance({})
                     logits.append(forward.result.logits)
                     forward.result = None
-                yield logits[0], logits[1]
+                yield logits[0], logits[-1]
         except BaseException:
             self.close()
             raise

@@ -163,7 +163,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         except Failure:
             pass  # found again, and reported, by the checks below
         encoder = claims.get("encoder") is True if geometry.encoder is None else geometry.encoder
-        run.method = folders.true_method(claims.get("method", "mean"), geometry)
+        run.method = folders.judged_method(folders.true_method(claims.get("method", "mean"), geometry), claims)
         seed = claims.get("seed")
         counted = _counted(progress, total)
         comparison: TensorComparison
@@ -175,7 +175,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         run.check("untouched tensors", comparison.untouched)
         same = run.check("merged tensors", comparison.merged)
         if run.method in ABSORBING:
-            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error")))
+            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error"), claims.get("head_order")))
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder))
         errors = comparison.errors() if same and run.method not in ABSORBING else None
@@ -211,7 +211,7 @@ def _check_translated_data(
         geometry, ours = found[0], opened[0]
         with suppress(Failure):  # reported by its own check
             claims = folders.read_provenance(out)
-        run.method = folders.true_method(claims.get("method", "mean"), geometry)
+        run.method = folders.judged_method(folders.true_method(claims.get("method", "mean"), geometry), claims)
         seed = claims.get("seed")
         rewriting = translation.rewrite(source, geometry.after, run.method, seed if type(seed) is int else 0)
         counted = _counted(progress, sum(map(ours.nbytes, ours.homes)))
@@ -224,7 +224,7 @@ def _check_translated_data(
         run.check("tensor names", comparison.census)
         same = run.check("merged tensors", comparison.merged)
         if run.method in ABSORBING:
-            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error")))
+            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error"), claims.get("head_order")))
         run.check("rewritten tensors", comparison.rewritten)
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: translation.check_config(read_object(out / configs.CONFIG), geometry.after))

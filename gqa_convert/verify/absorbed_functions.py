@@ -16,7 +16,7 @@ Module = tuple[str, Heads, Heads, Freedom, bool]
 is zero, folded in, hides some)."""
 
 
-def check_functions(modules: Iterator[Module], names: set[str], method: str, claimed: Any) -> str:
+def check_functions(modules: Iterator[Module], names: set[str], method: str, claimed: Any, orders: Any = None) -> str:
     """How far OUT's values and scores are from SOURCE's, against what the method promises and what OUT claims.
 
     Args:
@@ -24,12 +24,18 @@ def check_functions(modules: Iterator[Module], names: set[str], method: str, cla
         names: of them all, and of those that were left alone, as the claims have them.
         method: align, factor or fit.
         claimed: merge errors in OUT's provenance.
+        orders: in which order SOURCE's K/V heads were merged, by module, where it is not their own; for factor and fit.
     """
     errors = _read_claims(claimed, names)
+    orders = orders or {}
+    if orders and (method == "align" or not isinstance(orders, dict) or not set(orders) <= names):
+        raise Failure(f"{PROVENANCE} claims a head_order where {method} leaves heads in their places")
     found: dict[str, list[float]] = {"values": [], "scores": []}
     hidden, left = 0, dict(errors)
     for module, source, merged, freedom, whole in modules:
         left = {name: error for name, error in left.items() if not name.startswith(f"{module}.")}
+        if module in orders:
+            source = _ordered(module, source, orders[module])
         groups, merged = merged.count, merged.regrouped(source.count)
         losses = {"values": value_loss(source, merged), "scores": score_loss(source, merged, freedom.pairs)}
         for what, loss in losses.items():
@@ -56,6 +62,12 @@ def check_functions(modules: Iterator[Module], names: set[str], method: str, cla
     proof = proofs.get(method, "measured with every input alike, which is not what was fitted: the claims are finite, and no more is known")
     unknown = f"; {hidden} only measured, since gains of zero hide their inputs" if hidden else ""
     return f"relative errors in {len(found['values'])} attention modules: {ranges}; {proof}{unknown}"
+
+
+def _ordered(module: str, source: Heads, order: Any) -> Heads:
+    if not isinstance(order, list) or sorted(order, key=str) != sorted(range(source.count), key=str):
+        raise Failure(f"{PROVENANCE} claims head_order = {order!r} for {module}, which is no order of its {source.count} K/V heads")
+    return source.ordered(order)
 
 
 def _check_module(module: str, source: Heads, merged: Heads, groups: int, freedom: Freedom, method: str) -> None:

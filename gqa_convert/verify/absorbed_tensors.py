@@ -68,15 +68,16 @@ class AbsorbedComparison(TensorComparison):
         notes = [f"{what} of {count} modules are means" for what, count in means.items() if count and self._method != "fit"]
         return "; ".join([f"{total} tensors of {self._method}, {self._geometry.before} -> {self._geometry.after} K/V heads", *notes])
 
-    def functions(self, claimed: Any) -> str:
+    def functions(self, claimed: Any, orders: Any = None) -> str:
         """What attention computes.
 
         Args:
             claimed: merge errors in OUT's provenance.
+            orders: of SOURCE's K/V heads, likewise.
         """
         ending = f".{self._family.fused or self._family.value}.weight"
         names = {name.removesuffix(ending) for name in self._source.homes if name.endswith(ending) and place_of(name, self._family)}
-        return check_functions(self._read_modules(), names, self._method, claimed)
+        return check_functions(self._read_modules(), names, self._method, claimed, orders)
 
     def _read_modules(self) -> Iterator[Module]:
         for module, (place, counts) in self._modules.items():

@@ -36,6 +36,11 @@ class Heads:
     def count(self) -> int:
         return int(self.keys.shape[0])
 
+    def ordered(self, order: list[int]) -> "Heads":
+        """The same with its K/V heads, and the queries and outputs that belong to them, in another order."""
+        noise = {role: each[order] for role, each in self.noise.items()}
+        return Heads(self.queries[order], self.keys[order], self.values[order], self.outputs[order], noise)
+
     def regrouped(self, heads: int) -> "Heads":
         """The same with `heads` K/V heads, each of these as often as that needs, and the queries and outputs sorted by them."""
         times = heads // self.count

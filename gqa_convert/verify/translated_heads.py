@@ -197,11 +197,12 @@ class AbsorbedTranslatedComparison(TranslatedComparison):
         rewriting = self._rewriting
         return f"{len(self._made)} tensors of {rewriting.method}, {rewriting.sizes.heads} -> {rewriting.groups} K/V heads"
 
-    def functions(self, claimed: Any) -> str:
+    def functions(self, claimed: Any, orders: Any = None) -> str:
         """What attention computes, on SOURCE's inputs.
 
         Args:
             claimed: merge errors in OUT's provenance.
+            orders: of SOURCE's K/V heads, likewise.
         """
         names = {self._heads.module(number) for number in range(self._rewriting.sizes.layers)}
-        return check_functions(self._heads.modules(), names, str(self._rewriting.method), claimed)
+        return check_functions(self._heads.modules(), names, str(self._rewriting.method), claimed, orders)
