@@ -28,7 +28,7 @@ from typing import Any
 from synthetic import make_llama
 
 TOKENIZER = Path(__file__).parent.parent / "gqa_convert" / "demo_checkpoint"
-STAGES = ("forward", "targets", "moments", "slow pairs", "merge", "refit", "gradient steps", "errors", "rest")
+STAGES = ("forward", "targets", "moments", "grouping", "slow pairs", "merge", "refit", "gradient steps", "errors", "rest")
 SCALED = {
     "forward": "tokens", "targets": "tokens", "moments": "tokens", "refit": "tokens", "errors": "tokens", "gradient steps": "steps",
 }  # fmt: skip
@@ -143,6 +143,7 @@ def child(options: argparse.Namespace) -> None:
     clock.wrap(fitting, "__init__", "targets")
     clock.wrap(fitting, "moments", "moments")
     clock.wrap(fitting, "slow_pairs", "slow pairs")
+    clock.wrap(closed_loop, "order_heads", "grouping")
     clock.wrap(closed_loop, "merge_layer", "merge", unless="slow pairs")
     clock.wrap(fitting, "refitted", "refit")
     clock.wrap(fitting, "matched", "gradient steps")
@@ -171,11 +172,11 @@ def child(options: argparse.Namespace) -> None:
     )  # fmt: skip
     watch.stop()
     rates.append(gigaflops(options.width))
-    stages = [
-        {name: after[name] - before.get(name, 0.0) for name in after} for before, after in zip([{}, *layers], layers, strict=False)
-    ]
+    stages = [{name: after[name] - before.get(name, 0.0) for name in after} for before, after in zip([{}, *layers], layers, strict=False)]
     for number, (stage, began, ended) in enumerate(zip(stages, ends, ends[1:], strict=False)):
-        stage["rest"] = 0.0 if number == 0 else max(0.0, ended - began - sum(stage.values()))  # the first holds all that comes before layers
+        stage["rest"] = (
+            0.0 if number == 0 else max(0.0, ended - began - sum(stage.values()))
+        )  # the first holds all that comes before layers
     result = {
         "stages": stages, "rates": rates, "threads": torch.get_num_threads(), "records": records, "calibration": summary["calibration"],
         "memory": {"VmHWM": resident()["VmHWM"], "anonymous": watch.anonymous, "in_stage": watch.stage, "by_stage": watch.by_stage},
@@ -251,8 +252,9 @@ def main() -> None:
         "layer": layer, **found,
     }  # fmt: skip
     memory = found["memory"]
+    shape = f"{options.width} wide, {options.heads} heads of {options.head_width}, MLP {options.inner}"
     text = (
-        f"# Fitting a layer: {options.width} wide, {options.heads} heads of {options.head_width}, MLP {options.inner}, to {options.groups} K/V heads\n\n"
+        f"# Fitting a layer: {shape}, to {options.groups} K/V heads\n\n"
         f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s in float32.\n"
         f"Measured with {counted} tokens and {options.steps} steps; scaled linearly to {full_tokens} tokens and {full_steps} steps of 2048.\n\n"
         f"{table(report)}\n\nPeak anonymous memory {memory['anonymous'] / 2**30:.2f} GiB (in {memory['in_stage']}), peak resident with mapped files "

@@ -213,6 +213,22 @@ def test_the_residual_is_what_the_output_is_added_to(kind: str, overrides: dict[
                 torch.testing.assert_close(output, site.module.dense(entered), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_single_stream_is_the_student(kind: str) -> None:
+    model, batches = build(kind), batches_for(kind)
+    sites = sites_of(model)
+    with Streams(model, batches, sites) as both, Streams(model, batches, sites, paired=False) as single:
+        for number, (site, other) in enumerate(zip(both, single, strict=True)):
+            for (_, student), (one, same) in zip(site.calls, other.calls, strict=True):
+                assert one is same
+                assert torch.equal(student.hidden, one.hidden)
+            for each in (site, other):
+                each.commit(changed(each.parameters(), number))
+        for (_, student_logits), (logits, again) in zip(both.finish(), single.finish(), strict=True):
+            assert logits is again
+            assert torch.equal(student_logits, logits)
+
+
 def test_the_same_numbers_every_time() -> None:
     def logits() -> list[tuple[Tensor, Tensor]]:
         model = build("gpt2")

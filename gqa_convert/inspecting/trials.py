@@ -76,9 +76,11 @@ def run_trials(
     by_name = {layer.module: layer for layer in layers}
     records: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        source = stack.enter_context(Streams(model, text, list(by_name)))
-        trials = [stack.enter_context(Streams(model, held_out, list(by_name))) for _ in groups]
-        for site, *copies in zip(source, *trials, strict=True):
+        source = stack.enter_context(Streams(model, text, list(by_name), paired=False))
+        trials = [
+            stack.enter_context(Streams(model, held_out, list(by_name), paired=False)) for _ in (0, *groups)
+        ]  # the first: of the source
+        for site, _, *copies in zip(source, *trials, strict=True):
             work = inspection(by_name[site.name])
             moments = moments_of(site, work.heads)
             for (count, merged), copy in zip(work.merged(groups, moments), copies, strict=True):
@@ -89,8 +91,8 @@ def run_trials(
         for trial in trials:
             losses.append(_losses(trial, held_out))
             progress("losses", len(losses), len(trials))
-    before, tokens = losses[0][0], losses[0][2]
-    by_groups = [_entry(count, after, before) for count, (_, after, _) in zip(groups, losses, strict=True)]
+    before, tokens = losses[0]
+    by_groups = [_entry(count, after, before) for count, (after, _) in zip(groups, losses[1:], strict=True)]
     return [records[name] for name in by_name], {"source": _finite(before), "tokens": tokens, "by_groups": by_groups}
 
 
@@ -130,15 +132,14 @@ def _parameters(work: LayerInspection, site: Site, merged: Heads, groups: int) -
     return made
 
 
-def _losses(trial: Streams, held_out: Sequence[Batch]) -> tuple[float, float, int]:
-    """Of source and merged copy, in nats per token, and how many tokens were predicted."""
-    totals, tokens = [0.0, 0.0], 0
-    for batch, logits in zip(held_out, trial.finish(), strict=True):
-        for number, each in enumerate(logits):
-            total, count = _loss(each, batch)
-            totals[number] += total
+def _losses(trial: Streams, held_out: Sequence[Batch]) -> tuple[float, int]:
+    """In nats per token, and how many tokens were predicted."""
+    total, tokens = 0.0, 0
+    for batch, (logits, _) in zip(held_out, trial.finish(), strict=True):
+        loss, count = _loss(logits, batch)
+        total += loss
         tokens += count
-    return totals[0] / tokens, totals[1] / tokens, tokens
+    return total / tokens, tokens
 
 
 def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
