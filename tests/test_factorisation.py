@@ -7,9 +7,7 @@ import pytest
 
 from gqa_convert.merging.alignment import align_rotary_keys, align_values
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
-from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
-from gqa_convert.merging.ridge import refit
-from gqa_convert.merging.slow_rotary import candidate_starts, factor_partly_rotary_keys, factor_slow_rotary_keys
+from gqa_convert.merging.slow_rotary import factor_partly_rotary_keys
 
 M, R, C, D = 3, 2, 5, 14
 
@@ -161,25 +159,24 @@ def test_slow_keys_merge_as_one_block(rng: np.random.Generator, start: int, stil
     assert np.allclose(score(asked @ asking, key @ seen, turns) + (reading @ asking) @ (rest @ seen), before)
 
 
+def slow_merge(keys: Any, queries: Any, start: int, known: Any) -> tuple[Any, Any]:
+    """Where every row turns."""
+    none = np.empty((M, 0, D)), np.empty((M, R, 0, D))
+    key, _, asked, _ = factor_partly_rotary_keys((keys, none[0]), (queries, none[1]), start, known)
+    return key, asked
+
+
 def test_without_a_slow_part_it_is_the_rotary_merge(rng: np.random.Generator) -> None:
     known, keys, queries = covariance(rng), complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
-    for one, other in zip(factor_slow_rotary_keys(keys, queries, C, known), factor_rotary_keys(keys, queries, known), strict=True):
+    for one, other in zip(slow_merge(keys, queries, C, known), factor_rotary_keys(keys, queries, known), strict=True):
         assert np.array_equal(one, other)
 
 
 def test_the_strongest_slow_direction_turns_least(rng: np.random.Generator) -> None:
     keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
-    key, asked = factor_slow_rotary_keys(keys, queries, 2)
+    key, asked = slow_merge(keys, queries, 2, None)
     power = np.sum(np.abs(key) ** 2, axis=1) * np.sum(np.abs(asked) ** 2, axis=(0, 1, 3))
     assert np.all(np.diff(power[2:]) > 0)
-
-
-def test_slow_parts_worth_trying_turn_by_a_radian_or_so() -> None:
-    frequencies = 10000.0 ** (-np.arange(16) / 16)
-    starts = candidate_starts(frequencies, 512)
-    assert starts == [8, 9, 10, 11, 12, 13, 16]
-    assert candidate_starts(frequencies, 1) == [0, 1, 2, 16]
-    assert candidate_starts(np.array([1.0, 0.5]), 4096) == [2]
 
 
 def test_queries_of_other_inputs_decide_what_is_kept(rng: np.random.Generator) -> None:
@@ -195,61 +192,3 @@ def test_queries_of_other_inputs_decide_what_is_kept(rng: np.random.Generator) -
 
     best = error(asking)
     assert all(error(asking + 3 * np.outer(other, other)) > best for other in rng.standard_normal((5, D + 2)))
-
-
-def test_a_refit_is_ridge_regression_about_the_old_weights(rng: np.random.Generator) -> None:
-    inputs, wanted, before = rng.standard_normal((40, C)), rng.standard_normal((40, D)), rng.standard_normal((D, C))
-    fitted = refit(inputs.T @ inputs, inputs.T @ wanted, before, 0.1)
-    strength = 0.1 * np.mean(np.sum(inputs**2, axis=0))
-    stacked = np.concatenate([inputs, np.sqrt(strength) * np.eye(C)]), np.concatenate([wanted, np.sqrt(strength) * before.T])
-    assert np.allclose(fitted, np.linalg.lstsq(*stacked)[0].T)
-
-
-def test_a_refit_survives_inputs_that_are_poor_or_dead(rng: np.random.Generator) -> None:
-    before = rng.standard_normal((D, C))
-    assert np.array_equal(refit(np.zeros((C, C)), np.zeros((C, D)), before), before)
-    inputs = np.zeros((40, C))
-    inputs[:, :2] = rng.standard_normal((40, 2))
-    fitted = refit(inputs.T @ inputs, inputs.T @ rng.standard_normal((40, D)), before)
-    assert np.allclose(fitted[:, 2:], before[:, 2:])
-    assert np.isfinite(fitted).all()
-    assert np.allclose(refit(inputs.T @ inputs, inputs.T @ inputs @ before.T, before), before)
-
-
-def test_losses_of_pairs_are_those_of_the_merge(rng: np.random.Generator) -> None:
-    known, values, outputs = covariance(rng), rng.standard_normal((M, C, D)), rng.standard_normal((M, R, D, C))
-    losses = pair_losses(values, np.einsum("mrDc,mrDe->mce", outputs, outputs), known)
-    keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
-    rotary = rotary_pair_losses(keys, np.einsum("mrfd,de,mrfe->mf", queries, known, queries.conj()).real, known)
-    for pair in ([0, 1], [0, 2], [1, 2]):
-        shared, columns = factor_values(values[pair], outputs[pair], known)
-        difference = products(columns, shared) - products(outputs[pair], values[pair])
-        assert losses[*pair] == losses[*pair[::-1]] == pytest.approx(np.einsum("mrDd,de,mrDe->", difference, known, difference))
-        key, asked = factor_rotary_keys(keys[pair], queries[pair], known)
-        apart = np.einsum("mrfe,fd->mrfed", asked, key.conj()) - np.einsum("mrfe,mfd->mrfed", queries[pair], keys[pair].conj())
-        found = np.einsum("mrfed,ds,mrfgs,eg->", apart, known, apart.conj(), known, optimize=True).real
-        assert rotary[*pair] == pytest.approx(found)
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(12, 3), (12, 4), (12, 1), (12, 12), (6, 3)])
-def test_groups_are_found_again(rng: np.random.Generator, heads: int, groups: int) -> None:
-    order = rng.permutation(heads)
-    labels = np.arange(heads) // (heads // groups)
-    losses = rng.uniform(1, 2, (heads, heads))
-    losses = losses + losses.T
-    losses[np.ix_(order, order)] -= 1.5 * (labels[:, None] == labels[None])
-    np.fill_diagonal(losses, 0)
-    found = group_heads(losses, groups)
-    assert sorted(found) == list(range(heads))
-    wanted = {frozenset(order[labels == label].tolist()) for label in range(groups)}
-    assert {frozenset(found[labels == label].tolist()) for label in range(groups)} == wanted
-    assert all(np.all(np.diff(found[labels == label]) > 0) for label in range(groups))
-
-
-def test_grouping_never_loses_to_neighbours(rng: np.random.Generator) -> None:
-    for _ in range(20):
-        losses = rng.uniform(0, 1, (12, 12))
-        losses = losses + losses.T
-        np.fill_diagonal(losses, 0)
-        found, same = group_heads(losses, 4), np.arange(12)[:, None] // 3 == np.arange(12)[None] // 3
-        assert losses[np.ix_(found, found)][same].sum() <= losses[same].sum()

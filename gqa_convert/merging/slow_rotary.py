@@ -15,48 +15,6 @@ from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys
 
 Array = npt.NDArray[Any]
 
-_TURNS = (0.4, 6.0)
-"""Radians. A frequency that the context turns by less is always slow enough, by more never."""
-
-
-def candidate_starts(frequencies: Array, context: int) -> list[int]:
-    """First slow frequencies worth trying, the last of them for a merge that has no slow part.
-
-    Args:
-        frequencies: [f], radians per position, falling.
-        context: the longest distance between a query and a key, in positions.
-
-    Returns:
-        Indices into the frequencies, rising; the number of frequencies itself stands for none.
-    """
-    turns = np.abs(np.asarray(frequencies)) * context
-    count = len(turns)
-    first = int(np.sum(turns > _TURNS[1]))
-    last = int(np.sum(turns > _TURNS[0]))
-    return [*range(first, min(last, count - 1) + 1), count]
-
-
-def factor_slow_rotary_keys(
-    keys: Array, queries: Array, start: int, covariance: Array | None = None, asking: Array | None = None
-) -> tuple[Array, Array]:
-    """Merge keys under rotary positions, frequencies from `start` on as one real block.
-
-    The strongest directions of the block go where turning harms them least, to the lowest frequencies.
-
-    Args:
-        keys: [m, f, d], complex, frequencies falling.
-        queries: [m, r, f, d], likewise.
-        start: index of the first slow frequency; f for none.
-        covariance: of the keys' inputs, not centred.
-        asking: of the queries' inputs, where they are others (cross-attention).
-
-    Returns:
-        The shared key head [f, d] and new query rows [m, r, f, d], complex.
-    """
-    rest = np.empty((*keys.shape[:1], 0, keys.shape[-1])), np.empty((*queries.shape[:2], 0, queries.shape[-1]))
-    shared, _, asked, _ = factor_partly_rotary_keys((keys, rest[0]), (queries, rest[1]), start, covariance, asking)
-    return shared, asked
-
 
 def factor_partly_rotary_keys(
     keys: tuple[Array, Array],
