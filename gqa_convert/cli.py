@@ -166,7 +166,7 @@ def convert(
     ] = None,
     fit_steps: Annotated[
         int | None,
-        typer.Option("--fit-steps", metavar="S", help="Gradient steps per layer of fit, 200 if not said; 0: closed forms only.", show_default=False),
+        typer.Option("--fit-steps", metavar="S", help="Gradient steps per layer of fit, 400 if not said; 0: closed forms only.", show_default=False),
     ] = None,
     seed: Seed = 0, encoder: Encoder = False, native: Native = None,
     revision: Revision = None, max_shard_size: ShardSize = None,
@@ -176,7 +176,8 @@ def convert(
 ) -> None:  # fmt: skip
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
-    Weights stream from disk to disk: memory stays small whatever the model's size, and no GPU is needed.
+    With calibration text every layer is fitted on it, one after the other, and little is lost; a GPU is used where there is one, and a
+    killed run goes on with the same command. Without, heads are merged from the weights alone, one layer in memory.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
 
@@ -191,7 +192,8 @@ def convert(
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
     T5's decoder is converted, its encoder only with --encoder; the result loads with trust_remote_code=True. Pythia becomes a stock phi
-    unless --no-native keeps it a GPT-NeoX. The last one repeats heads exactly, for tensor parallelism.
+    unless --no-native keeps it a GPT-NeoX. The last one repeats heads exactly, for tensor parallelism. --method mean is what the GQA
+    paper does; mean, first and random stream from disk to disk.
     """
     from contextlib import ExitStack
 

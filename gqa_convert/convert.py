@@ -57,7 +57,7 @@ def convert_checkpoint(
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as in a recipe's `data`.
         calibration_tokens: how much of it, by default from the model's width.
         calibration_length: tokens of a block of it, by default the model's context up to 2048.
-        fit_steps: of the gradient stage of each layer in `fit`, by default 200; 0 for closed forms only.
+        fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former where possible.

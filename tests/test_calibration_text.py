@@ -96,12 +96,12 @@ def restored(inputs: list[int], targets: list[int], sentinels: range) -> list[in
 
 def test_the_default_number_of_tokens() -> None:
     llama = {"model_type": "llama", "max_position_embeddings": 64}
-    assert calibration_tokens_for(llama | {"hidden_size": 96}) == 24000
+    assert calibration_tokens_for(llama | {"hidden_size": 96}) == 48000
     assert calibration_tokens_for(llama | {"hidden_size": 768}) == 102400
     assert calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 65536}) == 100 * 2048
     assert calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 1000}) == 205 * 1000
-    assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 2 * 2048
-    assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 94 * 512
+    assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 3 * 2048
+    assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 188 * 512
     assert (
         calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 361 * 568
     )  # T5's own 568 tokens for an input of 512

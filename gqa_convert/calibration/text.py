@@ -35,7 +35,7 @@ _SPAN_LENGTH = 512
 """Of the encoder's input in span corruption, as T5 was trained and as recipes have it."""
 
 _PER_WIDTH = 50
-_PER_SMALL_WIDTH = 250
+_PER_SMALL_WIDTH = 500
 _SMALL_TOKENS = 102_400
 """Up to this many, small models get more tokens per unit of width."""
 
@@ -79,9 +79,9 @@ class Calibration:
 
 
 def calibration_tokens_for(config: Any) -> int:
-    """The default number of tokens: max(50 w, min(250 w, 102400)) for a model of width w, rounded up to whole blocks.
+    """The default number of tokens: max(50 w, min(500 w, 102400)) for a model of width w, rounded up to whole blocks.
 
-    That is 50 tokens per unit of width, and up to 250 for widths below 2048, where more text still helps and costs little. T5-likes
+    That is 50 tokens per unit of width, and up to 500 for widths below 2048, where more text still helps and costs little. T5-likes
     get twice as many: their decoders see a fifth of the text.
 
     Args:

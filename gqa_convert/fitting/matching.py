@@ -12,8 +12,8 @@ from torch import Tensor
 from gqa_convert.calibration.site import Call
 from gqa_convert.fitting.assembly import BIASES, Parts
 
-STEPS = 200
-RATE = 0.025
+STEPS = 400
+RATE = 0.05
 """Step size of Adam at its height, relative to the root mean square of what is trained."""
 _BETAS = (0.9, 0.99)
 _WARM_UP = 10
