@@ -42,6 +42,8 @@ _EXACT = 1e-5
 """An error from which on there is nothing to learn: noise would only do harm."""
 _SLOW_TOKENS = 8192
 """Of calibration text, at most, on which the block of slow pairs is chosen."""
+_DENT = 2
+"""Pairs over which the error may rise once before it falls further."""
 
 
 def fit_checkpoint(
@@ -178,7 +180,9 @@ class LayerFitting:
     def run(self) -> tuple[Heads, dict[str, Any]]:
         """The merged layer, and what is to be noted of it."""
         moments = self.moments()
-        order = order_heads(self.source, self.groups, self.freedom, moments)
+        order = np.arange(self.source.groups)
+        if not self.closed_loop:  # what is fitted further gained nothing by it
+            order = order_heads(self.source, self.groups, self.freedom, moments)
         pooled = self.error(self.pooled())  # of neighbours as they are in the source
         self.source = ordered(self.source, order)
         slow = self.slow_pairs(moments)
@@ -284,7 +288,7 @@ class LayerFitting:
 
 def least(error: Callable[[int], float], count: int) -> int:
     """The number from 0 to `count` of least error, where it falls towards the middle and rises beyond: by Fibonacci's numbers, which ask
-    for one more error each time that they shorten the range."""
+    for one more error each time that they shorten the range. Small dents on the way are looked across at the end."""
     seen: dict[int, float] = {}
 
     def at(number: int) -> float:
@@ -303,7 +307,10 @@ def least(error: Callable[[int], float], count: int) -> int:
         else:
             low += short
             short, long = long - short, short
-    return min(range(low, min(low + short + long, count) + 1), key=at)
+    best = min(range(low, min(low + short + long, count) + 1), key=at)
+    while (better := min(range(max(0, best - _DENT), min(best + _DENT, count) + 1), key=at)) != best:
+        best = better
+    return best
 
 
 def _square(tensor: Tensor, call: Call) -> float:
