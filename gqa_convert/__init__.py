@@ -14,6 +14,7 @@ _HOMES = {
     "make_plan": "gqa_convert.plan",
     "Plan": "gqa_convert.plan",
     "convert_checkpoint": "gqa_convert.convert",
+    "inspect_checkpoint": "gqa_convert.inspecting.inspection",
     "verify_checkpoint": "gqa_convert.verify",
     "GroupedQueryAttention": "gqa_convert.attention",
     "grouped_query_attention": "gqa_convert.attention",
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "convert_checkpoint",
     "grouped_query_attention",
+    "inspect_checkpoint",
     "make_plan",
     "open_checkpoint",
     "verify_checkpoint",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
     from gqa_convert.convert import convert_checkpoint
     from gqa_convert.errors import GQAConvertError
+    from gqa_convert.inspecting.inspection import inspect_checkpoint
     from gqa_convert.plan import Plan, make_plan
     from gqa_convert.verify import verify_checkpoint
 

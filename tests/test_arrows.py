@@ -42,7 +42,7 @@ ALLOWED = {
     "console": {"families", "plan"},
     "cli": {"", "checkpoint", "console", "convert", "demo", "errors", "inspecting", "plan", "uptrain", "verify"},
     "__main__": {"cli"},
-    "__init__": {"attention", "checkpoint", "convert", "errors", "plan", "verify"},
+    "__init__": {"attention", "checkpoint", "convert", "errors", "inspecting", "plan", "verify"},
 }
 
 
