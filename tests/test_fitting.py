@@ -65,13 +65,14 @@ def batches_for(model: Any, *, rows: int = 2, length: int = 40, count: int = 4, 
 
 
 def fitted(
-    source: Path, out: Path, groups: int = 3, *, steps: int = 8, batches: Sequence[dict[str, Tensor]] | None = None, **options: Any
-) -> list[dict[str, Any]]:
+    source: Path, out: Path, groups: int = 3, *, method: str = "fit", steps: int = 8, batches: Sequence[dict[str, Tensor]] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Fit a checkpoint that has no tokenizer; what was noted of each layer."""
     options = (
         {} if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is None else {"native": False}
     ) | options
-    plan = make_plan(open_checkpoint(source), groups, method="fit", **options)
+    plan = make_plan(open_checkpoint(source), groups, method=method, **options)
     model = open_model(source)
     records: list[dict[str, Any]] = []
     out.mkdir()

@@ -24,7 +24,7 @@ from gqa_convert.absorbing.merge import Moments
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.families import FAMILIES
 from gqa_convert.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.merging.grouping import group_heads, mean_pair_losses, pair_losses, rotary_pair_losses
+from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
 from tests import elsewhere
 from tests.test_absorbing_families import CASES, EXACT, Case, build, converted, distance, names, placed, tie
 from tests.test_fitting import EXACT as FITTED
@@ -155,17 +155,17 @@ def test_scattered_heads_find_one_another(name: str, kv_heads: int, groups: int,
     assert distance(case.logits(placed(case, result, groups)), expected) < EXACT
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [("llama", 12), ("qwen2", 12), ("gpt2", 12), ("gpt_neox", 12), ("qwen3", 12), ("llama", 6)])
+@pytest.mark.parametrize(("name", "kv_heads"), [("llama", 12), ("qwen2", 12), ("gpt2", 12), ("gpt_neox", 12), ("llama", 6)])
 def test_scattered_heads_find_one_another_in_text(name: str, kv_heads: int, tmp_path: Path) -> None:
-    """By moments of what is read, layer after layer; also heads that are equal, where a norm lets nothing be absorbed."""
+    """By moments of what is read, layer after layer. What is fitted further keeps the source's order."""
     case = build(name, **({} if kv_heads == 12 else {"kv_heads": kv_heads}))
     together = scatter(case, tmp_path / "heads", 3)
     expected = case.logits()
-    records = fitted(case.save(tmp_path / "source"), tmp_path / "out", steps=0)
+    records = fitted(case.save(tmp_path / "source"), tmp_path / "out", method="factor")
     assert {record["module"]: grouped(record["order"], 3) for record in records} == together
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < FITTED
-    again = fitted(tmp_path / "source", tmp_path / "again", steps=0)
-    assert [record["order"] for record in again] == [record["order"] for record in records]
+    assert fitted(tmp_path / "source", tmp_path / "again", method="factor") == records
+    assert not any("order" in record for record in fitted(tmp_path / "source", tmp_path / "fit", steps=0))
 
 
 def test_heads_that_fit_stay(tmp_path: Path) -> None:
@@ -176,12 +176,14 @@ def test_heads_that_fit_stay(tmp_path: Path) -> None:
     for layer, parts, freedom in read_layers(case, tmp_path / "source"):
         heads = parts.cut({name: array.numpy() for name, array in case.model.state_dict().items() if name in parts.names})
         assert noted(order_heads(heads, 3, freedom, None)) == {}
-        assert (order_heads(heads, 4, Freedom(freedom.pairs, None, None, "of something"), None) == np.arange(layer.kv_heads)).all()
+        for barriers in (("x", None, None), (None, "x", None), (None, None, "x")):
+            assert (order_heads(heads, 4, Freedom(freedom.pairs, *barriers), None) == np.arange(layer.kv_heads)).all()
         assert (order_heads(heads, 1, freedom, None) == np.arange(layer.kv_heads)).all()
 
 
-def test_order_ignores_scales_of_parts(rng: np.random.Generator) -> None:
+def test_order_ignores_scales_of_parts() -> None:
     """Keys and values count by what they lose of themselves, whatever the units of either."""
+    rng = np.random.default_rng(1)
     heads = Heads(
         rng.normal(size=(8, 2, 6, 10)), rng.normal(size=(8, 6, 10)), rng.normal(size=(8, 4, 10)), rng.normal(size=(8, 2, 7, 4)), None
     )
@@ -189,11 +191,11 @@ def test_order_ignores_scales_of_parts(rng: np.random.Generator) -> None:
     moment = moment @ moment.T / 40
     scaled = Heads(heads.queries, 1e3 * heads.keys, 1e-3 * heads.values, heads.outputs, None)
     for moments in (None, Moments(moment, moment)):
-        for barriers in ((None, None), ("x", None), ("x", "x")):
-            freedom = Freedom((np.arange(2), np.arange(2, 4)), *barriers)
-            order = order_heads(heads, 4, freedom, moments)
-            assert sorted(order) == list(range(8))
-            assert (order == order_heads(scaled, 4, freedom, moments)).all()
+        freedom = Freedom((np.arange(2), np.arange(2, 4)))
+        order = order_heads(heads, 4, freedom, moments)
+        assert sorted(order) == list(range(8))
+        assert noted(order)
+        assert (order == order_heads(scaled, 4, freedom, moments)).all()
 
 
 @pytest.fixture
@@ -231,21 +233,6 @@ def test_rotary_pair_losses_are_what_each_frequency_drops(rng: np.random.Generat
             assert np.isclose(losses[one, other], losses[other, one])
         assert np.isclose(power, np.sum(np.abs(weighed) ** 2))
         assert not np.diagonal(losses).any()
-
-
-def test_mean_pair_losses_are_distances_to_the_mean(rng: np.random.Generator) -> None:
-    rows, weights, covariance = rng.normal(size=(4, 5, 9)), positive(rng, 4, 5), positive(rng, 9)
-    for seen in (None, covariance):
-        losses, power = mean_pair_losses(rows, weights, seen)
-        moment = np.eye(9) if seen is None else seen
-
-        def size(head: int, row: Array, moment: Array = moment) -> float:
-            return float(np.trace(weights[head] @ row @ moment @ row.T))
-
-        for one, other in itertools.product(range(4), repeat=2):
-            apart = (rows[one] - rows[other]) / 2
-            assert np.isclose(losses[one, other], size(one, apart) + size(other, apart))
-        assert np.isclose(power, sum(size(head, row) for head, row in enumerate(rows)))
 
 
 def partitions(heads: frozenset[int], size: int) -> Iterator[list[tuple[int, ...]]]:

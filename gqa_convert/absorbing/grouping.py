@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gqa_convert.absorbing.barriers import Freedom
 from gqa_convert.absorbing.heads import Heads
 from gqa_convert.absorbing.merge import Moments, centred
-from gqa_convert.merging.grouping import group_heads, mean_pair_losses, pair_losses, rotary_pair_losses
+from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
 
 Array = npt.NDArray[Any]
 
@@ -23,16 +23,16 @@ def order_heads(heads: Heads, groups: int, freedom: Freedom, moments: Moments | 
     Args:
         heads: of the source.
         groups: K/V heads of the result, a divisor of the source's.
-        freedom: what can be absorbed, and whether heads may change places.
+        freedom: whether heads may change places; where something is averaged instead of absorbed they stay too.
         moments: of the inputs; without them every direction counts alike.
 
     Returns:
         Numbers of the source's K/V heads, [K]: group after group, as they were where nothing is gained.
     """
     identity = np.arange(heads.groups)
-    if freedom.order_barrier or groups == 1 or groups >= heads.groups:
+    if any((freedom.order_barrier, freedom.key_barrier, freedom.value_barrier)) or groups == 1 or groups >= heads.groups:
         return identity
-    return group_heads(_key_losses(heads, freedom, moments) + _value_losses(heads, freedom, moments), groups)
+    return group_heads(_key_losses(heads, freedom, moments) + _value_losses(heads, moments), groups)
 
 
 def noted(order: Array) -> dict[str, list[int]]:
@@ -50,24 +50,19 @@ def ordered(heads: Heads, order: Array) -> Heads:
     return replace(heads, **{role: getattr(heads, role)[order] for role in ("queries", "keys", "values", "outputs")})
 
 
-def _value_losses(heads: Heads, freedom: Freedom, moments: Moments | None) -> Array:
+def _value_losses(heads: Heads, moments: Moments | None) -> Array:
     """Relative to the power of all values, weighed as their merge weighs them."""
     if moments:
         weights = np.einsum("mrDc,mrDe->mce", heads.outputs, heads.outputs, optimize=True)
     else:
         weights = np.tile(np.eye(heads.values.shape[1]), (heads.groups, 1, 1))
-    measure = mean_pair_losses if freedom.value_barrier else pair_losses
-    losses, power = measure(heads.values, weights, moments.keys if moments else None)
+    losses, power = pair_losses(heads.values, weights, moments.keys if moments else None)
     return losses / (power or 1.0)
 
 
 def _key_losses(heads: Heads, freedom: Freedom, moments: Moments | None) -> Array:
     """Relative to the power of all scores."""
     asked = heads.queries @ moments.queries if moments else heads.queries
-    if freedom.key_barrier:
-        weights = np.einsum("mrcd,mred->mce", asked, heads.queries, optimize=True)
-        losses, power = mean_pair_losses(heads.keys, weights, moments.keys if moments else None)
-        return losses / (power or 1.0)
     real, imaginary = freedom.pairs
     rest = np.setdiff1d(np.arange(heads.keys.shape[1]), np.concatenate(freedom.pairs))
     losses, power = np.zeros((heads.groups, heads.groups)), 0.0

@@ -90,9 +90,7 @@ def _merge_layer(
     parts, freedom = LayerTensors(finder, layer), find_freedom(finder, layer)
     tensors: Tensors = {name: read(name) for name in parts.names}
     source = parts.cut(tensors)
-    order = np.arange(source.groups)
-    if plan.method == "factor" and not (freedom.key_barrier or freedom.value_barrier):
-        order = order_heads(source, plan.groups, freedom, None)
+    order = order_heads(source, plan.groups, freedom, None) if plan.method == "factor" else np.arange(source.groups)
     source = ordered(source, order)
     merged = merge_layer(source, plan.groups, plan.method, freedom, None)
     keys, values = fitted_errors(source, merged, freedom, None)

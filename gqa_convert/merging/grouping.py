@@ -74,25 +74,6 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
     return losses, float(own.sum())
 
 
-def mean_pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
-    """What each pair of heads loses if their mean takes the place of both, for heads that can't absorb maps.
-
-    Args:
-        rows: [h, c, d].
-        weights: [h, c, c], symmetric: how strongly each direction of a head is read.
-        covariance: of the inputs.
-
-    Returns:
-        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of rows, weights and covariance.
-    """
-    seen = rows if covariance is None else rows @ covariance
-    by_own = np.tensordot(weights @ seen, rows, ((1, 2), (1, 2)))  # [h, h], by the weight of the first
-    by_other = np.tensordot(seen @ np.swapaxes(rows, -1, -2), weights, ((1, 2), (1, 2)))
-    power = np.diagonal(by_own)
-    apart = power[:, None] - 2 * by_own + by_other.T
-    return np.asarray(((apart + apart.T) / 4).clip(0)), float(power.sum())
-
-
 def group_heads(losses: Array, groups: int) -> Array:
     """Cut heads into groups of one size with little loss within them: greedy growth, then swaps of two heads until none helps.
 
