@@ -180,9 +180,7 @@ class LayerFitting:
     def run(self) -> tuple[Heads, dict[str, Any]]:
         """The merged layer, and what is to be noted of it."""
         moments = self.moments()
-        order = np.arange(self.source.groups)
-        if not self.closed_loop:  # what is fitted further gained nothing by it
-            order = order_heads(self.source, self.groups, self.freedom, moments)
+        order = order_heads(self.source, self.groups, self.freedom, moments)
         pooled = self.error(self.pooled())  # of neighbours as they are in the source
         self.source = ordered(self.source, order)
         slow = self.slow_pairs(moments)
