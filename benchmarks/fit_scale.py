@@ -4,12 +4,14 @@
     python benchmarks/fit_scale.py --tokens 16384 --steps 4 --output docs/results/fit-scale.json   (a sample, scaled up to the defaults)
 
 A random checkpoint is converted by the package's own code in a process of its own, with its weights left in the files and what waits
-between layers spilled, as on a machine whose memory is smaller than the model. Each stage is timed exclusively. The bound of a stage is its
-multiplications and additions over the rate at which this machine multiplies matrices of the same width, measured before and after in the
-same run. With fewer tokens or steps than a conversion would use, each stage is scaled by what it grows with, and said to be.
+between layers spilled, as on a machine whose memory is smaller than the model. Each stage is timed exclusively, by the clock and by the
+seconds that the process was on a core, which is the figure to read on a shared machine. The bound of a stage is its multiplications and
+additions over the rate at which one core of this machine multiplies matrices of the same width, measured before and after in the same run.
+With fewer tokens or steps than a conversion would use, each stage is scaled by what it grows with, and said to be.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -28,7 +30,7 @@ from typing import Any
 from synthetic import make_llama
 
 TOKENIZER = Path(__file__).parent.parent / "gqa_convert" / "demo_checkpoint"
-STAGES = ("forward", "targets", "moments", "grouping", "slow pairs", "merge", "refit", "gradient steps", "errors", "rest")
+STAGES = ("forward", "targets", "moments", "grouping", "slow pairs", "merge", "refit", "gradient steps", "errors")
 SCALED = {
     "forward": "tokens", "targets": "tokens", "moments": "tokens", "refit": "tokens", "errors": "tokens", "gradient steps": "steps",
 }  # fmt: skip
@@ -36,28 +38,30 @@ SCALED = {
 
 
 class Clock:
-    """Seconds by stage, without those of stages inside."""
+    """Seconds by stage, without those of stages inside: by the clock, and on a core."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []
+        self.core_seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float, float]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        self._stack.append((name, 0.0))
+        began, on_core = time.perf_counter(), time.process_time()
+        self._stack.append((name, 0.0, 0.0))
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - began
-            _, inner = self._stack.pop()
+            elapsed, spent = time.perf_counter() - began, time.process_time() - on_core
+            _, inner, inner_spent = self._stack.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - inner
+            self.core_seconds[name] = self.core_seconds.get(name, 0.0) + spent - inner_spent
             if self._stack:
-                outer, before = self._stack[-1]
-                self._stack[-1] = outer, before + elapsed
+                outer, before, before_spent = self._stack[-1]
+                self._stack[-1] = outer, before + elapsed, before_spent + spent
 
     def inside(self, name: str) -> bool:
-        return any(other == name for other, _ in self._stack)
+        return any(other == name for other, _, _ in self._stack)
 
     def wrap(self, owner: Any, attribute: str, name: str, *, unless: str = "") -> None:
         ordinary: Callable[..., Any] = getattr(owner, attribute)
@@ -89,7 +93,7 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(0.05):
             now = resident()["RssAnon"]
-            stage = self._clock._stack[-1][0] if self._clock._stack else "rest"
+            stage = self._clock._stack[-1][0] if self._clock._stack else "between stages"
             self.by_stage[stage] = max(now, self.by_stage.get(stage, 0))
             if now > self.anonymous:
                 self.anonymous, self.stage = now, stage
@@ -99,7 +103,7 @@ class Watch:
 
 
 def gigaflops(width: int) -> dict[str, float]:
-    """The rate of square products of this width, the best of three, in 10^9 multiplications and additions per second."""
+    """The rate of square products of this width, the best of three, in 10^9 multiplications and additions per second and core."""
     import torch
 
     found = {}
@@ -107,9 +111,9 @@ def gigaflops(width: int) -> dict[str, float]:
         left, right = (torch.randn(width, width, dtype=dtype) for _ in range(2))
         seconds = []
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.process_time()
             left @ right
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
         found[name] = 2 * width**3 / min(seconds) / 1e9
     return found
 
@@ -139,7 +143,7 @@ def child(options: argparse.Namespace) -> None:
     clock = Clock()
     fitting = closed_loop.LayerFitting
     clock.wrap(Streams, "_advance", "forward")
-    clock.wrap(Streams, "_measure", "rest")
+    clock.wrap(Streams, "_measure", "opening")
     clock.wrap(fitting, "__init__", "targets")
     clock.wrap(fitting, "moments", "moments")
     clock.wrap(fitting, "slow_pairs", "slow pairs")
@@ -157,14 +161,12 @@ def child(options: argparse.Namespace) -> None:
     rates = [gigaflops(options.width)]
     watch = Watch(clock)
     records: list[dict[str, Any]] = []
-    layers: list[dict[str, float]] = []
-    ends = [time.perf_counter()]
+    layers: list[tuple[dict[str, float], dict[str, float]]] = [({}, {})]
 
     def on_layer(_: int, __: int, record: dict[str, Any]) -> None:
-        ends.append(time.perf_counter())
-        layers.append(dict(clock.seconds))
+        layers.append((dict(clock.seconds), dict(clock.core_seconds)))
         records.append(record)
-        print(json.dumps(record), {name: round(seconds, 1) for name, seconds in clock.seconds.items()}, file=sys.stderr, flush=True)
+        print(json.dumps(record), {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()}, file=sys.stderr, flush=True)
 
     summary = convert.convert_checkpoint(
         options.source, options.out, options.groups, calibration="python-stdlib", calibration_tokens=options.tokens,
@@ -172,11 +174,10 @@ def child(options: argparse.Namespace) -> None:
     )  # fmt: skip
     watch.stop()
     rates.append(gigaflops(options.width))
-    stages = [{name: after[name] - before.get(name, 0.0) for name in after} for before, after in zip([{}, *layers], layers, strict=False)]
-    for number, (stage, began, ended) in enumerate(zip(stages, ends, ends[1:], strict=False)):
-        stage["rest"] = (
-            0.0 if number == 0 else max(0.0, ended - began - sum(stage.values()))
-        )  # the first holds all that comes before layers
+    stages = [
+        {name: (after[0][name] - before[0].get(name, 0.0), after[1][name] - before[1].get(name, 0.0)) for name in after[0]}
+        for before, after in itertools.pairwise(layers)
+    ]
     result = {
         "stages": stages, "rates": rates, "threads": torch.get_num_threads(), "records": records, "calibration": summary["calibration"],
         "memory": {"VmHWM": resident()["VmHWM"], "anonymous": watch.anonymous, "in_stage": watch.stage, "by_stage": watch.by_stage},
@@ -187,13 +188,16 @@ def child(options: argparse.Namespace) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
-    lines = ["| stage | measured, s | at full size, min | bound, min |", "|---|---:|---:|---:|"]
+    lines = [
+        "| stage | measured, s | on a core, s | at full size, min | on a core, min | bound, core min |", "|---|---:|---:|---:|---:|---:|"
+    ]  # fmt: skip
     for name in STAGES:
         row = report["layer"][name]
         bound = "" if row["bound_minutes"] is None else f"{row['bound_minutes']:.1f}"
-        lines.append(f"| {name} | {row['seconds']:.1f} | {row['minutes']:.1f} | {bound} |")
-    total, bound = (sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "bound_minutes"))
-    return "\n".join([*lines, f"| **a layer** | | **{total:.1f}** | **{bound:.1f}** |"])
+        figures = " | ".join(f"{row[key]:.1f}" for key in ("seconds", "core_seconds", "minutes", "core_minutes"))
+        lines.append(f"| {name} | {figures} | {bound} |")
+    total, core, bound = (sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "core_minutes", "bound_minutes"))
+    return "\n".join([*lines, f"| **a layer** | | | **{total:.1f}** | **{core:.1f}** | **{bound:.1f}** |"])
 
 
 def main() -> None:
@@ -240,10 +244,13 @@ def main() -> None:
     later = found["stages"][1:] or found["stages"]
     layer = {}
     for name in STAGES:
-        seconds = sum(stage.get(name, 0.0) for stage in later) / len(later)
+        seconds, spent = (sum(stage.get(name, (0.0, 0.0))[kind] for stage in later) / len(later) for kind in (0, 1))
         scale = {"tokens": full_tokens / counted, "steps": full_steps / max(1, options.steps)}.get(SCALED.get(name, ""), 1.0)
         bound = whole[name] / rate / 1e9 / 60 if name in whole else None
-        layer[name] = {"seconds": seconds, "scaled_by": scale, "minutes": seconds * scale / 60, "bound_minutes": bound}
+        layer[name] = {
+            "seconds": seconds, "core_seconds": spent, "scaled_by": scale, "minutes": seconds * scale / 60, "core_minutes": spent * scale / 60,
+            "bound_minutes": bound,
+        }  # fmt: skip
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {found['threads']} threads, load {os.getloadavg()[1]:.1f}, {platform.system()}, "
@@ -255,7 +262,7 @@ def main() -> None:
     shape = f"{options.width} wide, {options.heads} heads of {options.head_width}, MLP {options.inner}"
     text = (
         f"# Fitting a layer: {shape}, to {options.groups} K/V heads\n\n"
-        f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s in float32.\n"
+        f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s and core in float32.\n"
         f"Measured with {counted} tokens and {options.steps} steps; scaled linearly to {full_tokens} tokens and {full_steps} steps of 2048.\n\n"
         f"{table(report)}\n\nPeak anonymous memory {memory['anonymous'] / 2**30:.2f} GiB (in {memory['in_stage']}), peak resident with mapped files "
         f"{memory['VmHWM'] / 2**30:.2f} GiB. CPU seconds in all: {found['cpu_seconds']:.0f}.\n"
