@@ -153,9 +153,9 @@ def child(options: argparse.Namespace) -> None:
     clock.wrap(fitting, "matched", "gradient steps")
     clock.wrap(fitting, "error", "errors")
     limit = None if options.in_memory else 0
-    closed_loop.open_model = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
+    vars(closed_loop)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
     if not options.in_memory:
-        closed_loop._is_large = lambda model, batches: True
+        vars(closed_loop)["_is_large"] = lambda model, batches: True
     if options.threads:
         torch.set_num_threads(options.threads)
     rates = [gigaflops(options.width)]
@@ -196,8 +196,8 @@ def table(report: dict[str, Any]) -> str:
         bound = "" if row["bound_minutes"] is None else f"{row['bound_minutes']:.1f}"
         figures = " | ".join(f"{row[key]:.1f}" for key in ("seconds", "core_seconds", "minutes", "core_minutes"))
         lines.append(f"| {name} | {figures} | {bound} |")
-    total, core, bound = (sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "core_minutes", "bound_minutes"))
-    return "\n".join([*lines, f"| **a layer** | | | **{total:.1f}** | **{core:.1f}** | **{bound:.1f}** |"])
+    total, core, least = (sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "core_minutes", "bound_minutes"))
+    return "\n".join([*lines, f"| **a layer** | | | **{total:.1f}** | **{core:.1f}** | **{least:.1f}** |"])
 
 
 def main() -> None:
