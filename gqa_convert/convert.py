@@ -86,8 +86,8 @@ def convert_checkpoint(
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
     with ExitStack() as stack:
-        merged = merge_heads(plan, out, text, stack, on_layer)
         staged = stack.enter_context(StagedFolder(out))
+        merged = merge_heads(plan, out, text, stack, on_layer)
         with FileHasher(checkpoint, weights=hash_weights) as hasher:
             errors = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
