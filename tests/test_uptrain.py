@@ -93,10 +93,14 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
     assert {path.name for path in made.iterdir()} == {path.name for path in student.iterdir()}
     with safe_open(student / "model.safetensors", "pt") as before, safe_open(made / "model.safetensors", "pt") as after:
         assert set(before.keys()) == set(after.keys())
+        changed: dict[str, bool] = {}
         for name in before.keys():  # noqa: SIM118
             old, new = before.get_tensor(name), after.get_tensor(name)
             assert (old.dtype, old.shape) == (new.dtype, new.shape)
-            assert not torch.equal(old, new)
+            changed[name] = not torch.equal(old, new)
+    # six steps of 1e-3 are about half a unit of bfloat16 for gains near 2: rounding may hide those of one norm, not of all
+    assert all(seen for name, seen in changed.items() if "norm" not in name)
+    assert sum(seen for name, seen in changed.items() if "norm" in name) > 5
     model = AutoModelForCausalLM.from_pretrained(made)
     assert AutoTokenizer.from_pretrained(made)("hello").input_ids
     assert model.config.num_key_value_heads == 3
