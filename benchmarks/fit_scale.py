@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=None, help="of calibration text (default: as a conversion would)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a block")
-    parser.add_argument("--steps", type=int, default=200, help="of the gradient stage, 2048 tokens each")
+    parser.add_argument("--steps", type=int, default=None, help="of the gradient stage, 2048 tokens each (default: as a conversion would)")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
     parser.add_argument("--in-memory", action="store_true", help="as on a machine with memory for the whole model in float32")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
@@ -219,11 +219,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=None, help="write the figures here as JSON, and beside it as Markdown")
     options = parser.parse_args()
+    from gqa_convert.calibration.text import calibration_tokens_for
+    from gqa_convert.fitting.matching import STEPS
+
+    options.steps = STEPS if options.steps is None else options.steps
     options.head_width = options.head_width or options.width // options.heads
     if options.out:
         child(options)
         return
-    full_tokens, full_steps = 50 * options.width, 200
+    full_tokens, full_steps = calibration_tokens_for({"hidden_size": options.width}), STEPS
     options.tokens = options.tokens or full_tokens
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         source = Path(scratch, "source")
