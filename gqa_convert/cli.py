@@ -20,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Turn a multi-head-attention checkpoint into a grouped-query one, prove it, and use it.
 
-    [bold]Try it[/bold] (offline, about four minutes):  gqa-convert demo
+    [bold]Try it[/bold] (offline, some minutes):  gqa-convert demo
 
     [bold]A real one[/bold]:
 
