@@ -40,6 +40,16 @@ Method = Annotated[
         help="How heads are merged: fit (needs --calibration, its default), factor (the default without), align, mean, first or random.",
     ),
 ]  # fmt: skip
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False
+    ),
+]
+CalibrationTokens = Annotated[
+    int | None,
+    typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False),
+]
 Encoder = Annotated[
     bool, typer.Option("--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is.")
 ]
@@ -103,13 +113,7 @@ def plan(
 @app.command()
 def inspect(
     source: Source,
-    calibration: Annotated[
-        str | None,
-        typer.Option("--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False),
-    ] = None,
-    calibration_tokens: Annotated[
-        int | None, typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False)
-    ] = None,
+    calibration: Calibration = None, calibration_tokens: CalibrationTokens = None,
     groups: Annotated[
         str | None,
         typer.Option("--groups", "-n", metavar="N,N,...", help="Numbers to try; by default the head count's divisors, at most 6.", show_default=False),
@@ -157,13 +161,7 @@ def convert(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
     groups: Groups, method: Method = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option("--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False),
-    ] = None,
-    calibration_tokens: Annotated[
-        int | None, typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False)
-    ] = None,
+    calibration: Calibration = None, calibration_tokens: CalibrationTokens = None,
     fit_steps: Annotated[
         int | None,
         typer.Option("--fit-steps", metavar="S", help="Gradient steps per layer of fit, 400 if not said; 0: closed forms only.", show_default=False),

@@ -343,7 +343,8 @@ def test_chatglm_runs_in_no_class_of_transformers(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_no_blank(weights: Path, tmp_path: Path) -> None:
-    matplotlib_image = pytest.importorskip("matplotlib.image")
+    import matplotlib.image as matplotlib_image
+
     result = run("inspect", weights, "--plot", tmp_path / "a.png", "--groups", "3,1")
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / "a.png") in result.stderr

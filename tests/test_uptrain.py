@@ -85,7 +85,8 @@ def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
 def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    run(home, tmp_path / "run")
+    # at the usual 1e-3 six steps are half a unit of bfloat16 for gains near 2, and rounding may hide them
+    run(home, tmp_path / "run", learning_rate=1e-2)
     student, made = home / "student", tmp_path / "run" / "model"
     for path in student.iterdir():
         if path.name not in ("model.safetensors", "gqa_conversion.json"):
@@ -93,20 +94,16 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
     assert {path.name for path in made.iterdir()} == {path.name for path in student.iterdir()}
     with safe_open(student / "model.safetensors", "pt") as before, safe_open(made / "model.safetensors", "pt") as after:
         assert set(before.keys()) == set(after.keys())
-        changed: dict[str, bool] = {}
         for name in before.keys():  # noqa: SIM118
             old, new = before.get_tensor(name), after.get_tensor(name)
             assert (old.dtype, old.shape) == (new.dtype, new.shape)
-            changed[name] = not torch.equal(old, new)
-    # six steps of 1e-3 are about half a unit of bfloat16 for gains near 2: rounding may hide those of one norm, not of all
-    assert all(seen for name, seen in changed.items() if "norm" not in name)
-    assert sum(seen for name, seen in changed.items() if "norm" in name) > 5
+            assert not torch.equal(old, new), name
     model = AutoModelForCausalLM.from_pretrained(made)
     assert AutoTokenizer.from_pretrained(made)("hello").input_ids
     assert model.config.num_key_value_heads == 3
     record = json.loads((made / "gqa_conversion.json").read_text())
     assert (record["uptraining_tokens"], record["groups"]) == (384, 3)
-    assert record["uptraining"][0]["recipe"]["learning_rate"] == 1e-3
+    assert record["uptraining"][0]["recipe"]["learning_rate"] == 1e-2
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in made.iterdir())
 
     run(home, tmp_path / "second", model=str(made), tokens=64, save_every=1)
