@@ -1,12 +1,11 @@
 """Calibrated merging: what is fitted is exact where it can be, equals its own expansion, and survives kills and poor text."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from gqa_convert.writing import write_weights
 from tests import test_absorbing_families as absorbed
 from tests.checkpoints import digests
 from tests.data_helpers import DEMO
+from tests.test_absorbing_families import quick as quick
 from tests.tiny import VOCAB, make_config, make_model
 
 CASES = (
@@ -43,14 +43,6 @@ CASES = (
 """Every layout, every kind of position, norms in all places, residual streams of every kind."""
 EXACT = 1e-4
 """Distance of logits in float32 after ridge regression on a few hundred tokens."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    gqa_convert.modeling.register()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
 
 
 def batches_for(model: Any, *, rows: int = 2, length: int = 40, count: int = 4, seed: int = 0) -> list[dict[str, Tensor]]:

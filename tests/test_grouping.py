@@ -6,7 +6,6 @@ Whole K/V heads move with all that reads them: that leaves a model as it is, unl
 import copy
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import gqa_convert.modeling
 from gqa_convert.absorbing.barriers import Freedom, find_freedom
 from gqa_convert.absorbing.grouping import noted, order_heads, ordered
 from gqa_convert.absorbing.heads import Heads, LayerTensors
@@ -27,6 +25,7 @@ from gqa_convert.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
 from tests import elsewhere
 from tests.test_absorbing_families import CASES, EXACT, Case, build, converted, distance, names, placed, tie
+from tests.test_absorbing_families import quick as quick
 from tests.test_fitting import EXACT as FITTED
 from tests.test_fitting import fitted
 
@@ -43,14 +42,6 @@ BARRED_IF = {"cohere": "use_qk_norm", "falcon": "alibi", "lfm3": "use_attention_
 BIASED = names("t5 mt5 umt5 longt5 switch_transformers")
 """Types with a position bias by the number of a head, in self-attention only."""
 SHUFFLED = ("llama", "qwen2", "gpt2", "gpt2, cross-attention", "gpt_neox", "codegen", "phi3", "bart")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    gqa_convert.modeling.register()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
 
 
 def read_layers(case: Case, folder: Path) -> list[tuple[AttentionLayer, LayerTensors, Freedom]]:
