@@ -136,14 +136,14 @@ def test_nobody_reads_the_messages(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
 
     def broken() -> None:
-        from gqa_convert import console
+        from gqa_convert.console.progress import training_progress
         from gqa_convert.uptrain import uptrain
 
         read, write = os.pipe()
         os.close(read)
         os.dup2(write, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1)
-        with console.training_progress(quiet=False) as screen:
+        with training_progress(quiet=False) as screen:
             uptrain(recipe(home, output), [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize)
 
     assert in_child(broken) == (0, "")

@@ -1,0 +1,86 @@
+"""The commands. Each one reads like its help text; the work is done elsewhere and imported when it is called."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Never
+
+import typer
+
+from gqa_convert import __version__
+from gqa_convert.errors import GQAConvertError, InterruptedRunError
+
+from .convert import convert
+from .demo import demo
+from .inspect import inspect
+from .plan import plan
+from .uptrain import uptrain
+from .verify import verify
+
+app = typer.Typer(
+    name="gqa-convert",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Turn a multi-head-attention checkpoint into a grouped-query one, prove it, and use it.
+
+    [bold]Try it[/bold] (offline, some minutes):  gqa-convert demo
+
+    [bold]A real one[/bold]:
+
+      gqa-convert plan    ./Llama-2-7b --groups 8
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
+      gqa-convert verify  ./Llama-2-7b-gqa8 --source ./Llama-2-7b""",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gqa-convert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    del version
+
+
+for command in (plan, inspect, convert, verify, uptrain, demo):
+    app.command()(command)
+
+
+def main() -> Never:
+    """Run the command line; every mistake becomes one line on stderr and an exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
+    try:
+        code = app(standalone_mode=False)
+    except GQAConvertError as mistake:
+        sys.exit(mistake.exit_code if mistake.told_elsewhere else _report(str(mistake), mistake.exit_code))
+    except Exception as problem:
+        # typer brings its own copy of click's exceptions or uses click's, depending on its version
+        if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
+            text = " ".join(problem.format_message().split()).rstrip(".")
+            sys.exit(_report(f"{text}: see gqa-convert --help", problem.exit_code) if text else problem.exit_code)
+        if isinstance(problem, OSError):
+            sys.exit(_report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1))
+        raise
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: nothing was left behind")
+
+
+def _report(message: str, code: int) -> int:
+    sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+    if "--json" in sys.argv[1:]:
+        from gqa_convert.console.screen import print_json
+
+        print_json({"error": message, "exit_code": code})
+    return code

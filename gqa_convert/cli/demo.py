@@ -1,0 +1,40 @@
+"""`gqa-convert demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json, Quiet
+
+
+def demo(
+    out: Annotated[Path, typer.Argument(metavar="[OUT]", help="Folder for the results.")] = Path("gqa-demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier demo.")] = False,
+    uptraining: Annotated[bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")] = True,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """The whole story offline: convert a small bundled model to several N, by mean pooling and by fitting on calibration text, verify each,
+    measure what is lost and gained, uptrain one.
+
+    gqa-convert demo
+
+    gqa-convert demo /tmp/gqa-demo --json
+    """
+    from gqa_convert.console.demo import show_demo
+    from gqa_convert.console.plan import show_plan
+    from gqa_convert.console.progress import stage_progress
+    from gqa_convert.console.screen import print_json
+    from gqa_convert.demo import UPTRAINING_TOKENS, run_demo
+
+    with stage_progress(quiet=quiet) as step:
+        summary = run_demo(
+            out, overwrite=overwrite, uptraining_tokens=UPTRAINING_TOKENS if uptraining else 0,
+            on_plan=(lambda made: None) if quiet else show_plan, progress=step,
+        )  # fmt: skip
+    if as_json:
+        print_json(summary)
+    if not quiet:
+        show_demo(summary)
+    if not summary["passed"]:
+        raise typer.Exit(1)
