@@ -19,6 +19,7 @@ ALLOWED = {
     "modeling": {"families"},
     "translation": {"errors", "layouts", "merging"},
     "stdlib_text": set(),
+    "machine": {""},
     "merging": {"errors"},
     "checkpoint": {"errors"},
     "geometry": {"checkpoint", "errors", "families", "layouts", "merging"},
