@@ -4,13 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from gqa_convert.errors import MissingExtraError
-
-try:
-    from greenlet import GreenletExit, getcurrent, greenlet
-except ImportError:
-    raise MissingExtraError("greenlet is not installed, which calibration needs: pip install 'gqa-convert[calibration]'") from None
+from greenlet import GreenletExit, getcurrent, greenlet
 
 
 class Paused:
