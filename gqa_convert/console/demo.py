@@ -10,11 +10,11 @@ def show_demo(summary: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = stderr_console()
-    table = Table(
-        "N", "K/V bytes per token", "parameters", "mean", "lost", "fit", "lost", "of mean's loss", "verified",
-        title=f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, nothing trained; "
-        f"fit has seen {summary['calibration_tokens']:,} tokens of calibration text", title_justify="left",
+    console.print(
+        f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, nothing trained; "
+        f"fit has seen {summary['calibration_tokens']:,} tokens of calibration text", soft_wrap=True,
     )  # fmt: skip
+    table = Table("N", "K/V bytes per token", "parameters", "mean", "lost", "fit", "lost", "of mean's loss", "verified")
     base = summary["results"][0]["loss"]
     for result in summary["results"]:
         fit = result.get("fit")
@@ -39,11 +39,11 @@ def _show_recovery(uptraining: dict[str, Any]) -> None:
 
     source = uptraining["evaluation"]["source"]
     console = stderr_console()
-    table = Table(
-        "tokens", "loss", "lost",
-        title=f"Uptraining of the fitted N = {uptraining['groups']} with the source as teacher, on {uptraining['alpha']:.1%} of its training "
-        f"tokens (source {source:.3f} on this part of the text)", title_justify="left",
+    console.print(
+        f"Uptraining of the fitted N = {uptraining['groups']} with the source as teacher, on {uptraining['alpha']:.1%} of its training tokens "
+        f"(source {source:.3f} on this part of the text)", soft_wrap=True,
     )  # fmt: skip
+    table = Table("tokens", "loss", "lost")
     for point in uptraining["curve"]:
         table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{point['loss'] - source:+.3f}")
     console.print(table)
