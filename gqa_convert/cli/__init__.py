@@ -10,8 +10,10 @@ import typer
 from gqa_convert import __version__
 from gqa_convert.errors import GQAConvertError, InterruptedRunError
 
+from .benchmark import benchmark
 from .convert import convert
 from .demo import demo
+from .evaluate import evaluate
 from .inspect import inspect
 from .plan import plan
 from .uptrain import uptrain
@@ -49,7 +51,7 @@ def _root(
     del version
 
 
-for command in (plan, inspect, convert, verify, uptrain, demo):
+for command in (plan, inspect, convert, verify, uptrain, evaluate, benchmark, demo):
     app.command()(command)
 
 

@@ -1,0 +1,81 @@
+"""What a benchmark measured."""
+
+from typing import Any
+
+from .screen import size, stderr_console
+
+
+def show_benchmark(result: dict[str, Any]) -> None:
+    """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own."""
+    console = stderr_console()
+    machine = result["machine"]
+    some = "" if result["layers"] == result["model_layers"] else f", {result['layers']} of {result['model_layers']} layers"
+    console.print(
+        f"[bold]{result['model']}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, "
+        f"{result['dtype']}; {machine['processor']}, {machine['device']}, {result['threads']} threads; attention: {result['attention']}",
+        soft_wrap=True,
+    )
+    cells = dict.fromkeys((each["batch"], each["context"]) for each in result["results"])
+    for batch, context in cells:
+        _show_cell([each for each in result["results"] if (each["batch"], each["context"]) == (batch, context)], result)
+    own = f"the {result['kv_heads']} have the model's own weights, the others" if result["weights"] == "own" else "all"
+    console.print(
+        f"[yellow]note:[/yellow] {own} random ones, which time does not depend on; they say nothing about quality", soft_wrap=True
+    )
+    if "memory" in result:
+        console.print(f"[yellow]note:[/yellow] of {size(result['memory']['bytes'])}: {result['memory']['assumed']}", soft_wrap=True)
+    if any("attention_floor_ms_per_token" in each for each in result["results"]):
+        console.print(
+            "[yellow]note:[/yellow] attention: its modules with their projections, in steps of their own; floor: to read the weights of those "
+            "projections and the cache once at the memory speed measured meanwhile",
+            soft_wrap=True,
+        )
+    if some:
+        console.print(
+            f"[yellow]note:[/yellow] whole model: an estimate, the layers' measured time x {result['model_layers'] / result['layers']:g}, "
+            "the rest as measured; prefill x the same",
+            soft_wrap=True,
+        )
+    if result["plot"]:
+        console.print(f"plot     {result['plot']}", soft_wrap=True, markup=False)
+
+
+def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    first = records[0]
+    encoder = f", {first['encoder_tokens']} tokens of input" if "encoder_tokens" in first else ""
+    optional = {
+        "attention_ms_per_token": ("attention", ",.2f"), "attention_floor_ms_per_token": ("floor", ",.2f"),
+        "estimated_decode_ms_per_token": ("whole", ",.1f"), "largest_batch": ("max batch", ","),
+        "largest_context": ("max context", ","),
+    }  # fmt: skip
+    shown = {key: how for key, how in optional.items() if key in first}
+    table = Table(
+        "N", "ms/token", "quartiles", "speed", "tokens/s", "prefill", "sample", "K/V per token",
+        *(name for name, _ in shown.values()), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for column in table.columns:
+        column.no_wrap = True
+    own = next((each for each in records if each["groups"] == result["kv_heads"]), records[-1])
+    for each in records:
+        bytes_per_token = each["kv_bytes_per_token"]
+        cross = f" + {size(each['cross_kv_bytes_per_encoder_token'])}" if "cross_kv_bytes_per_encoder_token" in each else ""
+        table.add_row(
+            str(each["groups"]), _short(each["decode_ms_per_token"]), f"{_short(each['decode_ms_low'])}-{_short(each['decode_ms_high'])}",
+            f"{own['decode_ms_per_token'] / each['decode_ms_per_token']:.2f}x", f"{each['decode_tokens_per_second']:,.1f}",
+            "" if each["prefill_ms"] is None else f"{each['prefill_ms']:.1f}", "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
+            f"{size(bytes_per_token)}{cross}", *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
+        )  # fmt: skip
+    console = stderr_console()
+    console.print(
+        f"batch {first['batch']}, {first['context']} tokens cached{encoder}; "
+        f"{first['repetitions']} x {result['steps']} steps; times in ms, a sample decodes {first['new_tokens']}",
+        soft_wrap=True,
+    )
+    console.print(table)
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
