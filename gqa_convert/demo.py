@@ -10,7 +10,7 @@ from typing import Any
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
-from gqa_convert.evaluate import text_loss
+from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.loading import load_causal_lm, load_tokenizer
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.stdlib_text import read_texts, source_files

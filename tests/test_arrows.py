@@ -41,8 +41,9 @@ ALLOWED = {
     "demo": {"checkpoint", "convert", "errors", "evaluating", "loading", "plan", "stdlib_text", "training", "uptrain", "verify"},
     "attention": {"errors"},
     "benchmarking": {"attention", "checkpoint", "convert", "errors", "families", "inspecting", "loading", "machine", "modeling", "plan"},
+    "reporting": {"errors", "provenance", "training"},
     "console": {"families", "plan"},
-    "cli": {"", "benchmarking", "checkpoint", "console", "convert", "demo", "errors", "inspecting", "plan", "uptrain", "verify"},
+    "cli": {"", "benchmarking", "checkpoint", "console", "convert", "data", "demo", "errors", "evaluating", "inspecting", "plan", "reporting", "uptrain", "verify"},
     "__main__": {"cli"},
     "__init__": {"attention", "checkpoint", "convert", "errors", "inspecting", "plan", "verify"},
 }

@@ -11,7 +11,7 @@ import torch
 from gqa_convert import stdlib_text
 from gqa_convert.demo import CHECKPOINT, GROUPS, PLOT, RESULTS, run_demo
 from gqa_convert.errors import OutputError
-from gqa_convert.evaluate import text_loss
+from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.loading import load_causal_lm
 from gqa_convert.plan import Plan
 

@@ -9,7 +9,7 @@ import torch
 
 from gqa_convert.data.samples import evaluation_blocks
 from gqa_convert.data.sources import HELD_OUT
-from gqa_convert.evaluate import text_loss
+from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.stdlib_text import read_texts, source_files
 
 HELD_OUT_TOKENS = 100_000

@@ -95,7 +95,7 @@ def calibration_tokens_for(config: Any) -> int:
     if width is None:
         raise ConfigError(f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use")
     tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
-    block = min(_LONGEST, _context(values) or _LONGEST)
+    block = min(_LONGEST, stated_context(values) or _LONGEST)
     if str(values.get("model_type")).removeprefix("gqa_") in _T5_LIKE:
         shape = shape_for(T5[0], _SPAN_LENGTH)
         assert shape is not None
@@ -136,7 +136,7 @@ def calibration_batches(
             f"calibration needs text that the encoder reads, and that of {config.get('model_type')} reads sound: "
             "use a method without calibration"
         )
-    tokenizer = _tokenizer(model_folder)
+    tokenizer = usable_tokenizer(model_folder)
     blocks = _Blocks(model_folder, config, tokenizer, sequence_length, seed)
     wanted = -(-tokens // blocks.raw)
     encoder = TextEncoder(tokenizer, closed=blocks.kind != "spans")
@@ -176,9 +176,9 @@ class _Blocks:
         self._tokenizer, self._seed = tokenizer, seed
         self.kind = "causal"
         if config.get("is_encoder_decoder"):
-            self.kind = "spans" if _has_sentinels(tokenizer) else "shifted"
-            self._start = _decoder_start(folder, config, tokenizer)
-        context = None if self.kind == "spans" else _context(config)  # T5's positions are relative
+            self.kind = "spans" if has_sentinels(tokenizer) else "shifted"
+            self._start = decoder_start(folder, config, tokenizer)
+        context = None if self.kind == "spans" else stated_context(config)  # T5's positions are relative
         self.length = length or (_SPAN_LENGTH if self.kind == "spans" else min(_LONGEST, context or _LONGEST))
         if length is not None and length < 2:
             raise OptionError(f"calibration blocks of {length} tokens were asked for, expected at least 2")
@@ -283,7 +283,7 @@ def _encoded(pieces: Iterable[Piece], encoder: TextEncoder) -> npt.NDArray[Any]:
     return np.concatenate(parts)
 
 
-def _tokenizer(folder: Path) -> Any:
+def usable_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer.
 
     Raises:
@@ -304,14 +304,14 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _has_sentinels(tokenizer: Any) -> bool:
+def has_sentinels(tokenizer: Any) -> bool:
     try:
         return len(sentinel_ids(tokenizer)) > 0
     except DataError:
         return False
 
 
-def _decoder_start(folder: Path, config: dict[str, Any], tokenizer: Any) -> int:
+def decoder_start(folder: Path, config: dict[str, Any], tokenizer: Any) -> int:
     """What the decoder's input begins with: as the checkpoint says, or else the padding token for T5, or else end-of-text."""
     try:
         generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
@@ -320,7 +320,7 @@ def _decoder_start(folder: Path, config: dict[str, Any], tokenizer: Any) -> int:
     for values in (config, generation):
         if isinstance(start := values.get("decoder_start_token_id"), int):
             return start
-    pad = tokenizer.pad_token_id if _has_sentinels(tokenizer) else None
+    pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
     return end_of_text(tokenizer) if pad is None else int(pad)
 
 
@@ -339,7 +339,7 @@ def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Int
         )
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
+def stated_context(config: Mapping[str, Any]) -> int | None:
     """Tokens that the model was made for."""
     return _count(config, _CONTEXT)
 

@@ -1,7 +1,7 @@
 """Hub datasets as streams of rows."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +32,11 @@ class HubText:
         """What the documents depend on, for a key: plain data."""
         return ["hub", self.label, self.commit, self.name, self.split, self.text_field]
 
-    def rows(self) -> Iterable[Mapping[str, Any]]:
+    def rows(self, fields: Sequence[str] = ()) -> Iterable[Mapping[str, Any]]:
         """The rows, as `datasets` streams them.
+
+        Args:
+            fields: which columns; without any, that of the text.
 
         Raises:
             DataError: there is no such dataset, configuration or split, or it has no such column.
@@ -46,9 +49,11 @@ class HubText:
             raise DataError(f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split") from problem
         if not rows.column_names:
             return rows  # type: ignore[no-any-return]
-        if self.text_field not in rows.column_names:
-            raise no_field(self.label, self.text_field, rows.column_names)
-        return rows.select_columns([self.text_field])  # type: ignore[no-any-return]
+        wanted = list(fields) or [self.text_field]
+        for field in wanted:
+            if field not in rows.column_names:
+                raise no_field(self.label, field, rows.column_names)
+        return rows.select_columns(wanted)  # type: ignore[no-any-return]
 
 
 def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool) -> str:

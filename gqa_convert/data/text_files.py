@@ -4,7 +4,8 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,17 +55,48 @@ class FileText:
     def __iter__(self) -> Iterator[Piece]:
         self._finished = 0
         for path, stat in zip(self.files, self._stats, strict=True):
-            try:
+            with self._explained(path):
                 yield from self._read(path)
-            except UnicodeDecodeError as problem:
-                if not self._lenient:
-                    byte = problem.object[problem.start]
-                    raise DataError(f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or leave it out") from None
-            except (EOFError, gzip.BadGzipFile) as problem:
-                raise DataError(f"{path} is damaged ({problem}): fetch it again, or leave it out") from None
-            except OSError as problem:
-                raise _unreadable(path, problem) from None
             self._finished += stat.st_size
+
+    def rows(self, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Where each row of JSON-lines and Parquet files is, and those of the fields that it has.
+
+        Args:
+            fields: of a row.
+
+        Raises:
+            DataError: a file can't be read, or is plain text, which has no fields.
+        """
+        self._finished = 0
+        for path, stat in zip(self.files, self._stats, strict=True):
+            with self._explained(path), path.open("rb") as self._handle:
+                yield from self._rows(path, self._handle, fields)
+            self._finished += stat.st_size
+
+    def _rows(self, path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        kind = kind_of(path)
+        if kind in _PARQUET:
+            yield from self._parquet_rows(path, handle, fields)
+            return
+        if kind not in _JSON_LINES:
+            raise DataError(f"{path} is plain text, which has no fields {' and '.join(fields)}: name JSON lines, Parquet or a dataset")
+        with _decompressed(path, handle) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+            yield from self._json_rows(path, text, fields[0])
+
+    @contextmanager
+    def _explained(self, path: Path) -> Iterator[None]:
+        """What is wrong with a file, as one line."""
+        try:
+            yield
+        except UnicodeDecodeError as problem:
+            if not self._lenient:
+                byte = problem.object[problem.start]
+                raise DataError(f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or leave it out") from None
+        except (EOFError, gzip.BadGzipFile) as problem:
+            raise DataError(f"{path} is damaged ({problem}): fetch it again, or leave it out") from None
+        except OSError as problem:
+            raise _unreadable(path, problem) from None
 
     def _read(self, path: Path) -> Iterator[Piece]:
         kind = kind_of(path)
@@ -80,6 +112,10 @@ class FileText:
                     yield from self._json_lines(path, text) if kind in _JSON_LINES else _pieces(text)
 
     def _json_lines(self, path: Path, lines: Iterable[str]) -> Iterator[Piece]:
+        for where, row in self._json_rows(path, lines, self.text_field):
+            yield from row_pieces(row, self.text_field, where)
+
+    def _json_rows(self, path: Path, lines: Iterable[str], field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -88,21 +124,25 @@ class FileText:
             except ValueError as problem:
                 raise DataError(f"{path} line {number} is not JSON ({problem}): expected one object per line") from None
             if not isinstance(row, dict):
-                raise DataError(f"{path} line {number} holds a {type(row).__name__}, expected an object with the field {self.text_field!r}")
-            yield from row_pieces(row, self.text_field, f"{path} line {number}")
+                raise DataError(f"{path} line {number} holds a {type(row).__name__}, expected an object with the field {field!r}")
+            yield f"{path} line {number}", row
 
     def _parquet(self, path: Path, handle: io.BufferedReader) -> Iterator[Piece]:
+        for where, row in self._parquet_rows(path, handle, [self.text_field]):
+            yield from row_pieces(row, self.text_field, where)
+
+    def _parquet_rows(self, path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             file = pq.ParquetFile(handle)
             names = file.schema_arrow.names
-            if self.text_field not in names:
-                raise no_field(str(path), self.text_field, names)
-            for batch in file.iter_batches(batch_size=256, columns=[self.text_field]):
-                for value in batch.column(0).to_pylist():
-                    yield from row_pieces({self.text_field: value}, self.text_field, str(path))
+            for field in fields:
+                if field not in names:
+                    raise no_field(str(path), field, names)
+            for batch in file.iter_batches(batch_size=256, columns=list(fields)):
+                yield from ((str(path), row) for row in batch.to_pylist())
         except (pa.ArrowException, UnicodeDecodeError) as problem:
             raise DataError(f"{path} is no readable Parquet file ({problem}): fetch it again, or leave it out") from None
 

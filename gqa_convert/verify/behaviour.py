@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert import loading
-from gqa_convert.evaluate import text_loss
+from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.families import Family
 from gqa_convert.verify.distances import Predictions, divergence, judge_distance
 from gqa_convert.verify.geometry import Geometry

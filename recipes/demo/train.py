@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gqa_convert.evaluate import text_loss
+from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.stdlib_text import read_texts, source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"

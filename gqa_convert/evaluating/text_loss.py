@@ -1,15 +1,17 @@
-"""The loss of a model on text."""
+"""The loss of a causal model on tokens in memory."""
 
 from collections.abc import Callable
 from typing import Any
 
-_LONGEST = 2048
+from gqa_convert.evaluating.windows import cut_windows
+
+LONGEST = 2048
 
 
 def context_length(model: Any) -> int:
     """Tokens per block: what the model was made for, up to 2048."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(_LONGEST, stated) if isinstance(stated, int) and stated > 1 else _LONGEST
+    return min(LONGEST, stated) if isinstance(stated, int) and stated > 1 else LONGEST
 
 
 def text_loss(
@@ -29,22 +31,20 @@ def text_loss(
     Raises:
         ValueError: the text has fewer than two tokens.
     """
-    import torch
+    import numpy as np
 
-    count = len(token_ids) - 1
+    from gqa_convert.evaluating.scoring import score
+    from gqa_convert.evaluating.texts import WindowBatches
+
+    count, done = len(token_ids) - 1, 0
     if count < 1:
         raise ValueError("a loss needs at least two tokens of text")
-    ids, step = torch.tensor(token_ids), context_length(model) - 1
-    whole = count // step
-    runs = list(ids[: whole * step + 1].unfold(0, step + 1, step).split(batch)) if whole else []
-    if count > whole * step:
-        runs.append(ids[None, whole * step :])
-    total, done = 0.0, 0
-    with torch.inference_mode():
-        for block in runs:
-            block = block.to(model.device)
-            logits = model(input_ids=block, use_cache=False).logits[:, :-1].double()
-            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten(), reduction="sum"))
-            done += block[:, 1:].numel()
-            progress(done, count)
-    return total / count
+    step = context_length(model) - 1
+
+    def advance(scored: int) -> None:
+        nonlocal done
+        done += scored
+        progress(done, count)
+
+    batches = WindowBatches(np.array(token_ids, np.int64), cut_windows([(0, len(token_ids))], step, step), batch)
+    return float(score(model, batches, len(token_ids), progress=advance).loss.sum(dtype=np.float64)) / count

@@ -1,0 +1,205 @@
+"""The models of a run: looked at before anything large is loaded, then opened one after the other."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.calibration.text import decoder_start, has_sentinels, stated_context, usable_tokenizer
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, DataError, DeviceMemoryError, GQAConvertError, OptionError
+from gqa_convert.evaluating.material import Material
+from gqa_convert.evaluating.text_loss import LONGEST
+from gqa_convert.loading import TASKS, auto_class, load_model, read_config
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
+_SPAN_LENGTH = 512
+"""Encoder tokens of an example of span corruption, as T5 was trained."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is to be evaluated.
+
+    Attributes:
+        name: as the user gave it.
+        revision: its commit on the Hub, if it comes from there.
+        folder: where it is.
+        config: what its config.json holds.
+        tokenizer: its own.
+    """
+
+    name: str
+    revision: str | None
+    folder: Path
+    config: dict[str, Any]
+    tokenizer: Any
+
+    @property
+    def seq2seq(self) -> bool:
+        return bool(self.config.get("is_encoder_decoder"))
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that it has positions for; None where those are relative, or not stated."""
+        return None if self.seq2seq and has_sentinels(self.tokenizer) else stated_context(self.config)
+
+    def decoder_start(self) -> int:
+        """What the decoder's input begins with."""
+        return decoder_start(self.folder, self.config, self.tokenizer)
+
+
+def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
+    """The models of these names, which are fetched from the Hub if they are not here.
+
+    Args:
+        names: folders and Hub ids.
+        revision: of those that are Hub ids.
+
+    Raises:
+        OptionError: one reads sound.
+        DataError: one has no tokenizer.
+        GQAConvertError: as `open_checkpoint`.
+    """
+    remote = [name for name in names if not Path(name).expanduser().exists()]
+    found = []
+    for name in names:
+        checkpoint = open_checkpoint(name, revision=revision if not remote or name in remote else None, download=True)
+        assert checkpoint.folder is not None
+        config = read_config(checkpoint.folder)
+        if config.get("is_encoder_decoder") and auto_class(config) == TASKS[2]:
+            raise OptionError(f"{name} reads sound, and evaluate scores models that read text: leave it out")
+        found.append(Candidate(name, checkpoint.revision, checkpoint.folder, config, usable_tokenizer(checkpoint.folder)))
+    return found
+
+
+def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
+    """What all of the models are scored on: causal, spans or pairs.
+
+    Args:
+        models: all of them.
+        pairs: whether pairs of texts were named.
+
+    Raises:
+        OptionError: they can't all be scored on the same.
+    """
+    first = models[0]
+    for model in models:
+        if model.seq2seq != first.seq2seq:
+            raise OptionError(
+                f"{first.name} and {model.name} can't be compared: only one of them is an encoder-decoder; evaluate them apart"
+            )
+        if pairs and not model.seq2seq:
+            raise OptionError(
+                f"--source-field and --target-field are for encoder-decoders, and {model.name} is none: use --text-field, or leave them out"
+            )
+        if model.seq2seq and not pairs and not has_sentinels(model.tokenizer):
+            raise OptionError(
+                f"{model.name} has no sentinel tokens for span corruption: name pairs of texts with --source-field and --target-field"
+            )
+    return PAIRS if pairs else SPANS if first.seq2seq else CAUSAL
+
+
+def common_context(models: Sequence[Candidate], objective: str, context: int | None, stride: int | None) -> tuple[int, int | None]:
+    """Tokens that each window or example has, for all models alike, and the stride of windows.
+
+    Raises:
+        OptionError: they make no sense, or a model has no positions for so many.
+    """
+    for model in models:
+        if context is not None and model.positions is not None and context > model.positions:
+            raise OptionError(f"--context is {context}, and {model.name} has positions for {model.positions} tokens: lower it")
+    longest = _SPAN_LENGTH if objective == SPANS else min([LONGEST, *(model.positions for model in models if model.positions)])
+    chosen = longest if context is None else context
+    if chosen < 1:
+        raise OptionError(f"--context is {chosen}, expected a number above 0")
+    if objective != CAUSAL:
+        if stride is not None:
+            raise OptionError("--stride is for causal models, whose windows overlap, and these are encoder-decoders: leave it out")
+        return chosen, None
+    step = chosen if stride is None else stride
+    if not 1 <= step <= chosen:
+        raise OptionError(f"--stride is {step}, expected 1 to {chosen}, the context: tokens between two windows would not be scored")
+    return chosen, step
+
+
+@contextmanager
+def opened(candidate: Candidate, dtype: str, device: str) -> Iterator[Any]:
+    """The model, in evaluation mode, on a device; its memory is freed behind.
+
+    Args:
+        candidate: which one.
+        dtype: type to compute with, one of `DTYPES`; auto is float32 on a CPU, and the checkpoint's own elsewhere.
+        device: where to.
+
+    Raises:
+        CorruptCheckpointError: it can't be loaded.
+        DeviceMemoryError: it does not fit.
+    """
+    import torch
+
+    box = [_load(candidate, dtype, device)]
+    try:
+        yield box[0]
+    finally:
+        box.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _load(candidate: Candidate, dtype: str, device: str) -> Any:
+    import torch
+
+    own = "auto" if device != "cpu" else torch.float32
+    try:
+        with memory_explained(candidate.name):
+            model, missing = load_model(candidate.folder, own if dtype == "auto" else getattr(torch, dtype))
+            if not missing:
+                model = model.requires_grad_(False).to(device)
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
+        raise CorruptCheckpointError(
+            f"{candidate.name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files"
+        ) from problem
+    if missing:
+        raise CorruptCheckpointError(
+            f"{candidate.name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
+        )
+    return model
+
+
+@contextmanager
+def memory_explained(name: str) -> Iterator[None]:
+    """An error that means that the memory is full, as one line.
+
+    Raises:
+        DeviceMemoryError: it is.
+    """
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+            raise DeviceMemoryError(
+                f"out of memory with {name}: lower --batch or --context, use --dtype bfloat16, or a device with more memory"
+            ) from None
+        raise
+
+
+def check_tokens(model: Any, material: Material, candidate: Candidate) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        DataError: there is one.
+    """
+    size, largest = model.get_input_embeddings().num_embeddings, int(material.ids.max())
+    if largest >= size:
+        raise DataError(
+            f"the tokenizer of {candidate.name} makes the token {largest}, and the model has {size} embeddings: copy the tokenizer that "
+            "belongs to it"
+        )

@@ -1,0 +1,129 @@
+"""Text to score: read once, so that all models see the same."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from gqa_convert.data.documents import Piece, row_pieces
+from gqa_convert.data.hub_rows import HubText
+from gqa_convert.data.sources import Source, open_source
+from gqa_convert.data.text_files import FileText
+from gqa_convert.data.token_files import default_cache
+from gqa_convert.errors import DataError, GQAConvertError
+from gqa_convert.evaluating.texts import encode
+
+STREAM_TOKENS = 1 << 20
+"""Tokens of a Hub dataset that are read unless it is said how many: some of them never end."""
+
+Progress = Callable[[int, int], None]
+
+
+def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Progress = lambda done, total: None) -> list[Piece]:
+    """The text of a source, or the beginning of it that has so many tokens.
+
+    Args:
+        source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
+        tokenizer: whose tokens are counted.
+        tokens: how many, at most; by default all of files, and 1,048,576 of a Hub dataset.
+        progress: called with the bytes or tokens read and their total.
+
+    Raises:
+        DataError: the text can't be found or read, or is empty.
+    """
+    text = open_source(source, default_cache())
+    if isinstance(text, HubText):
+        limit, stream = tokens or STREAM_TOKENS, _hub_pieces(text)
+        found = list(_limited(stream, tokenizer, limit, progress))
+    else:
+        files = _counted(text, (lambda done, total: None) if tokens else progress)
+        found = list(files if tokens is None else _limited(files, tokenizer, tokens, progress))
+    if not found:
+        raise DataError(f"{text.label} holds no text: name another source or --text-field")
+    return found
+
+
+def read_pairs(
+    source: Source, fields: tuple[str, str], count: int | None, progress: Progress = lambda done, total: None
+) -> list[tuple[str, str]]:
+    """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
+
+    Args:
+        source: of the rows.
+        fields: that of the source texts, and that of the targets.
+        count: how many pairs, at most.
+        progress: called with the bytes or pairs read and their total.
+
+    Raises:
+        DataError: the rows can't be found or read, lack a field or have no text in it.
+    """
+    text = open_source(source, default_cache())
+    rows = _hub_rows(text, fields) if isinstance(text, HubText) else text.rows(fields)
+    pairs: list[tuple[str, str]] = []
+    for where, row in rows:
+        pairs.append((_field(row, fields[0], where), _field(row, fields[1], where)))
+        if isinstance(text, FileText):
+            progress(text.bytes_read(), text.total_bytes)
+        elif count:
+            progress(len(pairs), count)
+        if len(pairs) == count:
+            break
+    if not pairs:
+        raise DataError(f"{text.label} holds no rows: name another source")
+    return pairs
+
+
+def _field(row: Mapping[str, Any], field: str, where: str) -> str:
+    if field not in row:
+        found = ", ".join(map(str, list(row)[:20])) or "nothing"
+        raise DataError(f"{where} has no {field!r}, found {found}: name the fields with --source-field and --target-field")
+    value = row[field]
+    if not isinstance(value, str) or not value:
+        what = "nothing" if value in (None, "") else f"a {type(value).__name__}"
+        raise DataError(f"{where}: {field!r} holds {what}, expected text: leave the row out, or name another field")
+    return _clean(value)
+
+
+def _clean(text: str) -> str:
+    """The text, with half of a surrogate pair, which JSON can say and UTF-8 can't, replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _counted(text: FileText, progress: Progress) -> Iterator[Piece]:
+    for piece in text:
+        progress(text.bytes_read(), text.total_bytes)
+        yield piece._replace(text=_clean(piece.text))
+
+
+def _hub_rows(text: HubText, fields: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    try:
+        for number, row in enumerate(text.rows(fields), 1):
+            yield f"{text.label} row {number}", row
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        reason = str(problem) or type(problem).__name__
+        raise DataError(f"{text.label} broke off after {number} rows ({reason}): check the network, and run it again") from problem
+
+
+def _hub_pieces(text: HubText) -> Iterator[Piece]:
+    pieces = (row_pieces(row, text.text_field, where) for where, row in _hub_rows(text, (text.text_field,)))
+    return (piece._replace(text=_clean(piece.text)) for piece in chain.from_iterable(pieces))
+
+
+def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:
+    """Pieces up to the end of a token."""
+    count = 0
+    for piece in pieces:
+        _, ends = encode(tokenizer, piece.text)
+        if count + len(ends) >= limit:
+            progress(limit, limit)
+            yield Piece(piece.text[: ends[limit - count - 1]])
+            return
+        count += len(ends)
+        progress(count, limit)
+        yield piece

@@ -1,0 +1,46 @@
+"""The file of results."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import OutputError
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that can't be written, before hours of work.
+
+    Raises:
+        OutputError: it exists, or its folder does not.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder: name a file such as {path / 'results.json'}")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"the folder {path.absolute().parent} does not exist: make it, or name another file")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise OutputError(f"the folder {path.absolute().parent} can't be written to: name another file")
+
+
+def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> None:
+    """Write results as JSON: the file appears whole or not at all.
+
+    Raises:
+        OutputError: it exists by now, or can't be written.
+    """
+    text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    check_output(path, overwrite=overwrite)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as problem:
+        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file with --output") from None
+    finally:
+        temporary.unlink(missing_ok=True)
