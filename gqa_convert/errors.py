@@ -76,6 +76,10 @@ class DataError(GQAConvertError):
     """Training or evaluation text that is missing, unreadable, empty or too short."""
 
 
+class ReportError(GQAConvertError):
+    """Folders that hold nothing to report on, or a file of figures that can't be read."""
+
+
 class MissingExtraError(GQAConvertError):
     """A part of the program needs a package that is not installed."""
 

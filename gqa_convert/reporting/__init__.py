@@ -1,0 +1,1 @@
+"""Reports: what convert, uptrain, evaluate and benchmark have written, as tables and plots."""

@@ -1,0 +1,221 @@
+"""The figures of a report."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gqa_convert.reporting import drawing
+from gqa_convert.reporting.joining import SOURCE, Joined, Row
+from gqa_convert.reporting.records import Benchmark, Origin, Run, Timing
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and what stands below it.
+
+    Attributes:
+        name: its id, and part of its file's name.
+        title: of the section.
+        caption: what is drawn, in sentences.
+        origins: of the numbers: their commands and machines stand below the figure.
+        svg: with the placeholder colours of `theme`.
+    """
+
+    name: str
+    title: str
+    caption: str
+    origins: tuple[Origin, ...]
+    svg: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that can't be drawn: its title, and what to do to have it."""
+
+    title: str
+    advice: str
+
+
+def by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of a series: a method; the source first."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.label != SOURCE, row.label)):
+        found.setdefault(row.label, []).append(row)
+    return found
+
+
+def setting_of(joined: Joined) -> str:
+    """Batch and context of a table's times, in words."""
+    batch, context = joined.setting or (0, 0)
+    return ", ".join([f"batch {batch}"] * bool(batch) + [f"context {context}"] * bool(context)) or "batch and context not recorded"
+
+
+def quality_time(joined: Joined, name: str) -> Figure | None:
+    """Loss against decode time, a point per model: the figure that a choice of N is made by."""
+    points = [row for row in joined.rows if row.score and row.score.loss is not None and row.timing and row.timing.decode is not None]
+    if not points or not joined.benchmark:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.4)
+        axes = figure.subplots()
+        lines = []
+        for number, (label, rows) in enumerate(by_label(points).items()):
+            lines.append(_quality_series(axes, number, label, rows, lambda row: row.timing.decode if row.timing else None))
+            spread = [
+                ((row.timing.low, row.score.loss), (row.timing.high, row.score.loss))
+                for row in rows
+                if row.timing and row.score and row.score.loss is not None and row.timing.low is not None and row.timing.high is not None
+            ]
+            drawing.whiskers(axes, f"time-{number}", number, spread)
+        axes.set_xlabel("decode time, ms per token")
+        axes.set_ylabel("loss, nats per token")
+        axes.margins(0.12, 0.16)
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    caption = (
+        f"Loss on {joined.text} against decode time of {joined.benchmark.model} ({setting_of(joined)}"
+        f"{'; ' if joined.benchmark.detail else ''}{joined.benchmark.detail}), a point per model, joined by N. Lower and further left is better. "
+        "Vertical bars: one standard error of the loss; horizontal bars: the spread that the benchmark states."
+    )
+    return Figure(name, "Quality against time", caption, joined.origins, drawn)
+
+
+def quality_groups(joined: Joined, name: str) -> Figure | None:
+    """Loss against N, a line per method."""
+    points = [row for row in joined.rows if row.score and row.score.loss is not None and row.groups]
+    if not points:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.2)
+        axes = figure.subplots()
+        lines = [
+            _quality_series(axes, number, label, rows, lambda row: row.groups, noted=False)
+            for number, (label, rows) in enumerate(by_label(points).items())
+        ]
+        drawing.groups_axis(axes, sorted({row.groups for row in points if row.groups}))
+        axes.set_ylabel("loss, nats per token")
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    caption = f"Loss on {joined.text} against N. Bars: one standard error."
+    origins = tuple(each for each in joined.origins if joined.benchmark is None or each is not joined.benchmark.origin)
+    return Figure(name, "Quality against groups", caption, origins, drawn)
+
+
+def _quality_series(
+    axes: object, number: int, label: str, rows: Sequence[Row], across: Callable[[Row], float | None], *, noted: bool = True
+) -> object:  # fmt: skip
+    """One method's losses with their errors; models of the same N stand one above the other, joined to the next by a line."""
+    placed = sorted((x, row.score.loss, row) for row in rows if row.score and row.score.loss is not None and (x := across(row)) is not None)
+    single = len({row.groups for row in rows}) == len(rows)
+    line = drawing.series(axes, f"loss-{number}", number, [(x, y) for x, y, _ in placed], label=label, line=single)
+    ends = [
+        ((x, y - row.score.loss_error), (x, y + row.score.loss_error))
+        for x, y, row in placed
+        if row.score and row.score.loss_error is not None
+    ]
+    drawing.whiskers(axes, f"loss-{number}", number, ends)
+    for x, y, row in placed if noted else ():
+        drawing.note(axes, f"N = {row.groups}", (x, y))
+    return line
+
+
+def recovery(runs: Sequence[Run], name: str) -> Figure | None:
+    """Evaluation loss over the tokens of uptraining, and the source's."""
+    drawable = [run for run in runs if run.curve]
+    if not drawable:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.2)
+        axes = figure.subplots()
+        lines = []
+        for number, run in enumerate(drawable):
+            label = drawing.short(f"N = {run.groups}, {run.name}" if run.groups else f"run {run.name}")
+            lines.append(drawing.series(axes, f"run-{number}", number, run.curve, label=label))
+        levels = {run.source_loss: run for run in drawable if run.source_loss is not None}
+        lines += [drawing.level(axes, f"source-{number}", loss, f"source, {loss:.3f}") for number, loss in enumerate(levels)]
+        axes.set_xlabel("tokens of uptraining")
+        axes.set_ylabel("evaluation loss, nats per token")
+        axes.xaxis.set_major_formatter(_tokens)
+        axes.margins(0.04, 0.1)
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    ends = [_recovered(run) for run in drawable]
+    caption = f"Loss on held-out text over the tokens of uptraining, from the converted model on; dashed: the source. {' '.join(ends)}"
+    return Figure(name, "Recovery by uptraining", caption, tuple(run.origin for run in drawable), drawn)
+
+
+def _recovered(run: Run) -> str:
+    title = f"{run.name}{f' (N = {run.groups})' if run.groups else ''}"
+    if not run.finished:
+        return f"{title}: unfinished."
+    share = f", {run.recovered:.1%} of the gap to the source recovered" if run.recovered is not None else ""
+    losses = f"{run.start:.3f} to {run.final:.3f}" if run.start is not None and run.final is not None else "not measured at both ends"
+    return f"{title}: {losses} nats per token{share}."
+
+
+def _tokens(value: float, place: int) -> str:
+    del place
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:g}{unit}"
+    return f"{value:g}"
+
+
+def time_groups(benchmarks: Sequence[Benchmark], rows: Sequence[Row], name: str) -> Figure | None:
+    """Decode time and K/V bytes per token against N, with a line per benchmark, batch and context; bytes may come from shapes alone."""
+    timed = _settings(benchmarks, lambda timing: timing.decode)
+    sized = _settings(benchmarks, lambda timing: timing.kv_bytes)
+    computed = sorted({(row.groups, row.kv_bytes) for row in rows if row.groups and row.kv_bytes is not None and not row.kv_measured})
+    if not timed and not sized and not computed:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(9.6 if timed else 6.0, 4.2)
+        panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
+        counts = sorted({timing.groups for _, timings in (*timed, *sized) for timing in timings} | {int(groups) for groups, _ in computed})
+        if timed:
+            axes, lines = panels[0], []
+            for number, (label, timings) in enumerate(timed):
+                points = [(timing.groups, timing.decode) for timing in timings if timing.decode is not None]
+                lines.append(drawing.series(axes, f"time-{number}", number, points, label=label))
+                ends = [
+                    ((timing.groups, timing.low), (timing.groups, timing.high))
+                    for timing in timings
+                    if timing.low is not None and timing.high is not None
+                ]
+                drawing.whiskers(axes, f"time-{number}", number, ends)
+            axes.set_ylabel("decode time, ms per token")
+            axes.set_title("time")
+            drawing.legend(axes, lines)
+        axes, lines = panels[-1], []
+        for number, (label, timings) in enumerate(sized):
+            points = [(timing.groups, timing.kv_bytes) for timing in timings if timing.kv_bytes is not None]
+            lines.append(drawing.series(axes, f"bytes-{number}", number, points, label=label))
+        if computed:
+            label = "computed from the shapes of the weights"
+            lines.append(
+                drawing.series(axes, "bytes-computed", len(sized), [(groups, size) for groups, size in computed], label=label, line=False)
+            )
+        axes.set_ylabel("K/V-cache bytes per token")
+        axes.set_title("bytes")
+        if lines:
+            drawing.legend(axes, lines)
+        for axes in panels:
+            axes.set_ylim(bottom=0)
+            drawing.groups_axis(axes, counts)
+        drawn = drawing.svg(figure)
+    caption = "Decode time and K/V-cache bytes of one token against N." if timed else "K/V-cache bytes of one token against N."
+    details = "; ".join(dict.fromkeys(f"{each.model}: {each.detail}" for each in benchmarks if each.detail))
+    caption += f" Bars: the spread that the benchmark states. {details}." if details else ""
+    origins = tuple(each.origin for each in benchmarks)
+    return Figure(name, "Time and bytes against groups", caption, origins, drawn)
+
+
+def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | None]) -> list[tuple[str, list[Timing]]]:
+    """A series per benchmark, batch and context, by rising N, of those timings that have the figure."""
+    found = []
+    for benchmark in benchmarks:
+        prefix = f"{benchmark.origin.path.stem}: " if len(benchmarks) > 1 else ""
+        for batch, context in sorted({timing.setting for timing in benchmark.timings}):
+            timings = [each for each in benchmark.timings if each.setting == (batch, context) and of(each) is not None]
+            if timings:
+                found.append((drawing.short(f"{prefix}batch {batch}, context {context}"), sorted(timings, key=lambda each: each.groups)))
+    return found

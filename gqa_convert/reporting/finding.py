@@ -1,0 +1,154 @@
+"""Folders -> everything in them that can be reported on."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import ReportError
+from gqa_convert.provenance import PROVENANCE
+from gqa_convert.reporting.fields import parse_json
+from gqa_convert.reporting.reading import (
+    kind_of,
+    read_benchmark,
+    read_conversion,
+    read_demo,
+    read_evaluation,
+    read_inspection,
+    read_run,
+)
+from gqa_convert.reporting.records import Conversion, Material, Origin
+from gqa_convert.training.run_folder import RunFolder
+
+DEPTH = 4
+"""How many levels of folders below a named one are looked into."""
+_LARGEST = 64 << 20
+"""Bytes of a JSON file that is opened; figures are smaller, vocabularies may be larger."""
+_COMPANIONS = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "preprocessor_config.json", "processor_config.json", "chat_template.json", "video_preprocessor_config.json",
+}  # fmt: skip
+"""Files of a checkpoint, which nobody expects in a report."""
+
+
+def find(folders: Iterable[Path]) -> Material:
+    """Read every JSON file in the folders, or the files that are named themselves.
+
+    Raises:
+        ReportError: there is no such folder, a file is broken, or nothing was found.
+    """
+    folders = list(folders)
+    material, seen, runs = Material(), set[Path](), dict[Path, tuple[dict[str, Any], Path] | None]()
+    for folder in folders:
+        if not folder.exists():
+            raise ReportError(f"{folder} does not exist: name a folder with what convert, uptrain, evaluate or benchmark wrote")
+        for path in [folder] if folder.is_file() else _files(folder):
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                _take(path, material, runs)
+    for place, summary in runs.items():
+        run = read_run(place, summary)
+        if run is None:
+            material.ignored.append((RunFolder(place).metrics, "an uptraining without a whole line of metrics"))
+            continue
+        material.runs.append(run)
+        material.read.append((run.origin, f"uptrain, {len(run.curve)} evaluations{'' if run.finished else ', unfinished'}"))
+    _drop_copies(material)
+    if not material.read:
+        found = f"{len(material.ignored)} other JSON file(s)" if material.ignored else "no JSON file"
+        raise ReportError(
+            f"nothing to report on in {', '.join(map(str, folders))}, {found} found: name folders with {PROVENANCE} of convert, summary.json of "
+            "uptrain, or what evaluate or benchmark printed with --json"
+        )
+    return material
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """JSON and metrics files, in order of their names; hidden folders, and the checkpoints and trackers of a run, are passed over."""
+
+    def refuse(problem: OSError) -> None:
+        raise ReportError(f"{problem.filename} can't be read ({problem.strerror}): make it readable, or name other folders")
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        place = Path(root)
+        own = RunFolder(place)
+        passed = {own.checkpoints.name, own.trackers.name} if own.recipe.is_file() else set()
+        deep = len(place.relative_to(folder).parts) >= DEPTH
+        folders[:] = [] if deep else sorted(name for name in folders if not name.startswith(".") and name not in passed)
+        companions = _COMPANIONS if (place / "config.json").is_file() else set()
+        for name in sorted(files):
+            wanted = name.endswith(".json") and name not in companions and not name.endswith(".index.json")
+            if not name.startswith(".") and (wanted or name == own.metrics.name):
+                yield place / name
+
+
+def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
+    """Read one file into the material; an uptraining's two files are put together by their folder."""
+    if path.name == RunFolder(path.parent).metrics.name:
+        runs.setdefault(path.parent.resolve(), None)
+        return
+    if path.stat().st_size > _LARGEST:
+        material.ignored.append((path, f"larger than {_LARGEST >> 20} MiB"))
+        return
+    content = parse_json(path)
+    kind, why = kind_of(content, path)
+    origin: Origin
+    if kind == "convert":
+        conversion = read_conversion(content, path)
+        material.conversions.append(conversion)
+        origin = conversion.origin
+        kind += f", N = {conversion.groups}, {conversion.label}"
+    elif kind == "evaluate":
+        evaluation = read_evaluation(content, path)
+        material.evaluations.append(evaluation)
+        origin = evaluation.origin
+        kind += f", {len(evaluation.scores)} models"
+    elif kind == "benchmark":
+        benchmark = read_benchmark(content, path)
+        material.benchmarks.append(benchmark)
+        origin = benchmark.origin
+        kind += f", {len(benchmark.timings)} timings"
+    elif kind == "inspect":
+        inspection = read_inspection(content, path)
+        material.inspections.append(inspection)
+        origin = inspection.origin
+    elif kind == "demo":
+        evaluation, conversions = read_demo(content, path)
+        material.evaluations.append(evaluation)
+        material.conversions += conversions
+        origin = evaluation.origin
+    elif kind == "uptrain":
+        _take_summary(content, path, material, runs)
+        return
+    else:
+        if not (path.parent / "config.json").is_file() and not RunFolder(path.parent).recipe.is_file():
+            material.ignored.append((path, why))
+        return
+    material.read.append((origin, kind))
+
+
+def _take_summary(content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
+    """A run's `summary.json`, or what `uptrain --json` printed: the same object, which names the model in the run's folder."""
+    named = Path(str(content["model"])).parent
+    place = (path.parent if path.name == "summary.json" or not named.is_dir() else named).resolve()
+    earlier = runs.get(place)
+    if earlier is None:
+        runs[place] = (content, path)
+    elif earlier[0] != content:
+        material.conflicts.append(f"{earlier[1]} and {path} speak of the same uptraining and differ: the first is used")
+        material.ignored.append((path, f"another account of the run in {earlier[1]}"))
+
+
+def _drop_copies(material: Material) -> None:
+    """One record per converted folder: provenance says more than what `convert --json` printed, and that more than a demo's results."""
+    kept: dict[Path, Conversion] = {}
+    for conversion in sorted(material.conversions, key=lambda each: (each.origin.path.name != PROVENANCE, not each.errors)):
+        assert conversion.folder is not None
+        place = conversion.folder.resolve()
+        first = kept.setdefault(place, conversion)
+        if first is not conversion and first.groups != conversion.groups:
+            material.conflicts.append(
+                f"{first.origin.path} says that {conversion.folder} has N = {first.groups}, {conversion.origin.path} says {conversion.groups}: "
+                "the first is used"
+            )
+    material.conversions[:] = sorted(kept.values(), key=lambda each: (-each.groups, each.label, str(each.folder)))
