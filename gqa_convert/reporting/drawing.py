@@ -80,7 +80,7 @@ Point = tuple[float, float]
 def series(axes: Any, name: str, number: int, points: Sequence[Point], *, label: str, line: bool = True) -> Any:
     """A line with markers whose group in the SVG has the id `series-NAME`; returns it for the legend, which takes its `label`."""
     colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
-    style_ = "-" if line else "none"
+    style_ = ("-", "--", ":", "-.")[number // len(SERIES) % 4] if line else "none"
     return axes.plot(
         *zip(*points, strict=True), color=colour, marker=marker, markersize=6, markeredgewidth=0, linewidth=1.6, linestyle=style_,
         label=label, gid=f"series-{name}", zorder=3, clip_on=False,

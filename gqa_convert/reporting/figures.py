@@ -74,7 +74,7 @@ def quality_time(joined: Joined, name: str) -> Figure | None:
     caption = (
         f"Loss on {joined.text} against decode time of {joined.benchmark.model} ({setting_of(joined)}"
         f"{'; ' if joined.benchmark.detail else ''}{joined.benchmark.detail}), a point per model, joined by N. Lower and further left is better. "
-        "Vertical bars: one standard error of the loss; horizontal bars: the spread that the benchmark states."
+        f"Vertical bars: one standard error of the loss; horizontal bars: {joined.benchmark.spread}."
     )
     return Figure(name, "Quality against time", caption, joined.origins, drawn)
 
@@ -186,9 +186,9 @@ def time_groups(benchmarks: Sequence[Benchmark], rows: Sequence[Row], name: str)
             axes.set_title("time")
             drawing.legend(axes, lines)
         axes, lines = panels[-1], []
-        for number, (label, timings) in enumerate(sized):
-            points = [(timing.groups, timing.kv_bytes) for timing in timings if timing.kv_bytes is not None]
-            lines.append(drawing.series(axes, f"bytes-{number}", number, points, label=label))
+        for number, (steps, labels) in enumerate(_alike(sized).items()):
+            label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
+            lines.append(drawing.series(axes, f"bytes-{number}", number, steps, label=label))
         if computed:
             label = "computed from the shapes of the weights"
             lines.append(
@@ -204,7 +204,9 @@ def time_groups(benchmarks: Sequence[Benchmark], rows: Sequence[Row], name: str)
         drawn = drawing.svg(figure)
     caption = "Decode time and K/V-cache bytes of one token against N." if timed else "K/V-cache bytes of one token against N."
     details = "; ".join(dict.fromkeys(f"{each.model}: {each.detail}" for each in benchmarks if each.detail))
-    caption += f" Bars: the spread that the benchmark states. {details}." if details else ""
+    if timed:
+        caption += f" Bars: {'; '.join(dict.fromkeys(each.spread for each in benchmarks))}."
+    caption += f" {details}." if details else ""
     origins = tuple(each.origin for each in benchmarks)
     return Figure(name, "Time and bytes against groups", caption, origins, drawn)
 
@@ -218,4 +220,13 @@ def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | No
             timings = [each for each in benchmark.timings if each.setting == (batch, context) and of(each) is not None]
             if timings:
                 found.append((drawing.short(f"{prefix}batch {batch}, context {context}"), sorted(timings, key=lambda each: each.groups)))
+    return found
+
+
+def _alike(sized: Sequence[tuple[str, Sequence[Timing]]]) -> dict[tuple[drawing.Point, ...], list[str]]:
+    """Bytes by N and the labels of those series that have just these: a cache of any length takes the same per token."""
+    found: dict[tuple[drawing.Point, ...], list[str]] = {}
+    for label, timings in sized:
+        points = tuple((timing.groups, timing.kv_bytes) for timing in timings if timing.kv_bytes is not None)
+        found.setdefault(points, []).append(label)
     return found

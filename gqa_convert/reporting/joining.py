@@ -76,6 +76,7 @@ def join(material: Material) -> tuple[list[Joined], list[str]]:
     tables = []
     for text, evaluations in _by_text(material.evaluations).items():
         scored = _scores(evaluations, notes)
+        notes += [f"{score.model}: {score.note}" for score, _ in scored if score.note]
         rows = [(_identify(score.model, evaluation.origin.path, material.conversions), score) for score, evaluation in scored]
         tables.append(_joined(text, rows, material, benchmark, setting, timings, notes, tuple(each.origin for each in evaluations)))
     if not tables and (material.benchmarks or material.conversions):

@@ -17,14 +17,14 @@ MARKER = "<!-- made by gqa-convert report; it may replace this file -->"
 _STYLE = """
 :root { color-scheme: light dark; LIGHT }
 @media (prefers-color-scheme: dark) { :root { DARK } }
-body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0 auto; max-width: 78rem; padding: 1.5rem; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
 figure { margin: 1rem 0; } figure svg { display: block; max-width: 100%; height: auto; }
 figcaption, .note { max-width: 60rem; font-size: .9rem; }
 .origins { color: var(--muted); font-size: .85rem; overflow-wrap: anywhere; margin: .5rem 0; padding: 0; list-style: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
+th, td { padding: .3rem .55rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
 th { border-bottom-color: var(--muted); vertical-align: bottom; }
 td.words, th.words { text-align: left; overflow-wrap: anywhere; min-width: 6rem; }
 td.none { color: var(--muted); font-style: italic; }
@@ -93,6 +93,11 @@ def _text(text: str) -> str:
     return html.escape(printable(text))
 
 
+def _unbroken(cell: str) -> str:
+    """A figure that keeps its error or its spread on one line."""
+    return _text(cell).replace("± ", "±&nbsp;").replace(" to ", "&nbsp;to&nbsp;")
+
+
 def _html_origins(origins: Sequence[Origin]) -> str:
     items = []
     for command, machine, files in provenance_of(origins):
@@ -117,7 +122,9 @@ def _html_table(table: Table) -> str:
         f'<th scope="col"{_class(word, "")}>{_text(title.strip())}</th>' for title, word in zip(table.header, words, strict=True)
     )
     rows = [
-        "<tr>" + "".join(f"<td{_class(word, cell)}>{_text(cell)}</td>" for cell, word in zip(row, words, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{_class(word, cell)}>{_text(cell) if word else _unbroken(cell)}</td>" for cell, word in zip(row, words, strict=True))
+        + "</tr>"
         for row in table.rows
     ]
     return "\n".join(

@@ -174,16 +174,32 @@ def _groups_of(folder: Path, model: str) -> int | None:
 
 
 def read_evaluation(content: dict[str, Any], path: Path) -> Evaluation:
-    """What `evaluate --json` printed or wrote."""
+    """What `evaluate --json` printed or wrote; a reference that it scored is one of the models."""
     fields = Fields(content, str(path))
+    whole = isinstance(content.get("reference"), dict)
+    reference = fields.part("reference") if whole else None
     results = _results(fields)
-    details = [
-        fields.text("data") or "text that is not recorded",
-        fields.text("objective"),
-        *(f"{key} {fields.count(key)}" for key in ("context", "stride") if fields.count(key)),
-    ]
+    if reference and all(each.text("model") != reference.text("model") for each in results):
+        results = [reference, *results]
+    details = [_text_of(fields), fields.text("objective")]
+    details += [f"{key} {fields.count(key)}" for key in ("context", "stride") if fields.count(key)]
     scores = tuple(_score(each) for each in results)
-    return Evaluation(origin_of(fields, path), ", ".join(each for each in details if each), fields.text("reference"), scores)
+    name = reference.text("model") if reference else None if whole else fields.text("reference")
+    return Evaluation(origin_of(fields, path), ", ".join(each for each in details if each), name, scores)
+
+
+def _text_of(fields: Fields) -> str:
+    """What was scored: a source as it was named, or a source with those options that are not the usual ones."""
+    if not isinstance(fields.record.get("data"), dict):
+        return fields.text("data") or "text that is not recorded"
+    data = Fields(fields.record["data"], f"data of {fields.where}")
+    usual = {"split": "train", "text_field": "text"}
+    options = [
+        f"{key.replace('_', ' ')} {data.text(key)}"
+        for key, value in data.record.items()
+        if key != "source" and value is not None and value != usual.get(key)
+    ]
+    return ", ".join([data.text("source") or "text that is not recorded", *options])
 
 
 def _results(fields: Fields) -> list[Fields]:
@@ -206,12 +222,14 @@ def _score(fields: Fields) -> Score:
         loss_error=fields.number("loss_standard_error"),
         perplexity=fields.number("perplexity"),
         bits_per_byte=fields.number("bits_per_byte"),
+        bits_error=fields.number("bits_per_byte_standard_error"),
         tokens=fields.count("tokens"),
         nan=fields.count("scored_nan") or 0,
         difference=against,
         kl=fields.number("kl"),
         kl_error=fields.number("kl_standard_error"),
         top1=fields.number("top1_agreement"),
+        note=fields.text("note"),
         tasks=tuple(_tasks(fields)),
     )
 
@@ -261,7 +279,8 @@ def read_benchmark(content: dict[str, Any], path: Path) -> Benchmark:
     ]
     return Benchmark(
         origin_of(fields, path), fields.text("model") or "model not recorded", fields.text("model_type"), fields.count("heads"),
-        ", ".join(each for each in details if each), tuple(timings),
+        ", ".join(each for each in details if each),
+        fields.text("spread") or "the benchmark's decode_ms_low and decode_ms_high", tuple(timings),
     )  # fmt: skip
 
 

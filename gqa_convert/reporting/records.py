@@ -101,11 +101,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Score:
-    """A model on a text; losses and divergences in nats per token, None where not measured.
+    """A model on a text; losses, differences and divergences in nats per token, None where not measured.
 
     Attributes:
         nan: windows or tokens whose loss was not finite.
         difference: to another model over the same tokens: its name, the mean and its standard error.
+        note: what the evaluation says of it.
         tasks: name of task and metric, value, standard error.
     """
 
@@ -114,12 +115,14 @@ class Score:
     loss_error: float | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
+    bits_error: float | None = None
     tokens: int | None = None
     nan: int = 0
     difference: tuple[str, float | None, float | None] | None = None
     kl: float | None = None
     kl_error: float | None = None
     top1: float | None = None
+    note: str | None = None
     tasks: tuple[tuple[str, str, float, float | None], ...] = ()
 
 
@@ -161,13 +164,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Timings of one model at several N, on one machine."""
+    """Timings of one model at several N, on one machine; `detail` and `spread` say how they were taken and what `low` and `high` are."""
 
     origin: Origin
     model: str
     model_type: str | None
     heads: int | None
     detail: str
+    spread: str
     timings: tuple[Timing, ...]
 
 

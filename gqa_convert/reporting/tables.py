@@ -60,7 +60,7 @@ def _quality(joined: Joined, name: str) -> Table:
     references = dict.fromkeys(row.score.difference[0] for row in joined.rows if row.score and row.score.difference)
     if references:
         note += f". Differences in nats per token over the same tokens, to {', '.join(references)}"
-    note += ". ± is one standard error, brackets the spread that the benchmark states"
+    note += ". ± is one standard error, brackets the spread of the times"
     note += "; speed-up and ratio are to the largest N that was timed, or to the source."
     return Table(name, "Quality, time and bytes by N", note, header, tuple(_quality_row(row) for row in joined.rows), joined.origins)
 
@@ -80,7 +80,7 @@ def _quality_row(row: Row) -> tuple[str, ...]:
         row.model,
         loss,
         _figure(score.perplexity if score else None, ",.3f"),
-        _figure(score.bits_per_byte if score else None),
+        _with_error(score.bits_per_byte, score.bits_error, ".4f") if score else NOT_MEASURED,
         _with_error(*score.difference[1:]) if score and score.difference else NOT_MEASURED,
         _with_error(score.kl, score.kl_error, ".4f") if score else NOT_MEASURED,
         _figure(score.top1 if score else None, ".2%"),
