@@ -62,7 +62,7 @@ def quality_time(joined: Joined, name: str) -> Figure | None:
             lines.append(_quality_series(axes, number, label, rows, lambda row: row.timing.decode if row.timing else None))
             spread = [
                 ((row.timing.low, row.score.loss), (row.timing.high, row.score.loss))
-                for row in rows
+                for row in sorted(rows, key=lambda row: row.timing.decode or 0.0 if row.timing else 0.0)
                 if row.timing and row.score and row.score.loss is not None and row.timing.low is not None and row.timing.high is not None
             ]
             drawing.whiskers(axes, f"time-{number}", number, spread)
