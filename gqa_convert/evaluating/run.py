@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
+_FIGURES = (
+    "loss", "loss_standard_error", "perplexity", "bits_per_byte", "bits_per_byte_standard_error", "tokens", "bytes", "scored_nan",
+    "difference", "kl", "kl_standard_error", "top1_agreement", "seconds", "note",
+)  # fmt: skip
+"""Of a model, in the order in which they are written."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -239,8 +245,7 @@ class _Run:
         from gqa_convert.evaluating import comparison
 
         entry: dict[str, Any] = {"model": candidate.name, "revision": candidate.revision, "dtype": str(model.dtype).removeprefix("torch.")}
-        nothing = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes", "difference", "kl", "kl_standard_error", "top1_agreement")
-        entry |= dict.fromkeys(nothing) | {"scored_nan": 0, "seconds": None, "note": None}
+        entry |= dict.fromkeys(_FIGURES) | {"scored_nan": 0}
         measured = None
         if self.text is not None:
             measured, entry["seconds"], note = self._measured(candidate, model, other, reference)

@@ -1,9 +1,13 @@
 """lm-eval's tasks (Gao et al., github.com/EleutherAI/lm-evaluation-harness), through its Python API; its results are not touched."""
 
+import contextlib
 import importlib.util
 import json
+import logging
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,21 +67,42 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Tasks, manager: Any, *, batch: 
     Raises:
         DataError: a task could not be run, its data could not be fetched perhaps.
     """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
+    with _own_screen():
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
 
-    try:
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-        found = lm_eval.simple_evaluate(
-            wrapped, tasks=list(tasks.names), num_fewshot=tasks.fewshot, limit=tasks.limit, task_manager=manager, log_samples=False,
-            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed, bootstrap_iters=1000,
-        )  # fmt: skip
-    except Exception as problem:
-        reason = " ".join(str(problem).split())[:300] or type(problem).__name__
-        raise DataError(
-            f"lm-eval could not run {', '.join(tasks.names)} ({reason}): check the task, or the network for its data"
-        ) from problem
+        try:
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+            found = lm_eval.simple_evaluate(
+                wrapped, tasks=list(tasks.names), num_fewshot=tasks.fewshot, limit=tasks.limit, task_manager=manager, log_samples=False,
+                random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+            )  # fmt: skip
+        except Exception as problem:
+            reason = " ".join(str(problem).split())[:300] or type(problem).__name__
+            raise DataError(
+                f"lm-eval could not run {', '.join(tasks.names)} ({reason}): check the task, or the network for its data"
+            ) from problem
     return plain(found)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _own_screen() -> Iterator[None]:
+    """What lm-eval and its helpers print: bars on a terminal, else nothing, and in no case on stdout, where the results go."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    sys.stderr.flush()
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, level)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not sys.stderr.isatty():
+            kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 2)
+            stack.callback(sys.stderr.flush)
+        yield
 
 
 def plain(value: Any) -> Any:
