@@ -73,9 +73,11 @@ def quality_time(joined: Joined, name: str) -> Figure | None:
         drawn = drawing.svg(figure)
     caption = (
         f"Loss on {joined.text} against decode time of {joined.benchmark.model} ({setting_of(joined)}"
-        f"{'; ' if joined.benchmark.detail else ''}{joined.benchmark.detail}), a point per model, joined by N. Lower and further left is better. "
-        f"Vertical bars: one standard error of the loss; horizontal bars: {joined.benchmark.spread}."
+        f"{'; ' if joined.benchmark.detail else ''}{joined.benchmark.detail}), a point per model, joined by N. Lower and further left is better."
+        f"{_bars(points)}"
     )
+    if any(row.timing and row.timing.low is not None for row in points):
+        caption += f" Horizontal bars: {joined.benchmark.spread}."
     return Figure(name, "Quality against time", caption, joined.origins, drawn)
 
 
@@ -95,9 +97,14 @@ def quality_groups(joined: Joined, name: str) -> Figure | None:
         axes.set_ylabel("loss, nats per token")
         drawing.legend(axes, lines)
         drawn = drawing.svg(figure)
-    caption = f"Loss on {joined.text} against N. Bars: one standard error."
+    caption = f"Loss on {joined.text} against N.{_bars(points)}"
     origins = tuple(each for each in joined.origins if joined.benchmark is None or each is not joined.benchmark.origin)
     return Figure(name, "Quality against groups", caption, origins, drawn)
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    """What the vertical bars are, if there are any."""
+    return " Vertical bars: one standard error." if any(row.score and row.score.loss_error is not None for row in rows) else ""
 
 
 def _quality_series(
@@ -160,8 +167,10 @@ def _tokens(value: float, place: int) -> str:
     return f"{value:g}"
 
 
-def time_groups(benchmarks: Sequence[Benchmark], rows: Sequence[Row], name: str) -> Figure | None:
+def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name: str) -> Figure | None:
     """Decode time and K/V bytes per token against N, with a line per benchmark, batch and context; bytes may come from shapes alone."""
+    rows = [row for joined in tables for row in joined.rows]
+    shapes = dict.fromkeys(origin for joined in tables for origin in joined.shapes)
     timed = _settings(benchmarks, lambda timing: timing.decode)
     sized = _settings(benchmarks, lambda timing: timing.kv_bytes)
     computed = sorted({(row.groups, row.kv_bytes) for row in rows if row.groups and row.kv_bytes is not None and not row.kv_measured})
@@ -204,10 +213,10 @@ def time_groups(benchmarks: Sequence[Benchmark], rows: Sequence[Row], name: str)
         drawn = drawing.svg(figure)
     caption = "Decode time and K/V-cache bytes of one token against N." if timed else "K/V-cache bytes of one token against N."
     details = "; ".join(dict.fromkeys(f"{each.model}: {each.detail}" for each in benchmarks if each.detail))
-    if timed:
+    if any(timing.low is not None for _, timings in timed for timing in timings):
         caption += f" Bars: {'; '.join(dict.fromkeys(each.spread for each in benchmarks))}."
     caption += f" {details}." if details else ""
-    origins = tuple(each.origin for each in benchmarks)
+    origins = (*(each.origin for each in benchmarks), *shapes)
     return Figure(name, "Time and bytes against groups", caption, origins, drawn)
 
 

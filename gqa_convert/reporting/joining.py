@@ -52,7 +52,8 @@ class Joined:
         rows: by falling N, then method.
         benchmark: whose times these are, None without any.
         setting: its batch and context.
-        origins: of the figures.
+        origins: of quality and times.
+        shapes: of the bytes that are computed.
     """
 
     text: str | None
@@ -60,6 +61,7 @@ class Joined:
     benchmark: Benchmark | None
     setting: tuple[int, int] | None
     origins: tuple[Origin, ...]
+    shapes: tuple[Origin, ...]
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,9 @@ def _joined(
             for groups in sorted(set(timings) - taken)
         ]
     rows.sort(key=lambda row: (-(row.groups or 0), row.label != SOURCE, row.label, row.model))
-    return Joined(text, tuple(rows), benchmark, setting, (*origins, *((benchmark.origin,) if benchmark else ())))
+    computed = any(row.kv_bytes is not None and not row.kv_measured for row in rows)
+    shapes = tuple(each.origin for each in material.conversions if each.kv_bytes) if computed else ()
+    return Joined(text, tuple(rows), benchmark, setting, (*origins, *((benchmark.origin,) if benchmark else ())), shapes)
 
 
 def _misfit(conversion: Conversion | None, benchmark: Benchmark) -> str | None:

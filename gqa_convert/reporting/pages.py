@@ -19,7 +19,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { DARK } }
 body { margin: 0 auto; max-width: 78rem; padding: 1.5rem; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
-figure { margin: 1rem 0; } figure svg { display: block; max-width: 100%; height: auto; }
+figure { margin: 1rem 0; } figure svg { display: block; max-width: 100%; min-width: 34rem; height: auto; }
 figcaption, .note { max-width: 60rem; font-size: .9rem; }
 .origins { color: var(--muted); font-size: .85rem; overflow-wrap: anywhere; margin: .5rem 0; padding: 0; list-style: none; }
 .scroll { overflow-x: auto; }
@@ -110,8 +110,9 @@ def _html_figure(figure: Figure) -> str:
     drawn = inline(figure.svg, figure.name).replace("<svg ", f'<svg role="img" aria-label="{_text(figure.title)}" ', 1)
     return "\n".join(
         [
-            "<section>", f"<h2>{_text(figure.title)}</h2>", f'<figure id="{figure.name}" aria-label="{_text(figure.title)}">', drawn,
-            f"<figcaption>{_text(figure.caption)}{_html_origins(figure.origins)}</figcaption>", "</figure>", "</section>",
+            "<section>", f"<h2>{_text(figure.title)}</h2>", f'<figure id="{figure.name}" aria-label="{_text(figure.title)}">',
+            f'<div class="scroll" tabindex="0">{drawn}</div>', f"<figcaption>{_text(figure.caption)}{_html_origins(figure.origins)}</figcaption>",
+            "</figure>", "</section>",
         ]
     )  # fmt: skip
 
@@ -129,7 +130,8 @@ def _html_table(table: Table) -> str:
     ]
     return "\n".join(
         [
-            f'<section id="table-{table.name}">', f"<h2>{_text(table.title)}</h2>", f'<p class="note">{_text(table.note)}</p>', '<div class="scroll">',
+            f'<section id="table-{table.name}">', f"<h2>{_text(table.title)}</h2>", f'<p class="note">{_text(table.note)}</p>',
+            '<div class="scroll" tabindex="0">',
             f"<table><thead><tr>{head}</tr></thead><tbody>", *rows, "</tbody></table>", "</div>", _html_origins(table.origins), "</section>",
         ]
     )  # fmt: skip

@@ -117,10 +117,9 @@ def draw_all(material: Material, tables: Sequence[Joined]) -> tuple[list[Figure]
     for number, joined in enumerate(tables, 1):
         suffix = f"-{number}" if len(tables) > 1 else ""
         figures += [quality_time(joined, f"quality-time{suffix}"), quality_groups(joined, f"quality-groups{suffix}")]
-    rows = [row for joined in tables for row in joined.rows]
     figures += [
         recovery(material.runs, "recovery"),
-        time_groups(material.benchmarks, rows, "time-groups"),
+        time_groups(material.benchmarks, tables, "time-groups"),
         merge_errors(material.conversions, material.inspections, "merge-error"),
     ]
     drawn = [figure for figure in figures if figure is not None]

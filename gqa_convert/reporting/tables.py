@@ -62,7 +62,14 @@ def _quality(joined: Joined, name: str) -> Table:
         note += f". Differences in nats per token over the same tokens, to {', '.join(references)}"
     note += ". ± is one standard error, brackets the spread of the times"
     note += "; speed-up and ratio are to the largest N that was timed, or to the source."
-    return Table(name, "Quality, time and bytes by N", note, header, tuple(_quality_row(row) for row in joined.rows), joined.origins)
+    return Table(
+        name,
+        "Quality, time and bytes by N",
+        note,
+        header,
+        tuple(_quality_row(row) for row in joined.rows),
+        (*joined.origins, *joined.shapes),
+    )
 
 
 def _quality_row(row: Row) -> tuple[str, ...]:
