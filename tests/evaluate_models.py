@@ -18,11 +18,11 @@ from tests.tiny import make_config, make_model, randomise
 POSITIONS = 48
 
 
-def causal(folder: Path, *, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
+def causal(folder: Path, *, seed: int = 0, tokenizer: Any = None, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """A tiny Llama with the bundled tokenizer."""
     tokenizer = tokenizer or demo_tokenizer()
     settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": POSITIONS} | config
-    make_model(make_config("llama", **settings), seed=seed).save_pretrained(folder)
+    make_model(make_config("llama", **settings), seed=seed).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -24,7 +24,7 @@ TEXT = "for number in range(10):\n    print(number, number ** 2)\n"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     causal(folder / "one")
-    causal(folder / "two", seed=1)
+    causal(folder / "two", seed=1, dtype=torch.bfloat16)
     causal(folder / "untold")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "untold" / file).unlink()

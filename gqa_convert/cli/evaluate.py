@@ -77,7 +77,7 @@ def evaluate(
 
       gqa-convert evaluate ./Llama-2-7b-gqa8 --tasks arc_easy,hellaswag --task-limit 500
 
-      torchrun --nproc_per_node 8 -m gqa_convert evaluate ./Llama-2-70b-gqa8 --data test.txt
+      torchrun --nproc_per_node 8 -m gqa_convert evaluate ./Llama-2-7b-gqa8 --data test.txt
     """
     from gqa_convert.console.evaluation import show_evaluation
     from gqa_convert.console.progress import stage_progress

@@ -79,7 +79,8 @@ def come_together(device: str | None) -> Processes:
         raise LaunchError(
             f"there are {torch.cuda.device_count()} GPUs and more processes here: start as many as there are GPUs, or use --device cpu"
         )
-    return Processes(int(accelerator.num_processes), int(accelerator.process_index), str(accelerator.device))
+    own = "cpu" if on_cpu else str(accelerator.device)
+    return Processes(int(accelerator.num_processes), int(accelerator.process_index), own)
 
 
 def _check_device(device: str) -> None:
