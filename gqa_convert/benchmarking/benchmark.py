@@ -3,13 +3,13 @@
 import gc
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.benchmarking.options import CONTEXT, LEAD, BenchmarkOptions
-from gqa_convert.benchmarking.subject import Subject, cut, decoder_layers, headers, open_subject, transformers_config
-from gqa_convert.benchmarking.versions import make_versions, plan_versions
+from gqa_convert.benchmarking.options import ATTENTIONS, CONTEXT, DTYPES, LEAD, BenchmarkOptions
+from gqa_convert.benchmarking.subject import Subject, UnknownAttentionError, cut, decoder_layers, headers, open_subject, transformers_config
+from gqa_convert.benchmarking.versions import Version, make_versions, plan_versions
 from gqa_convert.errors import DeviceMemoryError, OptionError
 from gqa_convert.inspecting.heatmap import check_picture
 from gqa_convert.machine import measurement
@@ -77,12 +77,9 @@ def _measure(
     import torch
 
     from gqa_convert.benchmarking.cells import Cell, measure_cell
-    from gqa_convert.benchmarking.kernels import choose_attention
 
     progress("building models", 0, 1)
-    attention = options.attention or "gqa"
-    versions, own = make_versions(subject, plans, _registered(attention), getattr(torch, dtype), device)
-    used = choose_attention(versions, asked=options.attention)
+    versions, own, used = _versions(subject, plans, options.attention, getattr(torch, dtype), device)
     progress("building models", 1, 1)
     layers = decoder_layers(versions[0].model.config)
     cells = [Cell(batch, tokens, encoder_tokens) for batch, tokens in itertools.product(options.batch, context)]
@@ -122,8 +119,6 @@ def _measure(
 
 
 def _dtype(subject: Subject, asked: str | None) -> str:
-    from gqa_convert.benchmarking.options import DTYPES
-
     stated = asked or subject.config.get("dtype") or subject.config.get("torch_dtype") or "float32"
     if stated not in DTYPES:
         raise OptionError(f"{subject.name} states the type {stated!r}: choose one of {', '.join(DTYPES)} with --dtype")
@@ -145,12 +140,19 @@ def _device(asked: str | None) -> Any:
     return device
 
 
-def _registered(attention: str) -> str:
-    if attention == "gqa":
-        from gqa_convert.attention import register
+def _versions(subject: Subject, plans: Sequence[Plan], asked: str | None, dtype: Any, device: Any) -> tuple[list[Version], bool, str]:
+    """The versions, whether one has the source's weights, and the attention function they run: the first that the model takes."""
+    from gqa_convert.attention import register
+    from gqa_convert.benchmarking.kernels import running_attention
 
-        register()
-    return attention
+    register()
+    *preferred, last = (asked,) if asked else ATTENTIONS
+    for attention in preferred:
+        with suppress(UnknownAttentionError):
+            versions, own = make_versions(subject, plans, attention, dtype, device)
+            return versions, own, running_attention(versions, asked=asked)
+    versions, own = make_versions(subject, plans, last, dtype, device)
+    return versions, own, running_attention(versions, asked=asked)
 
 
 def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], int | None, int | None]:

@@ -45,12 +45,12 @@ class Decoder:
         self.drop()
         with torch.inference_mode():
             if self._prompt is None:
-                self._prompt = self._make_prompt()
+                self._prompt = self._make_prompt(self._encoder_tokens or self._context)
             if self._encoder_tokens is None:
                 self._cache = self._model(input_ids=self._prompt, use_cache=True, **self._options).past_key_values
                 return
-            out = self._model(**{self._model.main_input_name: self._prompt}, decoder_input_ids=self._token, use_cache=True)
-            self._cache, self._arguments = out.past_key_values, {"encoder_outputs": (out.encoder_last_hidden_state,)}
+            self._arguments = {"encoder_outputs": self._model.get_encoder()(self._prompt, return_dict=True)}
+            self._cache = self._model(**self._arguments, decoder_input_ids=self._token, use_cache=True).past_key_values
 
     def fill(self) -> None:
         """Take the cache as the prefill left it, or begin one with a step; then bring it to its length with random keys and values."""
@@ -91,10 +91,11 @@ class Decoder:
         if self._encoder_tokens is None:
             self._cache = self._model(input_ids=self._token, use_cache=True, **self._options).past_key_values
             return
-        width = self._model.config.hidden_size
-        hidden = self._random(self._batch, self._encoder_tokens, width)
-        out = self._model(encoder_outputs=(hidden[:, :1],), decoder_input_ids=self._token, use_cache=True)
-        self._cache, self._arguments = out.past_key_values, {"encoder_outputs": (hidden,)}
+        encoded = self._model.get_encoder()(self._make_prompt(1), return_dict=True)
+        self._arguments = {"encoder_outputs": encoded}
+        self._cache = self._model(**self._arguments, decoder_input_ids=self._token, use_cache=True).past_key_values
+        width = encoded.last_hidden_state.shape[-1]
+        encoded.last_hidden_state = self._random(self._batch, self._encoder_tokens, width)
 
     def _self_layers(self) -> list[Any]:
         return list(getattr(self._cache, "self_attention_cache", self._cache).layers)
@@ -107,10 +108,10 @@ class Decoder:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         return torch.randint(vocabulary, (self._batch, count), device=self._model.device, generator=self._generator)
 
-    def _make_prompt(self) -> torch.Tensor:
-        """Tokens or, for a speech model, features of sound, whose number the encoder halves."""
+    def _make_prompt(self, tokens: int) -> torch.Tensor:
+        """Tokens or, for a speech model, features of sound: always as many as it is made for, which its encoder halves."""
         if self._model.main_input_name == "input_ids":
-            return self._tokens(self._encoder_tokens or self._context)
+            return self._tokens(tokens)
         config = self._model.config
         return self._random(self._batch, config.num_mel_bins, 2 * config.max_source_positions)
 

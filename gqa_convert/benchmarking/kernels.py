@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from gqa_convert.benchmarking.subject import UnknownAttentionError
 from gqa_convert.benchmarking.versions import Version
 from gqa_convert.errors import OptionError
 
 OWN = "the model's own"
 
 
-def choose_attention(versions: Sequence[Version], *, asked: str | None) -> str:
+def running_attention(versions: Sequence[Version], *, asked: str | None) -> str:
     """The name of the attention function that every version's decode step calls.
 
     Some models of transformers have their own code for attention and heed no name.
@@ -22,16 +23,18 @@ def choose_attention(versions: Sequence[Version], *, asked: str | None) -> str:
         The function's name, or that the code is the model's own.
 
     Raises:
-        OptionError: another function than the one asked for runs.
+        UnknownAttentionError: a version does not run with it, or another function runs than the one asked for.
     """
-    called = [_calls(version.model) for version in versions]
-    name = str(versions[0].model.config._attn_implementation)
+    model_type, name = versions[0].plan.family.model_type, str(versions[0].model.config._attn_implementation)
+    try:
+        called = [_calls(version.model) for version in versions]
+    except (OptionError, AttributeError, TypeError, ValueError) as problem:
+        raise UnknownAttentionError(f"--attention {name}: this {model_type} does not run with it ({problem}): choose another") from None
     if all(called):
         return name
-    if asked not in (None, "eager"):
-        model_type = next(version.plan.config["model_type"] for version, heeds in zip(versions, called, strict=True) if not heeds)
-        raise OptionError(f"--attention {asked}: transformers' {model_type} has attention code of its own: leave it out")
-    return OWN
+    if asked in (None, "eager"):
+        return OWN
+    raise UnknownAttentionError(f"--attention {asked}: transformers' {model_type} has attention code of its own: leave it out")
 
 
 def _calls(model: Any) -> bool:

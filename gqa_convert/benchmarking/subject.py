@@ -1,6 +1,8 @@
 """The model that is timed: a checkpoint, or a config alone, and the same with fewer layers."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
 _ENCODER_LAYERS = ("num_layers", "num_hidden_layers", "encoder_layers")
 """Config attributes that count layers; a cut is made in all of them."""
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class UnknownAttentionError(OptionError):
+    """The model's class has a table of attention code of its own, which lacks the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,21 @@ def cut(subject: Subject, layers: int) -> Subject:
     return result
 
 
+@contextmanager
+def refused_attention(attention: str | None) -> Iterator[None]:
+    """Tell transformers' ways to refuse an attention function from its other errors.
+
+    Raises:
+        UnknownAttentionError: it was that.
+    """
+    try:
+        yield
+    except (KeyError, ValueError) as problem:  # a table of the model's own, or a class that says no
+        if attention is None or (problem.args != (attention,) and "attention implementation" not in str(problem)):
+            raise
+        raise UnknownAttentionError(f"--attention {attention}: transformers' class has attention code of its own: leave it out") from None
+
+
 def build(config: dict[str, Any], where: str, **options: Any) -> Any:
     """An instance of the config's language model whose weights are whatever the memory held.
 
@@ -133,17 +154,23 @@ def build(config: dict[str, Any], where: str, **options: Any) -> Any:
 
     Raises:
         ConfigError: transformers can't make it.
+        UnknownAttentionError: its class knows no such attention function.
     """
+    import torch
     import transformers
     from transformers.initialization import no_init_weights
 
     made = transformers_config(config, where)
     try:
-        with no_init_weights():
+        with no_init_weights(), refused_attention(options.get("attn_implementation")):
             task = auto_class(config | {"is_encoder_decoder": made.is_encoder_decoder})
             model = getattr(transformers, task).from_config(made, trust_remote_code=False, **options)
         model.tie_weights()
-    except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as problem:
+    except KeyError as problem:
+        raise ConfigError(f"{where}: this {config['model_type']} config lacks {problem}: repair it") from None
+    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as problem:
+        if isinstance(problem, torch.OutOfMemoryError) or "allocate" in str(problem):
+            raise
         raise ConfigError(f"{where}: transformers can't build this {config['model_type']} ({problem}): repair the config") from None
     return model.eval()
 

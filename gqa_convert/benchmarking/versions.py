@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.benchmarking.subject import Subject, build
+from gqa_convert.benchmarking.subject import Subject, build, refused_attention
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError
 from gqa_convert.loading import load_model
@@ -55,6 +55,7 @@ def make_versions(subject: Subject, plans: Sequence[Plan], attention: str, dtype
 
     Raises:
         CorruptCheckpointError: the folder lacks weights.
+        UnknownAttentionError: the model's class knows no such attention function.
         ConfigError: transformers can't build a version.
     """
     import torch
@@ -81,7 +82,8 @@ def make_versions(subject: Subject, plans: Sequence[Plan], attention: str, dtype
 
 
 def _load(folder: Path, attention: str, dtype: Any) -> Any:
-    model, missing = load_model(folder, dtype, attn_implementation=attention)
+    with refused_attention(attention):
+        model, missing = load_model(folder, dtype, attn_implementation=attention)
     if missing:
         raise CorruptCheckpointError(f"{folder} lacks {len(missing)} tensors that its model has, {missing[0]} among them: copy it again")
     return model

@@ -23,10 +23,13 @@ def show_benchmark(result: dict[str, Any]) -> None:
         f"[yellow]note:[/yellow] {own} random ones, which time does not depend on; they say nothing about quality", soft_wrap=True
     )
     if "memory" in result:
-        console.print(f"[yellow]note:[/yellow] of {size(result['memory']['bytes'])}: {result['memory']['assumed']}", soft_wrap=True)
+        console.print(
+            f"[yellow]note:[/yellow] batch and context: the largest that fit {size(result['memory']['bytes'])}; {result['memory']['assumed']}",
+            soft_wrap=True,
+        )
     if any("attention_floor_ms_per_token" in each for each in result["results"]):
         console.print(
-            "[yellow]note:[/yellow] attention: its modules with their projections, in steps of their own; floor: to read the weights of those "
+            "[yellow]note:[/yellow] attn: the attention modules with their projections, in steps of their own; floor: to read the weights of those "
             "projections and the cache once at the memory speed measured meanwhile",
             soft_wrap=True,
         )
@@ -47,13 +50,13 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
     first = records[0]
     encoder = f", {first['encoder_tokens']} tokens of input" if "encoder_tokens" in first else ""
     optional = {
-        "attention_ms_per_token": ("attention", ",.2f"), "attention_floor_ms_per_token": ("floor", ",.2f"),
-        "estimated_decode_ms_per_token": ("whole", ",.1f"), "largest_batch": ("max batch", ","),
-        "largest_context": ("max context", ","),
+        "attention_ms_per_token": ("attn", ",.2f"), "attention_floor_ms_per_token": ("floor", ",.2f"),
+        "estimated_decode_ms_per_token": ("whole", ",.1f"), "largest_batch": ("batch", ","),
+        "largest_context": ("context", ","),
     }  # fmt: skip
     shown = {key: how for key, how in optional.items() if key in first}
     table = Table(
-        "N", "ms/token", "quartiles", "speed", "tokens/s", "prefill", "sample", "K/V per token",
+        "N", "ms/token", "quartiles", "speed", "tokens/s", "prefill", "sample", "K/V/token",
         *(name for name, _ in shown.values()), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for column in table.columns:
@@ -61,12 +64,12 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
     own = next((each for each in records if each["groups"] == result["kv_heads"]), records[-1])
     for each in records:
         bytes_per_token = each["kv_bytes_per_token"]
-        cross = f" + {size(each['cross_kv_bytes_per_encoder_token'])}" if "cross_kv_bytes_per_encoder_token" in each else ""
+        cross = f" + {_bytes(each['cross_kv_bytes_per_encoder_token'])}" if "cross_kv_bytes_per_encoder_token" in each else ""
         table.add_row(
             str(each["groups"]), _short(each["decode_ms_per_token"]), f"{_short(each['decode_ms_low'])}-{_short(each['decode_ms_high'])}",
             f"{own['decode_ms_per_token'] / each['decode_ms_per_token']:.2f}x", f"{each['decode_tokens_per_second']:,.1f}",
             "" if each["prefill_ms"] is None else f"{each['prefill_ms']:.1f}", "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
-            f"{size(bytes_per_token)}{cross}", *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
+            f"{_bytes(bytes_per_token)}{cross}", *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
         )  # fmt: skip
     console = stderr_console()
     console.print(
@@ -79,3 +82,7 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
 
 def _short(milliseconds: float) -> str:
     return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def _bytes(count: float) -> str:
+    return size(count).replace(" bytes", " B")

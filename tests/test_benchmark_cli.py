@@ -1,0 +1,38 @@
+"""`gqa-convert benchmark` as a user meets it."""
+
+import json
+from pathlib import Path
+
+from tests.checkpoints import write_llama
+from tests.test_cli import assert_mistake, run
+
+QUICK = ("--context", "6", "--repetitions", "1", "--warm-up", "0", "--steps", "1", "--device", "cpu")
+
+
+def test_json_table_and_picture(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    result = run("benchmark", source, "--groups", "3,12", "--batch", "1,2", *QUICK, "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    told = json.loads(result.stdout)
+    assert [(each["batch"], each["groups"]) for each in told["results"]] == [(1, 3), (1, 12), (2, 3), (2, 12)]
+    assert told["command"][:2] == ["gqa-convert", "benchmark"]
+    plot = tmp_path / "speed.png"
+    result = run("benchmark", "--config", source, "-n", "3,12", *QUICK, "--layers", 1, "--memory", "1MB", "--breakdown", "--plot", plot)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    for word in ("random", "1 of 2 layers", "estimate", "floor", "batch 1, 6 tokens cached", str(plot)):
+        assert word in result.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert run("benchmark", "--config", source, "-n", "3", *QUICK, "--quiet").stderr == ""
+    help_text = run("benchmark", "--help")
+    assert help_text.returncode == 0
+    assert "gqa-convert benchmark" in help_text.stdout
+
+
+def test_mistakes_take_one_line(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    assert_mistake(run("benchmark"), "MODEL", "--config")
+    assert_mistake(run("benchmark", source, "--groups", "5"), "--groups 5", "choose one of")
+    assert_mistake(run("benchmark", source, "--batch", "two"), "--batch 'two'")
+    assert_mistake(run("benchmark", source, "--memory", "plenty"), "--memory 'plenty'")
+    assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
