@@ -35,6 +35,7 @@ def convert_checkpoint(
     calibration_tokens: int | None = None,
     calibration_length: int | None = None,
     fit_steps: int | None = None,
+    kl_steps: int | None = None,
     seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
@@ -58,6 +59,8 @@ def convert_checkpoint(
         calibration_tokens: how much of it, by default from the model's width.
         calibration_length: tokens of a block of it, by default the model's context up to 2048.
         fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
+        kl_steps: of the last stage of `fit`, which trains all layers together to predict what the source predicts; by default as many as
+            `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters), else 0.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former where possible.
@@ -77,7 +80,7 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = Path(out)
-    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps)
+    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps)
     method = default_method(text) if method is None else method
     options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "native": native, "max_shard_size": max_shard_size}
     checkpoint = open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))

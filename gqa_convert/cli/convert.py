@@ -28,9 +28,22 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
     groups: Groups, method: Method = None,
     calibration: Calibration = None, calibration_tokens: CalibrationTokens = None,
+    calibration_length: Annotated[
+        int | None,
+        typer.Option(
+            "--calibration-length", metavar="L", help="Tokens of a block of it. Default: the model's context, at most 2048.", show_default=False,
+        ),
+    ] = None,
     fit_steps: Annotated[
         int | None,
         typer.Option("--fit-steps", metavar="S", help="Gradient steps per layer of fit, 400 if not said; 0: closed forms only.", show_default=False),
+    ] = None,
+    kl_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--kl-steps", metavar="S", show_default=False,
+            help="Steps of fit's last stage, all layers together. Default: as --fit-steps where the whole model fits in memory.",
+        ),
     ] = None,
     seed: Seed = 0, encoder: Encoder = False, native: Native = None,
     revision: Revision = None, max_shard_size: ShardSize = None,
@@ -40,8 +53,9 @@ def convert(
 ) -> None:  # fmt: skip
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
-    With calibration text every layer is fitted on it, one after the other, and little is lost; a GPU is used where there is one, and a
-    killed run goes on with the same command. Without, heads are merged from the weights alone, one layer in memory.
+    With calibration text every layer is fitted on it, one after the other, then all together if the model fits in memory, and little is
+    lost; a GPU is used where there is one, and a killed run goes on with the same command. Without, heads are merged from the weights
+    alone, one layer in memory.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
 
@@ -74,8 +88,9 @@ def convert(
             bar.append(stack.enter_context(byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
 
         result = convert_checkpoint(
-            source, out, groups, method=method, calibration=calibration, calibration_tokens=calibration_tokens, fit_steps=fit_steps,
-            seed=seed, encoder=encoder, native=native, revision=revision, overwrite=overwrite, hash_weights=hash_weights, on_layer=layers,
+            source, out, groups, method=method, calibration=calibration, calibration_tokens=calibration_tokens,
+            calibration_length=calibration_length, fit_steps=fit_steps, kl_steps=kl_steps, seed=seed, encoder=encoder, native=native,
+            revision=revision, overwrite=overwrite, hash_weights=hash_weights, on_layer=layers,
             max_shard_size=byte_count(max_shard_size, "--max-shard-size"), command=["gqa-convert", *sys.argv[1:]], on_plan=begin,
             progress=lambda nbytes: bar[0](nbytes),
         )  # fmt: skip

@@ -39,6 +39,16 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
         tasks: list[TaskID] = []
 
         def advance(done: int, total: int, record: dict[str, Any]) -> None:
+            if "kl_step" in record:
+                steps, all_steps = record["kl_step"]
+                if len(tasks) < 2:
+                    tasks.append(progress.add_task("all layers together", total=all_steps))
+                progress.update(tasks[-1], completed=steps, visible=steps < all_steps)
+                return
+            if "kl" in record:
+                before, after = record["kl"]["before"], record["kl"]["after"]
+                progress.console.print(f"all layers together: divergence from the source {before:.4f} -> {after:.4f} nats per token")
+                return
             if not tasks:
                 tasks.append(progress.add_task("merging layers", total=total))
             progress.update(tasks[0], completed=done, visible=done < total)

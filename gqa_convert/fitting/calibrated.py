@@ -23,6 +23,8 @@ class CalibrationOptions:
     """Of the choice of blocks, and of their order in the gradient stage."""
     steps: int | None = None
     """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
+    kl_steps: int | None = None
+    """Of the stage that trains all layers together, for `fit`; by default as many as `steps` where the model is small enough."""
 
 
 def default_method(calibration: CalibrationOptions) -> str:
@@ -43,13 +45,16 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             )
         if calibration.steps is not None:
             raise OptionError(f"--fit-steps {calibration.steps} without text: name a text file or dataset with --calibration")
+        if calibration.kl_steps is not None:
+            raise OptionError(f"--kl-steps {calibration.kl_steps} without text: name a text file or dataset with --calibration")
         if calibration.tokens is not None:
             raise OptionError(f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration")
     elif method not in ("factor", "fit"):
         measured = ", ".join(name for name in ABSORBING_METHODS if name != "align")
         raise OptionError(f"--calibration is of no use to --method {method}: leave it out, or choose one of {measured}")
-    if calibration.steps is not None and (method != "fit" or calibration.steps < 0):
-        raise OptionError(f"--fit-steps {calibration.steps} with --method {method}: only fit takes steps, 0 or more")
+    for option, steps in (("--fit-steps", calibration.steps), ("--kl-steps", calibration.kl_steps)):
+        if steps is not None and (method != "fit" or steps < 0):
+            raise OptionError(f"{option} {steps} with --method {method}: only fit takes steps, 0 or more")
 
 
 def calibrate(plan: Plan, options: CalibrationOptions) -> Any:

@@ -32,6 +32,7 @@ from gqa_convert.fitting.layers import LayerDone, SourceTensors, attention_of
 from gqa_convert.fitting.matching import STEPS, match
 from gqa_convert.fitting.statistics import Moment, Ridge
 from gqa_convert.fitting.store import MergedLayers
+from gqa_convert.fitting.whole_model import affordable, check_possible, train_together
 from gqa_convert.geometry import AttentionLayer
 from gqa_convert.plan import Plan
 
@@ -47,21 +48,37 @@ _DENT = 2
 
 
 def fit_checkpoint(
-    plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS
+    plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS, kl_steps: int | None = None
 ) -> dict[str, float]:
-    """`fit_layers` with the source loaded, on a GPU where there is one; activations go to the disk where memory is short.
+    """`fit_layers` with the source loaded, on a GPU where there is one, and then all layers together; activations go to the disk where
+    memory is short.
+
+    Args:
+        plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
+        kl_steps: of the stage that trains all layers together; by default `steps` where `affordable`, else 0.
 
     Raises:
         NoSpaceError: the disk can't hold them.
         DeviceMemoryError: there is not enough memory.
+        OptionError: `kl_steps` where all layers can't be trained together.
         GQAConvertError: as `fit_layers`.
     """
     folder = plan.checkpoint.folder
     assert folder is not None
     with explained(store.path.parent), ExitStack() as stack:
         model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+        if kl_steps is None:
+            kl_steps = steps if plan.method == "fit" and affordable(model, batches, len(plan.layers)) else 0
+        elif kl_steps:
+            check_possible(model, batches, kl_steps)
+        done = store.finished()
+        if done is not None and done["kl_steps"] != kl_steps:
+            store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
-        return fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
+        errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
+        if kl_steps and store.finished() is None:
+            train_together(plan, store, model, batches, on_layer, steps=kl_steps, seed=plan.seed)
+        return errors
 
 
 def _is_large(model: Any, batches: Sequence[Batch]) -> bool:

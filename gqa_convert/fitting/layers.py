@@ -21,7 +21,8 @@ from gqa_convert.merging.pooling import DTYPES
 from gqa_convert.plan import OutputShard, OutputTensor, Plan
 
 LayerDone = Callable[[int, int, dict[str, Any]], None]
-"""Called with the number of layers done, of all, and what was noted of the last: its module and errors."""
+"""Called with the number of layers done, of all, and what was noted of the last: its module and errors. Once all are done, in the stage
+that trains them together, with `kl_step` (steps done, all), and at its end with `kl` (before, after)."""
 
 
 class SourceTensors:

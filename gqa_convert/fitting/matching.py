@@ -3,21 +3,18 @@
 Layers do not depend on one another here, nothing but the layer is in memory, and the text is the calibration text.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from gqa_convert.calibration.site import Call
-from gqa_convert.fitting.assembly import BIASES, Parts
+from gqa_convert.fitting.assembly import Parts
+from gqa_convert.fitting.relative_adam import RelativeAdam, batch_order
 
 STEPS = 400
 RATE = 0.05
-"""Step size of Adam at its height, relative to the root mean square of what is trained."""
-_BETAS = (0.9, 0.99)
-_WARM_UP = 10
-_END = 0.05
+"""Of `RelativeAdam`."""
 
 
 def match(
@@ -36,36 +33,12 @@ def match(
     Returns:
         Trained parts; those given are not changed.
     """
-    scale = {name: _rms(tensor) for name, tensor in parts.items()}
-    scale |= {bias: max(scale[bias], scale[role]) for role, bias in BIASES.items()}
-    trained = {name: tensor.detach().clone().requires_grad_() for name, tensor in parts.items()}
-    groups = [{"params": [tensor], "lr": RATE * scale[name], "height": RATE * scale[name]} for name, tensor in trained.items()]
-    optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=True)
+    optimizer = RelativeAdam([parts], RATE, steps)
     size = sum(float(target.double().square().sum()) for target in targets) / sum(target.numel() for target in targets)
-    order = _order(len(calls), steps, seed)
-
-    for step, number in enumerate(order):
-        share = min(1.0, (step + 1) / _WARM_UP) * (_END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = group["height"] * share
+    for number in batch_order(len(calls), steps, seed):
         call = calls[number]
         with torch.enable_grad():
-            error = (run(call, trained) - targets[number]).square().sum(-1)
+            error = (run(call, optimizer.layers[0]) - targets[number]).square().sum(-1)
             loss = (error if call.counted is None else error[call.counted]).mean() / (size * targets[number].shape[-1] or 1.0)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in trained.items()}
-
-
-def _order(count: int, steps: int, seed: int) -> list[int]:
-    """Every batch once before any twice."""
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
-    while len(order) < steps:
-        order += torch.randperm(count, generator=generator).tolist()
-    return order[:steps]
-
-
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt())
+        optimizer.step(loss)
+    return optimizer.results()[0]

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from gqa_convert.merging.pooling import DTYPES
 Array = npt.NDArray[Any]
 _STATE = "state.json"
 _RECORD = "record"
+_FINISH = "finish.json"
 
 
 class MergedLayers:
@@ -54,8 +55,8 @@ class MergedLayers:
                 shutil.rmtree(path, ignore_errors=True)
         state = self.path / _STATE
         if not state.is_file() or state.read_text(encoding="utf-8") != self._fingerprint:
-            for path in self.path.glob("layer-*"):
-                path.unlink()
+            for path in (*self.path.glob("layer-*"), *self.path.glob("finished-*"), self.path / _FINISH):
+                path.unlink(missing_ok=True)
             state.write_text(self._fingerprint, encoding="utf-8")
             sync(state)
         return self
@@ -90,13 +91,39 @@ class MergedLayers:
         """Keep a layer; once this returns, no kill can lose it."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         described = ((name, names[array.dtype], array.shape, array.nbytes) for name, array in tensors.items())
+        self._put(self._file(number), build_header(described, {_RECORD: json.dumps(dict(record))}), tensors.values())
+
+    def finish(self, layers: Mapping[int, Mapping[str, Array]], note: Mapping[str, Any]) -> None:
+        """Put other tensors in the place of layers that are done, all at once or not at all.
+
+        Args:
+            layers: their tensors, by their numbers; the others stay.
+            note: of what was done, for `finished`.
+        """
+        for number, tensors in layers.items():
+            described = self._header(number)
+            assert described is not None
+            entries = ((name, described.tensors[name].dtype, array.shape, array.nbytes) for name, array in tensors.items())
+            self._put(self._finished(number), build_header(entries, described.metadata), tensors.values())
+        self._put(self.path / _FINISH, json.dumps(dict(note) | {"layers": sorted(layers)}).encode(), ())
+
+    def reopen(self) -> None:
+        """Back to the layers as they were before `finish`."""
+        (self.path / _FINISH).unlink(missing_ok=True)
+
+    def finished(self) -> dict[str, Any] | None:
+        """The note of `finish`, or None before it."""
+        path = self.path / _FINISH
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def _put(self, path: Path, head: bytes, arrays: Iterable[Array]) -> None:
         partial = self.path / "partial"
         with partial.open("wb") as file:
-            file.write(build_header(described, {_RECORD: json.dumps(dict(record))}))
-            for array in tensors.values():
+            file.write(head)
+            for array in arrays:
                 file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
         sync(partial)
-        partial.rename(self._file(number))
+        partial.rename(path)
         sync(self.path)
 
     def shards(self, count: int) -> list[Shard]:
@@ -110,7 +137,11 @@ class MergedLayers:
         return found
 
     def _file(self, number: int) -> Path:
-        return self.path / f"layer-{number:05d}.safetensors"
+        note = self.finished()
+        return self._finished(number) if note and number in note["layers"] else self.path / f"layer-{number:05d}.safetensors"
+
+    def _finished(self, number: int) -> Path:
+        return self.path / f"finished-{number:05d}.safetensors"
 
     def _header(self, number: int) -> Header | None:
         path = self._file(number)
