@@ -16,7 +16,7 @@ import pytest
 from gqa_convert.reporting.heatmap import layer_labels, split_name
 from gqa_convert.reporting.report import make_report
 from gqa_convert.reporting.theme import INK, SERIES, inline
-from tests.report_runs import CURVE, LOSSES, SOURCE_LOSS, TIMES, benchmark, write_json, write_runs
+from tests.report_runs import CURVE, LOSSES, SOURCE_LOSS, TIMES, benchmark, evaluation, write_json, write_runs
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(
@@ -126,6 +126,27 @@ def test_series_of_several_contexts(tmp_path: Path) -> None:
     assert "series-bytes-0" in names
     assert "series-bytes-1" not in names
     assert {"batch 2, context 128", "batch 2, context 512", "batch 2, context 128 and 1 alike"} <= set(texts(figure))
+
+
+def test_bytes_from_shapes_and_sources_apart(runs: Path, tmp_path: Path) -> None:
+    """Without a benchmark bytes are those of the weights, a series and a heat map per source; two models may have the same loss."""
+    other = json.loads((runs / "gqa-4" / "gqa_conversion.json").read_bytes())
+    other = other | {"source": {"id": "org/other"}, "groups": 2, "kv_bytes_per_token": {"before": 1200, "after": 200}}
+    write_json(tmp_path / "other" / "gqa_conversion.json", other)
+    write_json(
+        tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.5, 0.5), str(tmp_path / "other"): (2.5, None), "gqa-3": (2.5, 0.25)})
+    )
+    made = make_report([runs / "gqa-3", runs / "gqa-4", tmp_path], tmp_path / "out")
+    assert [each["name"] for each in made["figures"]] == ["quality-groups", "time-groups", "merge-error-1", "merge-error-2"]
+    assert [each["title"] for each in made["figures"]][2:] == ["Merge error by layer: other", "Merge error by layer: source"]
+    figures = [ET.fromstring(Path(each["file"]).read_bytes()) for each in made["figures"]]
+    before, after = (
+        json.loads((runs / "gqa-3" / "gqa_conversion.json").read_bytes())["kv_bytes_per_token"][key] for key in ("before", "after")
+    )
+    assert after * 4 == before
+    pixels = [*markers(figures[1], "series-computed-0"), *markers(figures[1], "series-computed-1")]
+    assert_same_axes([(2, 200), (3, before / 4), (4, before / 3)], pixels, math.log2)
+    assert len(markers(figures[0], "series-loss-0")) == 3
 
 
 def test_merge_errors(runs: Path, drawn: dict[str, ET.Element]) -> None:

@@ -111,7 +111,8 @@ def _quality_series(
     axes: object, number: int, label: str, rows: Sequence[Row], across: Callable[[Row], float | None], *, noted: bool = True
 ) -> object:  # fmt: skip
     """One method's losses with their errors; models of the same N stand one above the other, joined to the next by a line."""
-    placed = sorted((x, row.score.loss, row) for row in rows if row.score and row.score.loss is not None and (x := across(row)) is not None)
+    found = [(x, row.score.loss, row) for row in rows if row.score and row.score.loss is not None and (x := across(row)) is not None]
+    placed = sorted(found, key=lambda each: each[:2])
     single = len({row.groups for row in rows}) == len(rows)
     line = drawing.series(axes, f"loss-{number}", number, [(x, y) for x, y, _ in placed], label=label, line=single)
     ends = [
@@ -173,13 +174,19 @@ def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name:
     shapes = dict.fromkeys(origin for joined in tables for origin in joined.shapes)
     timed = _settings(benchmarks, lambda timing: timing.decode)
     sized = _settings(benchmarks, lambda timing: timing.kv_bytes)
-    computed = sorted({(row.groups, row.kv_bytes) for row in rows if row.groups and row.kv_bytes is not None and not row.kv_measured})
+    computed: dict[str, set[tuple[int, float]]] = {}
+    for row in rows:
+        if row.groups and row.kv_bytes is not None and not row.kv_measured:
+            computed.setdefault(row.source, set()).add((row.groups, row.kv_bytes))
     if not timed and not sized and not computed:
         return None
     with drawing.style(name):
         figure = drawing.canvas(9.6 if timed else 6.0, 4.2)
         panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
-        counts = sorted({timing.groups for _, timings in (*timed, *sized) for timing in timings} | {int(groups) for groups, _ in computed})
+        counts = sorted(
+            {timing.groups for _, timings in (*timed, *sized) for timing in timings}
+            | {groups for bytes_ in computed.values() for groups, _ in bytes_}
+        )
         if timed:
             axes, lines = panels[0], []
             for number, (label, timings) in enumerate(timed):
@@ -198,11 +205,9 @@ def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name:
         for number, (steps, labels) in enumerate(_alike(sized).items()):
             label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
             lines.append(drawing.series(axes, f"bytes-{number}", number, steps, label=label))
-        if computed:
-            label = "computed from the shapes of the weights"
-            lines.append(
-                drawing.series(axes, "bytes-computed", len(sized), [(groups, size) for groups, size in computed], label=label, line=False)
-            )
+        for number, (source, bytes_) in enumerate(sorted(computed.items())):
+            label = f"computed from weights, {drawing.short(source)}"
+            lines.append(drawing.series(axes, f"computed-{number}", len(sized) + number, sorted(bytes_), label=label, line=False))
         axes.set_ylabel("K/V-cache bytes per token")
         axes.set_title("bytes")
         if lines:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gqa_convert.reporting import drawing
@@ -21,7 +23,23 @@ Columns = dict[str, dict[str, dict[str, float]]]
 """part -> column -> module -> error."""
 
 
-def merge_errors(conversions: Sequence[Conversion], inspections: Sequence[Inspection], name: str) -> Figure | None:
+def merge_errors(conversions: Sequence[Conversion], inspections: Sequence[Inspection], name: str) -> list[Figure]:
+    """A figure per source that was converted or inspected."""
+    sources = sorted(
+        {each.source for each in conversions} | {each.source for each in inspections}, key=lambda each: (Path(each).name, each)
+    )
+    drawn = []
+    names = list(dict.fromkeys(Path(source).name for source in sources))
+    for number, source in enumerate(names, 1):
+        made = [each for each in conversions if Path(each.source).name == source]
+        inspected = [each for each in inspections if Path(each.source).name == source]
+        figure = _draw(made, inspected, source, f"{name}-{number}" if len(names) > 1 else name)
+        if figure:
+            drawn.append(replace(figure, title=f"{figure.title}: {drawing.short(source)}") if len(names) > 1 else figure)
+    return drawn
+
+
+def _draw(conversions: Sequence[Conversion], inspections: Sequence[Inspection], source: str, name: str) -> Figure | None:
     """A panel per part (keys, values, output), a row per attention layer, a column per conversion."""
     table, origins = _table(conversions, inspections)
     if not table:
@@ -41,7 +59,7 @@ def merge_errors(conversions: Sequence[Conversion], inspections: Sequence[Inspec
         _scale(figure.add_subplot(grid[0, len(widths)]), highest)
         drawn = drawing.svg(figure)
     caption = (
-        f"Relative error (rms) of every attention layer by conversion: {_meaning(table)}. "
+        f"Relative error (rms) of every attention layer by conversion of {source}: {_meaning(table)}. "
         f"Full colour is {highest:.3g}; errors of different parts or methods measure different things and compare within a column."
     )
     return Figure(name, "Merge error by layer", caption, origins, drawn)
@@ -145,6 +163,6 @@ def _scale(axes: Any, highest: float) -> None:
 
 
 def _meaning(table: Columns) -> str:
-    meanings = {"keys": "of the merged keys", "values": "of the merged values", "output": "of what the layer adds on calibration text"}
+    meanings = {"keys": "of the merged keys", "values": "of the merged values", "output": "of the layer's output on calibration text"}
     named = [f"{part} {meanings[part]}" for part in table if part in meanings]
     return ", ".join(named) or "of the merged tensors"

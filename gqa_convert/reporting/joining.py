@@ -30,6 +30,7 @@ class Row:
         speedup: over the benchmark's largest N.
         kv_bytes: of a token: from the live cache if `kv_measured`, else from the shapes of the weights.
         kv_ratio: to the source's, or to the benchmark's largest N.
+        source: name of what the model was made from, or of itself.
     """
 
     groups: int | None
@@ -41,6 +42,7 @@ class Row:
     kv_bytes: float | None = None
     kv_measured: bool = False
     kv_ratio: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,12 @@ def _row(
     """A row with what follows from its parts; the source's bytes are those from which a conversion started."""
     sizes = identity.conversion.kv_bytes if identity.conversion else None
     if identity.label == SOURCE:
-        starts = {each.kv_bytes[0] for each in conversions if each.kv_bytes and each.source_kv_heads == identity.groups}
+        starts = {each.kv_bytes[0] for each in conversions if each.kv_bytes and Path(each.source).name == Path(model).name}
         sizes = (next(iter(starts)),) * 2 if len(starts) == 1 else None
     speedup = whole.decode / timing.decode if timing and whole and timing.decode and whole.decode else None
+    source = Path(identity.conversion.source if identity.conversion else model).name
     if timing and timing.kv_bytes is not None:
         ratio = timing.kv_bytes / whole.kv_bytes if whole and whole.kv_bytes else None
-        return Row(identity.groups, identity.label, model, score, timing, speedup, timing.kv_bytes, True, ratio)
+        return Row(identity.groups, identity.label, model, score, timing, speedup, timing.kv_bytes, True, ratio, source)
     after, ratio = (sizes[1], sizes[1] / sizes[0] if sizes[0] else None) if sizes else (None, None)
-    return Row(identity.groups, identity.label, model, score, timing, speedup, after, False, ratio)
+    return Row(identity.groups, identity.label, model, score, timing, speedup, after, False, ratio, source)

@@ -1,6 +1,7 @@
 """Makes a report: what was found, joined, drawn and written."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,18 @@ def draw_all(material: Material, tables: Sequence[Joined]) -> tuple[list[Figure]
     """All figures for which there are numbers, and what the others need."""
     figures: list[Figure | None] = []
     for number, joined in enumerate(tables, 1):
-        suffix = f"-{number}" if len(tables) > 1 else ""
-        figures += [quality_time(joined, f"quality-time{suffix}"), quality_groups(joined, f"quality-groups{suffix}")]
+        several = len(tables) > 1
+        suffix, text = (f"-{number}", f": {drawing.short(joined.text or '')}") if several else ("", "")
+        for draw, name in ((quality_time, "quality-time"), (quality_groups, "quality-groups")):
+            figure = draw(joined, f"{name}{suffix}")
+            figures += [replace(figure, title=figure.title + text)] if figure else []
     figures += [
         recovery(material.runs, "recovery"),
         time_groups(material.benchmarks, tables, "time-groups"),
-        merge_errors(material.conversions, material.inspections, "merge-error"),
+        *merge_errors(material.conversions, material.inspections, "merge-error"),
     ]
     drawn = [figure for figure in figures if figure is not None]
-    return drawn, _missing({figure.title for figure in drawn}, material)
+    return drawn, _missing({figure.title.partition(":")[0] for figure in drawn}, material)
 
 
 def _missing(drawn: set[str], material: Material) -> list[Missing]:
