@@ -1,6 +1,7 @@
 """A report states what is in the files, names what is not, and refuses what can't be read."""
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -333,6 +334,17 @@ def test_the_command_line(runs: Path, made: dict[str, Any], tmp_path: Path) -> N
     assert f"report   {tmp_path / 'out' / 'report.html'}" in result.stderr
     assert f"ignored  {runs / 'notes.json'}" in result.stderr
     assert (tmp_path / "out" / "report.html").read_bytes() == Path(made["html"]).read_bytes()
+
+
+def test_links_to_nowhere_and_pipes(runs: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.0, 0.1), "x" * 5000: (2.5, 0.1), "a\0b": (2.5, 0.1)}))
+    made = make_report([tmp_path])
+    assert made["ignored"] == [{"file": str(tmp_path / "pipe.json"), "why": "no regular file"}]
+    assert len(made["notes"]) == 2
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere.json")
+    with pytest.raises(ReportError, match=r"gone.json can't be read \(No such file"):
+        make_report([tmp_path])
 
 
 def test_folders_that_can_not_be_used(runs: Path, tmp_path: Path) -> None:

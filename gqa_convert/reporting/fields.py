@@ -13,6 +13,14 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; a name from a file need not even be one that a system takes."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def parse_json(path: Path) -> Any:
     """The JSON of a file.
 
@@ -55,7 +63,7 @@ class Fields:
         value = self.record.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e300:
             self._refuse(key, value, "a number")
         return float(value)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert.errors import ReportError
 from gqa_convert.provenance import PROVENANCE
-from gqa_convert.reporting.fields import parse_json
+from gqa_convert.reporting.fields import is_there, parse_json
 from gqa_convert.reporting.reading import (
     kind_of,
     read_benchmark,
@@ -87,7 +87,10 @@ def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any],
     if path.name == RunFolder(path.parent).metrics.name:
         runs.setdefault(path.parent.resolve(), None)
         return
-    if path.stat().st_size > _LARGEST:
+    if is_there(path) and not path.is_file():
+        material.ignored.append((path, "no regular file"))
+        return
+    if is_there(path) and path.stat().st_size > _LARGEST:
         material.ignored.append((path, f"larger than {_LARGEST >> 20} MiB"))
         return
     content = parse_json(path)
@@ -130,7 +133,7 @@ def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any],
 def _take_summary(content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
     """A run's `summary.json`, or what `uptrain --json` printed: the same object, which names the model in the run's folder."""
     named = Path(str(content["model"])).parent
-    place = (path.parent if path.name == "summary.json" or not named.is_dir() else named).resolve()
+    place = (path.parent if path.name == "summary.json" or not is_there(named) else named).resolve()
     earlier = runs.get(place)
     if earlier is None:
         runs[place] = (content, path)

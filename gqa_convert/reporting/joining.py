@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.provenance import PROVENANCE
-from gqa_convert.reporting.fields import Fields, parse_json
+from gqa_convert.reporting.fields import Fields, is_there, parse_json
 from gqa_convert.reporting.reading import read_config, read_conversion
 from gqa_convert.reporting.records import Benchmark, Conversion, Evaluation, Material, Origin, Score, Timing
 
@@ -113,20 +113,20 @@ def _scores(evaluations: list[Evaluation], notes: list[str]) -> list[tuple[Score
 def _identify(model: str, named_in: Path, conversions: list[Conversion]) -> _Identity:
     """Which conversion a model of an evaluation is, by the provenance or the config in its folder."""
     places = [Path(model), named_in.parent / model, named_in.parent / Path(model).name]
-    folders = [place for place in dict.fromkeys(places) if (place / "config.json").is_file()]
+    folders = [place for place in dict.fromkeys(places) if is_there(place / "config.json")]
     by_folder = {each.folder.resolve(): each for each in conversions if each.folder}
     for folder in (*folders, Path(model)):
         known = by_folder.get(folder.resolve())
         if known:
             return _Identity(known.groups, known.label, known)
-        if (folder / PROVENANCE).is_file():
+        if is_there(folder / PROVENANCE):
             path = folder / PROVENANCE
             content = parse_json(path)
             if isinstance(content, dict) and "groups" in content:
                 conversion = read_conversion(content, path)
                 return _Identity(conversion.groups, conversion.label, conversion)
     for each in conversions:
-        if model == each.source or (folders and Path(each.source).exists() and folders[0].resolve() == Path(each.source).resolve()):
+        if model == each.source or (folders and is_there(Path(each.source)) and folders[0].resolve() == Path(each.source).resolve()):
             return _Identity(each.source_kv_heads or each.heads, SOURCE)
     for folder in folders:
         config = read_config(folder)

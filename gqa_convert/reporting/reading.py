@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import ReportError
-from gqa_convert.reporting.fields import Fields, parse_json, printable
+from gqa_convert.reporting.fields import Fields, is_there, parse_json, printable
 from gqa_convert.reporting.records import Benchmark, Conversion, Evaluation, Inspection, Origin, Run, Score, Timing
 from gqa_convert.training.metrics import read_metrics
 from gqa_convert.training.run_folder import RunFolder
@@ -96,7 +96,7 @@ def read_conversion(content: dict[str, Any], path: Path) -> Conversion:
 def _located(name: str, path: Path) -> Path:
     """A folder named in a file: as it is, or beside the file where the run has moved."""
     folder = Path(name)
-    return folder if folder.is_dir() or not (path.parent / folder.name).is_dir() else path.parent / folder.name
+    return folder if is_there(folder) or not is_there(path.parent / folder.name) else path.parent / folder.name
 
 
 def read_config(folder: Path) -> Fields | None:
