@@ -21,8 +21,11 @@ def check_output(path: Path, *, overwrite: bool) -> None:
         raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
     if not path.absolute().parent.is_dir():
         raise OutputError(f"the folder {path.absolute().parent} does not exist: make it, or name another file")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise OutputError(f"the folder {path.absolute().parent} can't be written to: name another file")
+    try:
+        with _temporary(path).open("x") as file:
+            Path(file.name).unlink()
+    except OSError as problem:
+        raise _unwritable(path, problem) from None
 
 
 def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> None:
@@ -33,7 +36,7 @@ def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> No
     """
     text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     check_output(path, overwrite=overwrite)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -41,6 +44,14 @@ def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> No
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as problem:
-        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file with --output") from None
+        raise _unwritable(path, problem) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+
+
+def _unwritable(path: Path, problem: OSError) -> OutputError:
+    return OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file with --output")

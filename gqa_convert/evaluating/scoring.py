@@ -82,7 +82,7 @@ def token_scores(logits: Tensor, rows: Tensor, targets: Tensor, reference: Tenso
 
     Args:
         logits: [N, V].
-        rows: [r], which of them.
+        rows: [r], which of them, in order.
         targets: [r], the tokens that come there.
         reference: [N, V'], of another model.
 
@@ -93,15 +93,17 @@ def token_scores(logits: Tensor, rows: Tensor, targets: Tensor, reference: Tenso
     shared = logits.shape[-1] if reference is None else min(logits.shape[-1], reference.shape[-1])
     size = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_ACCELERATOR) // logits.shape[-1])
     losses, divergences, agreements = [], [], []
-    for part, wanted in zip(rows.split(size), targets.split(size), strict=True):
+    for start in range(0, len(rows), size):
+        span = slice(start, start + size)
+        part = span if len(rows) == len(logits) else rows[span]
         some = logits[part].float()
         ours = some.log_softmax(-1)
-        losses.append(-ours.gather(1, wanted[:, None])[:, 0])
+        losses.append(-ours.gather(1, targets[span, None])[:, 0])
         if reference is None:
             continue
         if shared < some.shape[-1]:
             ours = some[:, :shared].log_softmax(-1)
-        other = reference[part.to(reference.device), :shared].to(some.device).float().log_softmax(-1)
+        other = reference[part, :shared].float().log_softmax(-1)
         agreements.append((ours.argmax(-1) == other.argmax(-1)).float())
         share = other.exp()
         # a token without probability adds nothing, whatever its logarithm
