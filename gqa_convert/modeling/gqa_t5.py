@@ -129,7 +129,8 @@ class GroupedT5Attention:
     def attend(self, states: Any, memory: Any, mask: Any, bias: Any, cache: Any, options: Any) -> tuple[Any, Any, Any]:
         """The output [B, L, d], the position bias [1, H, L, S] for the layers to come, and eager's attention weights.
 
-        Cross-attention has no position bias. Zeros in its place, as in transformers, took up to half of its time at a decode step.
+        Cross-attention has no position bias. Zeros in its place, as in transformers, made its kernel take up to 1.3 times as long at a
+        decode step on a CPU.
         """
         seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         seen = seen.clone() if isinstance(seen, torch.Tensor) else seen  # a static cache counts in place
