@@ -27,6 +27,7 @@ from gqa_convert.fitting.closed_loop import fit_layers, least
 from gqa_convert.fitting.layers import tied_plan
 from gqa_convert.fitting.statistics import DAMPING, Moment, Ridge
 from gqa_convert.fitting.store import MergedLayers
+from gqa_convert.fitting.whole_model import train_together
 from gqa_convert.geometry import AttentionFinder
 from gqa_convert.plan import make_plan
 from gqa_convert.writing import write_weights
@@ -58,18 +59,21 @@ def batches_for(model: Any, *, rows: int = 2, length: int = 40, count: int = 4, 
 
 def fitted(
     source: Path, out: Path, groups: int = 3, *, method: str = "fit", steps: int = 8, batches: Sequence[dict[str, Tensor]] | None = None,
-    **options: Any,
+    kl_steps: int = 0, kl_batches: Sequence[dict[str, Tensor]] | None = None, **options: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Fit a checkpoint that has no tokenizer; what was noted of each layer."""
+    """Fit a checkpoint that has no tokenizer; what was noted of each layer, and of the stage that trains all together."""
     options = (
         {} if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is None else {"native": False}
     ) | options
     plan = make_plan(open_checkpoint(source), groups, method=method, **options)
     model = open_model(source)
+    batches = batches or batches_for(model)
     records: list[dict[str, Any]] = []
     out.mkdir()
     with MergedLayers(out, {}, keep=False) as store:
-        fit_layers(plan, store, model, batches or batches_for(model), lambda _, __, record: records.append(record), steps=steps)
+        fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)
+        if kl_steps:
+            train_together(plan, store, model, kl_batches or batches, lambda _, __, record: records.append(record), steps=kl_steps, seed=0)
         write_weights(tied_plan(plan, store), out, lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
@@ -271,6 +275,10 @@ class TestCommand:
             (["-n", "3", "-m", "mean", "-c", str(text)], ["--calibration", "mean", "fit"]),
             (["-n", "3", "-m", "align", "-c", str(text)], ["--calibration", "align"]),
             (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
+            (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
+            (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
+            (["-n", "3", "-c", str(text), "--kl-steps", "-1"], ["--kl-steps -1"]),
+            (["-n", "3", "-c", str(text), "--calibration-tokens", "900", "--kl-steps", "5"], ["--kl-steps 5", "--calibration-tokens"]),
             (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
             (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["0 tokens"]),
         ):
