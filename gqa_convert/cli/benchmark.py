@@ -58,11 +58,11 @@ def benchmark(
     MODEL runs with its weights at its own N; its versions at other N have the shapes that [bold]convert[/bold] would give them and random
     keys and values, which time does not depend on. The versions take turns, so that a drifting machine favours none.
 
-      gqa-convert benchmark ./Llama-2-7b --groups 1,8,32 --batch 1,8 --context 512,4096
+      gqa-convert benchmark ./Llama-2-7b -n 1,8,32 --batch 1,8 --context 4096
 
-      gqa-convert benchmark ./Llama-2-7b --memory 24GB --context 4096 --plot speed.png
+      gqa-convert benchmark ./Llama-2-7b --memory 24GB --plot speed.png
 
-      gqa-convert benchmark --config ./t5-xxl/config.json --layers 2 --encoder-tokens 2048 --breakdown --json
+      gqa-convert benchmark --config config.json --layers 2 --breakdown --json
     """
     from gqa_convert.benchmarking.benchmark import benchmark_model
     from gqa_convert.benchmarking.options import BenchmarkOptions

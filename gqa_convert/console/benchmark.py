@@ -18,9 +18,9 @@ def show_benchmark(result: dict[str, Any]) -> None:
     cells = dict.fromkeys((each["batch"], each["context"]) for each in result["results"])
     for batch, context in cells:
         _show_cell([each for each in result["results"] if (each["batch"], each["context"]) == (batch, context)], result)
-    own = f"the {result['kv_heads']} have the model's own weights, the others" if result["weights"] == "own" else "all"
+    own = f"N = {result['kv_heads']} has the model's own weights, the others random" if result["weights"] == "own" else "all have random"
     console.print(
-        f"[yellow]note:[/yellow] {own} random ones, which time does not depend on; they say nothing about quality", soft_wrap=True
+        f"[yellow]note:[/yellow] {own} keys and values, which time does not depend on; nothing here tells quality", soft_wrap=True
     )
     if "memory" in result:
         console.print(
