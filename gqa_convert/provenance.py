@@ -2,17 +2,14 @@
 
 import hashlib
 import json
-import platform
 import time
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from gqa_convert import __version__
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.machine import machine
 from gqa_convert.plan import Plan
 
 PROVENANCE = "gqa_conversion.json"
@@ -91,7 +88,7 @@ def provenance(
         "format_version": 1,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command,
-        "versions": {"gqa_convert": __version__, "python": platform.python_version(), "numpy": np.__version__},
+        "machine": machine(),
         "source": {
             "id": checkpoint.source_id,
             "revision": checkpoint.revision,

@@ -33,6 +33,7 @@ def uptrain(
     on_message: Callable[[str], None] = lambda _: None,
     on_step: OnStep = lambda _: None,
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
+    command: list[str] | None = None,
 ) -> dict[str, Any]:
     """Run a recipe, from its newest checkpoint if there is one.
 
@@ -42,6 +43,7 @@ def uptrain(
         on_message: called with what happens between the steps.
         on_step: called after every step.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
+        command: the command line, for the records.
 
     Returns:
         The summary that is also in `output/summary.json`; on the main process only.
@@ -65,7 +67,7 @@ def uptrain(
         from gqa_convert.training.distributed import taking_part
 
         with taking_part(), no_bars():
-            run = _Run(recipe, stops, on_message, on_step, on_tokenize)
+            run = _Run(recipe, stops, on_message, on_step, on_tokenize, command)
             try:
                 return run.go()
             finally:
@@ -101,7 +103,8 @@ class _Run:
     """One run, on this process."""
 
     def __init__(
-        self, recipe: Recipe, stops: "StopRequests", on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any
+        self, recipe: Recipe, stops: "StopRequests", on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any,
+        command: list[str] | None,
     ) -> None:  # fmt: skip
         from gqa_convert.training.checkpoints import Checkpoints
         from gqa_convert.training.distributed import join, together, wait
@@ -116,7 +119,7 @@ class _Run:
         self.main = bool(self.accelerator.is_main_process)
         self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
         self.say = on_message if self.main else lambda _: None
-        self.on_step, self.on_tokenize = on_step, on_tokenize
+        self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
         self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, together=self.together)
         self.lock: Any = None
 
@@ -475,15 +478,18 @@ class _Run:
 
     def _publish(self, state: dict[str, Any], progress: "Progress", pace: dict[str, Any]) -> dict[str, Any]:
         """The trained model, the curve and, last, the summary."""
+        from gqa_convert.machine import measurement
         from gqa_convert.training.curve import draw_curve
-        from gqa_convert.training.export import export_model, made_now
+        from gqa_convert.training.export import export_model
         from gqa_convert.training.metrics import read_metrics
         from gqa_convert.training.run_folder import write_json, write_whole
         from gqa_convert.training.summary import summarise
 
         lines = read_metrics(self.folder.metrics)
-        summary = {"model": str(self.folder.model), **summarise(self.recipe, progress, lines), **pace, "plot": str(self.folder.plot)}
-        record = {key: summary[key] for key in ("tokens", "evaluation", "changes")} | {"recipe": self.recipe.resolved(), **made_now()}
+        head = measurement("uptrain", self.command, str(self.accelerator.device)) | {"processes": self.accelerator.num_processes}
+        figures = summarise(self.recipe, progress, lines)
+        summary = {**head, "model": str(self.folder.model), **figures, **pace, "plot": str(self.folder.plot)}
+        record = {**head, **{key: figures[key] for key in ("tokens", "evaluation", "changes")}, "recipe": self.recipe.resolved()}
         export_model(self.inner, state, self.opened.student, self.folder.model, record)
         try:
             write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))

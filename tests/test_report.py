@@ -271,7 +271,7 @@ def test_what_is_missing_degrades(tmp_path: Path) -> None:
 def test_missing_figures_say_which_command_makes_them(runs: Path, tmp_path: Path) -> None:
     made = make_report([runs / "gqa-3"], tmp_path / "out")
     assert [figure["name"] for figure in made["figures"]] == ["time-groups", "merge-error"]
-    assert Path(made["html"]).read_text().count("<code>gqa-convert convert 3</code>. Machine: not recorded. From ") == 4
+    assert Path(made["html"]).read_text().count("<code>gqa-convert convert 3</code>. Machine: cpu; ") == 4
     advice = {each["title"]: each["advice"] for each in made["missing"]}
     assert "gqa-convert evaluate" in advice["Quality against time"]
     assert "gqa-convert benchmark" in advice["Quality against time"]

@@ -74,6 +74,8 @@ def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "evaluation_loss" in line] == [3, 6]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert json.loads((output / "summary.json").read_text()) == summary
+    assert (summary["kind"], summary["command"], summary["processes"]) == ("uptrain", None, 1)
+    assert summary["machine"]["versions"]["torch"] == torch.__version__
     found = summary["evaluation"]
     assert found["source"] < found["final"] < found["start"]
     assert found["final"] == lines[-1]["evaluation_loss"]

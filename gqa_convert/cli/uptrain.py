@@ -1,5 +1,6 @@
 """`gqa-convert uptrain`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,10 @@ def uptrain(
     from gqa_convert.uptrain import uptrain as run
 
     with training_progress(quiet=quiet) as screen:
-        summary = run(recipe, overrides or [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize)
+        summary = run(
+            recipe, overrides or [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize,
+            command=["gqa-convert", *sys.argv[1:]],
+        )  # fmt: skip
     if summary and as_json:
         print_json(summary)
     if summary and not quiet:

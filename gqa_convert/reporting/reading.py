@@ -10,7 +10,7 @@ from gqa_convert.reporting.records import Benchmark, Conversion, Evaluation, Ins
 from gqa_convert.training.metrics import read_metrics
 from gqa_convert.training.run_folder import RunFolder
 
-MEASUREMENTS = ("evaluate", "benchmark")
+MEASUREMENTS = ("evaluate", "benchmark", "uptrain")
 """Commands whose JSON says its `kind`."""
 
 
@@ -26,6 +26,8 @@ def kind_of(content: Any, path: Path) -> tuple[str | None, str]:
     if isinstance(content.get("kind"), str):
         if content["kind"] in MEASUREMENTS:
             return content["kind"], ""
+        if content["kind"] == "recommend":
+            return None, "a recommendation"
         if "machine" in keys:
             raise ReportError(
                 f"{path} holds a measurement of kind {content['kind'][:40]!r}, and known are {' and '.join(MEASUREMENTS)}: update gqa-convert, "

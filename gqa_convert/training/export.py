@@ -1,14 +1,11 @@
 """The trained model as an ordinary checkpoint: weights in the type they came in, everything else as it was, provenance brought up to date."""
 
 import json
-import platform
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gqa_convert import __version__
 from gqa_convert.checkpoint.publication import StagedFolder, sync
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.provenance import PROVENANCE
@@ -48,18 +45,6 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
                 path.chmod(0o644)
                 sync(path)
         staged.publish(overwrite=True)
-
-
-def made_now() -> dict[str, Any]:
-    """When a model was trained, and with what."""
-    import torch
-    import transformers
-
-    versions = {"gqa_convert": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": versions | {"transformers": transformers.__version__},
-    }
 
 
 def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
