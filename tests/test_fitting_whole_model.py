@@ -139,6 +139,22 @@ def test_it_is_done_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         assert contents(store, plan) == before
 
 
+def test_unasked_it_is_done_only_where_it_is_worth_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = absorbed.build("llama").save(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    batches = batches_for(open_model(source))
+    noted = {}
+    for least in (1e-9, 1e9):
+        monkeypatch.setattr(whole_model, "WORTHWHILE", least)
+        with MergedLayers(tmp_path / str(least), {}, keep=False) as store:
+            fit_checkpoint(plan, store, batches, lambda *_: None, steps=2)
+            noted[least] = store.finished()
+    assert noted[1e-9] is not None
+    assert noted[1e9] is not None
+    assert (noted[1e-9]["kl_steps"], noted[1e9]["kl_steps"]) == (2, 0)
+    assert noted[1e9]["kl"]["after"] == noted[1e9]["kl"]["before"] == noted[1e-9]["kl"]["before"]
+
+
 def test_what_is_too_large_or_has_too_little_text_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = absorbed.build("llama").save(tmp_path / "source")
     model, far = open_model(source), open_model(source, memory_limit=0)

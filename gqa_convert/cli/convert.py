@@ -42,7 +42,7 @@ def convert(
         int | None,
         typer.Option(
             "--kl-steps", metavar="S", show_default=False,
-            help="Steps of fit's last stage, all layers together. Default: as --fit-steps where the whole model fits in memory.",
+            help="Steps of fit's last stage, all layers together. Default: as --fit-steps where the model fits in memory and has lost much.",
         ),
     ] = None,
     seed: Seed = 0, encoder: Encoder = False, native: Native = None,

@@ -55,7 +55,7 @@ def fit_checkpoint(
 
     Args:
         plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
-        kl_steps: of the stage that trains all layers together; by default `steps` where `affordable`, else 0.
+        kl_steps: of the stage that trains all layers together; by default `steps` where it is `affordable` and `WORTHWHILE`, else 0.
 
     Raises:
         NoSpaceError: the disk can't hold them.
@@ -67,17 +67,18 @@ def fit_checkpoint(
     assert folder is not None
     with explained(store.path.parent), ExitStack() as stack:
         model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
-        if kl_steps is None:
-            kl_steps = steps if plan.method == "fit" and affordable(model, batches, len(plan.layers)) else 0
-        elif kl_steps:
+        if kl_steps:
             check_possible(model, batches, kl_steps)
         done = store.finished()
-        if done is not None and done["kl_steps"] != kl_steps:
+        if done is not None and done["asked"] != kl_steps:
             store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
-        if kl_steps and store.finished() is None:
-            train_together(plan, store, model, batches, on_layer, steps=kl_steps, seed=plan.seed)
+        if store.finished() is None and kl_steps != 0 and plan.method == "fit":
+            if kl_steps is not None:
+                train_together(plan, store, model, batches, on_layer, steps=kl_steps, seed=plan.seed)
+            elif steps and affordable(model, batches, len(plan.layers)):
+                train_together(plan, store, model, batches, on_layer, steps=steps, seed=plan.seed, asked=False)
         return errors
 
 

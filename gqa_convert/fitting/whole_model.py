@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.absorbing.heads import LayerTensors
+from gqa_convert.absorbing.heads import LayerTensors, Tensors
 from gqa_convert.calibration.names import find_modules
 from gqa_convert.calibration.offloading import offloaded_weights
 from gqa_convert.calibration.streams import Batch
@@ -29,6 +29,8 @@ RATE = 0.01
 """Of `RelativeAdam`."""
 _HELD_OUT = 8
 """Every eighth batch is not trained on: it says whether the stage has helped."""
+WORTHWHILE = 0.05
+"""Nats per token: below such a divergence after the layers there is too little to win for the time that the stage takes."""
 _MOST_PARAMETERS = 1_000_000_000
 """Above which a CPU would need hours."""
 _ACTIVATIONS = 40
@@ -44,9 +46,10 @@ class Divergence:
 
 
 def train_together(
-    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int, seed: int
-) -> None:
-    """The stage for a plan whose layers are all in the store, which is finished then.
+    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int, seed: int,
+    asked: bool = True,
+) -> None:  # fmt: skip
+    """The stage for a plan whose layers are all in the store.
 
     Args:
         plan: of the conversion.
@@ -56,6 +59,7 @@ def train_together(
         on_layer: called as steps are taken, with `kl_step`, and with `kl` at the end.
         steps: batches to see.
         seed: of their order.
+        asked: for, so that it is done whatever it may win; else only where it is `WORTHWHILE`.
     """
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer in finder.layers]
@@ -67,17 +71,16 @@ def train_together(
         step = tied.groups // plan.groups
         assemblies[layer.module] = Assembly(layout, tied, tensors, plan.groups, model.device)
         parts.append(as_parts(replace(tied, keys=tied.keys[::step], values=tied.values[::step]), model.device))
-    count = len(layouts)
+    count, least = len(layouts), 0.0 if asked else WORTHWHILE
     trained, kl = match_predictions(
-        model, batches, assemblies, parts, steps=steps, seed=seed, on_step=lambda done, total: on_layer(count, count, {"kl_step": (done, total)})
+        model, batches, assemblies, parts, steps=steps, seed=seed, least=least,
+        on_step=lambda done, total: on_layer(count, count, {"kl_step": (done, total)}),
     )  # fmt: skip
-    made = (
-        {number: layout.join(as_heads(trained[number]), store.read(number), plan.groups) for number, layout in enumerate(layouts)}
-        if trained
-        else {}
-    )
-    note = {"kl_steps": steps, "kl": {"before": kl.before, "after": kl.after}}
-    store.finish(made, note)
+    made: dict[int, Tensors] = {}
+    if trained is not None:
+        made = {number: layouts[number].join(as_heads(new), store.read(number), plan.groups) for number, new in enumerate(trained)}
+    note = {"kl_steps": steps if kl.before >= least else 0, "kl": {"before": kl.before, "after": kl.after}}
+    store.finish(made, note | {"asked": steps if asked else None})
     on_layer(count, count, note)
 
 
@@ -114,7 +117,7 @@ def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
 
 
 def match_predictions(
-    model: Any, batches: Sequence[Batch], assemblies: Mapping[str, Assembly], parts: Sequence[Parts], *, steps: int, seed: int,
+    model: Any, batches: Sequence[Batch], assemblies: Mapping[str, Assembly], parts: Sequence[Parts], *, steps: int, seed: int, least: float = 0.0,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:  # fmt: skip
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
@@ -126,6 +129,7 @@ def match_predictions(
         parts: merged heads of each layer, in the order of `assemblies`.
         steps: batches to see.
         seed: of their order.
+        least: divergence below which nothing is done.
         on_step: told how far the work has come.
 
     Returns:
@@ -158,6 +162,8 @@ def match_predictions(
     held = batches[::_HELD_OUT]
     seen = [batch for number, batch in enumerate(batches) if number % _HELD_OUT]
     before = mean(parts)
+    if before < least:
+        return None, Divergence(before, before)
     optimizer = RelativeAdam(parts, RATE, steps)
     for done, number in enumerate(batch_order(len(seen), steps, seed)):
         with torch.enable_grad():
