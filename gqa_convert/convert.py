@@ -60,7 +60,7 @@ def convert_checkpoint(
         calibration_length: tokens of a block of it, by default the model's context up to 2048.
         fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
         kl_steps: of the last stage of `fit`, which trains all layers together to predict what the source predicts; by default as many as
-            `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters) and its divergence from the source is 0.05
+            `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters) and its divergence from the source is 0.02
             nats per token or more, else 0.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.

@@ -29,7 +29,7 @@ RATE = 0.01
 """Of `RelativeAdam`."""
 _HELD_OUT = 8
 """Every eighth batch is not trained on: it says whether the stage has helped."""
-WORTHWHILE = 0.05
+WORTHWHILE = 0.02
 """Nats per token: below such a divergence after the layers there is too little to win for the time that the stage takes."""
 _MOST_PARAMETERS = 1_000_000_000
 """Above which a CPU would need hours."""
