@@ -42,6 +42,7 @@ ALLOWED = {
     "attention": {"errors"},
     "benchmarking": {"attention", "checkpoint", "convert", "errors", "families", "inspecting", "loading", "machine", "modeling", "plan"},
     "reporting": {"errors", "provenance", "training"},
+    "recommending": {"benchmarking", "checkpoint", "errors", "inspecting", "machine", "plan", "reporting"},
     "console": {"families", "plan"},
     "cli": {
         "",
@@ -55,6 +56,7 @@ ALLOWED = {
         "evaluating",
         "inspecting",
         "plan",
+        "recommending",
         "reporting",
         "uptrain",
         "verify",
