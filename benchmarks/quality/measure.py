@@ -29,7 +29,7 @@ from .text import calibration_text, held_out_loss
 OUTPUT = Path("docs/results/quality.json")
 SEEDS = (0, 1, 2)
 HELD_OUT_TOKENS = 50_000
-DATA_FREE = ("mean", "first", "align", "factor")
+DATA_FREE = ("mean", "first", "random", "align", "factor")
 CALIBRATED = ("factor", "fit")
 
 
