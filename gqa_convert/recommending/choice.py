@@ -119,7 +119,7 @@ def limits(constraints: Constraints) -> list[Limit]:
     if speed is not None:
         found.append(Limit(
             "speed", f"--min-speedup {speed:g}", speed, lambda each: each.speedup, False,
-            lambda value: f"decodes {value:.3g} times as fast", lambda gap: f"{gap:.2g}",
+            lambda value: f"decodes {value:.3g}x as fast", lambda gap: f"{gap:.2g}",
         ))  # fmt: skip
     if memory is not None:
         found.append(Limit(
@@ -138,7 +138,7 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
     """The number of K/V heads to take, and why.
 
     Asked for a loss alone, that is the smallest N within it; asked for speed or memory, the largest N that meets everything, since fewer
-    heads lose more. The source itself counts as meeting speed or memory, but merges nothing and so is no answer to a loss alone.
+    heads lose more. The source, which loses nothing and gains nothing, is an answer where memory is asked for and speed is not.
 
     Args:
         candidates: numbers of K/V heads, rising.
@@ -148,8 +148,9 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
         N, or None if none meets all constraints; and a sentence.
     """
     asked = limits(constraints)
-    loss_alone = [limit.part for limit in asked] == ["loss"]
-    able = [each for each in candidates if not (loss_alone and each.is_source)]
+    parts = {limit.part for limit in asked}
+    loss_alone = parts == {"loss"}
+    able = [each for each in candidates if not each.is_source or ("memory" in parts and "speed" not in parts)]
     tried = ", ".join(str(each.groups) for each in able)
     fitting = [each for each in able if all(limit.met(each) for limit in asked)]
     if not fitting:

@@ -14,7 +14,7 @@ from gqa_convert.machine import measurement
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.recommending.choice import Candidate, Constraints, choose, failing
 from gqa_convert.recommending.results import Found, Loss, read_results
-from gqa_convert.recommending.speed import Setting, choose_setting, positions_of, speeds, time_versions
+from gqa_convert.recommending.speed import Setting, choose_setting, positions_of, speeds, time_versions, uneven
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the steps done and all of them."""
@@ -85,6 +85,8 @@ def recommend_groups(
     entry = next((record for record in records if record["groups"] == chosen), None)
     if any(record["loss_is"] == "upper bound" for record in records):
         found.notes.append(PREDICTED)
+    if disorder := uneven(found.speeds):
+        found.notes.append(disorder)
     if entry is not None:
         found.notes += _doubts(entry, constraints, calibrated=calibration is not None)
     texts = {"--calibration": calibration, "--calibration-tokens": calibration_tokens, "--seed": seed or None, "--revision": revision}
@@ -213,7 +215,7 @@ def _doubts(entry: dict[str, Any], constraints: Constraints, *, calibrated: bool
     speed, low = constraints.min_speedup, entry["speedup_low"]
     if speed is not None and not entry["source"] and low is not None and low < speed:
         notes.append(
-            f"{speed:g} lies within the quartiles of the speed-up of N = {entry['groups']}, {low:.3g} to {entry['speedup_high']:.3g}"
+            f"--min-speedup {speed:g} lies within the quartiles of the speed-up of N = {entry['groups']}, {low:.3g} to {entry['speedup_high']:.3g}"
         )
     error, limit = entry["loss_standard_error"], constraints.max_loss_increase
     if limit is not None and error and entry["loss_increase"] + error > limit:

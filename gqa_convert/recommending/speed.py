@@ -20,6 +20,9 @@ from gqa_convert.recommending.choice import Constraints
 _AFFORDABLE: Final = 2 << 30
 """Bytes of weights and caches that are timed on a CPU: one reads a few GB per second, and reads them some hundred times."""
 
+_UNEVEN: Final = 1.1
+"""Ratio of speeds in the wrong order that is told."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -129,3 +132,16 @@ def speeds(records: Sequence[dict[str, Any]], own: int) -> dict[int, Speed]:
         spread = bool(low and high) and "estimated_decode_ms_per_token" not in each
         found[each["groups"]] = Speed(base / time, base / high if spread else None, base / low if spread else None, time)
     return found
+
+
+def uneven(found: dict[int, Speed]) -> str | None:
+    """A sentence if fewer K/V heads are slower by more than a tenth, which nothing but the measurement explains."""
+    counts = sorted(found)
+    pairs = ((few, many) for place, few in enumerate(counts) for many in counts[place + 1 :])
+    few, many = max(pairs, key=lambda pair: found[pair[1]].speedup / found[pair[0]].speedup, default=(0, 0))
+    if not few or found[many].speedup <= _UNEVEN * found[few].speedup:
+        return None
+    return (
+        f"N = {few} was timed at {found[few].speedup:.3g}x and N = {many} at {found[many].speedup:.3g}x: the machine was busy, or the model and "
+        "its cache are too small for N to matter; run benchmark --repetitions 50 --json on an idle one, and give its file to --results"
+    )
