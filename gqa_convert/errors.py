@@ -120,3 +120,13 @@ class StoppedError(GQAConvertError):
     """A run was asked to stop and has saved its state: the same command goes on (75 is EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
+
+
+class PublishError(GQAConvertError):
+    """A checkpoint that can't be published as it is, or a place on the Hub that can't take it."""
+
+
+class UploadError(GQAConvertError):
+    """The Hub could not be reached, refused, or holds something else than what was sent."""
+
+    exit_code = 1

@@ -43,6 +43,7 @@ ALLOWED = {
     "benchmarking": {"attention", "checkpoint", "convert", "errors", "families", "inspecting", "loading", "machine", "modeling", "plan"},
     "reporting": {"errors", "provenance", "training"},
     "recommending": {"benchmarking", "checkpoint", "errors", "inspecting", "machine", "plan", "reporting"},
+    "publishing": {"checkpoint", "errors", "plan", "provenance", "reporting"},
     "console": {"families", "plan"},
     "cli": {
         "",
@@ -56,6 +57,7 @@ ALLOWED = {
         "evaluating",
         "inspecting",
         "plan",
+        "publishing",
         "recommending",
         "reporting",
         "uptrain",

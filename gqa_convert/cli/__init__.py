@@ -16,6 +16,7 @@ from .demo import demo
 from .evaluate import evaluate
 from .inspect import inspect
 from .plan import plan
+from .publish import publish
 from .recommend import recommend
 from .report import report
 from .uptrain import uptrain
@@ -53,7 +54,7 @@ def _root(
     del version
 
 
-for command in (plan, inspect, recommend, convert, verify, uptrain, evaluate, benchmark, report, demo):
+for command in (plan, inspect, recommend, convert, verify, uptrain, evaluate, benchmark, report, publish, demo):
     app.command()(command)
 
 

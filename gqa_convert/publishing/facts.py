@@ -1,0 +1,164 @@
+"""What is known about a converted checkpoint: its files, their headers, and the record of how it came to be."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.errors import PublishError
+from gqa_convert.plan import Plan, make_plan
+from gqa_convert.provenance import PROVENANCE
+from gqa_convert.reporting.fields import Fields, parse_json
+from gqa_convert.reporting.reading import read_conversion
+from gqa_convert.reporting.records import Conversion
+
+README = "README.md"
+_LONGEST_CHAIN = 32
+_CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
+"""A folder in the Hub's cache: whose repository it is, and at what commit."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint on the Hub that a model was made from.
+
+    Attributes:
+        repo_id: of the Hub.
+        revision: its commit, None if only the name is known.
+    """
+
+    repo_id: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint that has been read and checked.
+
+    Attributes:
+        folder: where it is.
+        checkpoint: its headers.
+        plan: of its conversion into its own N, which changes nothing: what the headers say of heads and cache.
+        conversion: the record of the conversion, in short.
+        chain: the record and those of the conversions before it, oldest first.
+        trainings: the records of the uptraining runs since the first of these, oldest first.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint
+    plan: Plan
+    conversion: Conversion
+    chain: tuple[Fields, ...]
+    trainings: tuple[Fields, ...]
+
+    @property
+    def groups(self) -> int:
+        return self.conversion.groups
+
+    @property
+    def record(self) -> Fields:
+        """Of the last conversion."""
+        return self.chain[-1]
+
+    @property
+    def first_kv_heads(self) -> int | None:
+        """K/V heads per layer before the first conversion."""
+        return self.chain[0].count("source_kv_heads")
+
+    @property
+    def base(self) -> Base | None:
+        """What is known to have come from the Hub: a conversion knows the commit only then, and the Hub's cache tells by its folder."""
+        for record in reversed(self.chain):
+            source = record.part("source") or Fields({}, "")
+            name, revision = source.text("id"), source.text("revision")
+            if name and revision:
+                return Base(name, revision)
+            if name and (match := _CACHED.search(name)):
+                return Base(f"{match[1]}/{match[2]}", match[3])
+        return None
+
+    @property
+    def route(self) -> str:
+        """How it is loaded, as `Plan.route` says it."""
+        return next((route for each in reversed(self.chain) if (route := each.text("route"))), self.plan.route)
+
+    @property
+    def needs_own_code(self) -> bool:
+        """Whether it loads with `trust_remote_code=True` only."""
+        return bool(self.checkpoint.config.get("auto_map")) and self.route in ("own file", "checkpoint's own code")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Everything that is published, the card aside, by its path."""
+        return tuple(sorted(name for name in self.checkpoint.sizes if name not in {*self.checkpoint.left_behind, README}))
+
+    @property
+    def made(self) -> str:
+        """When the weights were last changed, as ISO 8601; empty if that was not recorded."""
+        return max((each.text("created") or "" for each in (*self.chain, *self.trainings)), default="")
+
+    def source_digest(self, name: str) -> set[str]:
+        """SHA-256 of a file in the sources of all conversions, as far as they were recorded."""
+        found = set[str]()
+        for record in self.chain:
+            files = (record.part("source") or Fields({}, "")).part("files") or Fields({}, "")
+            entry = files.part(name)
+            if entry and (digest := entry.text("sha256")):
+                found.add(digest)
+        return found
+
+
+def read_facts(out: Path) -> Facts:
+    """Open a converted checkpoint and check that its parts agree.
+
+    Raises:
+        PublishError: it is no converted checkpoint, or its record contradicts its weights.
+        GQAConvertError: whatever is wrong with the checkpoint by itself.
+    """
+    if not out.is_dir():
+        raise PublishError(f"{out} is {'a file' if out.exists() else 'not there'}: name the folder that convert or uptrain wrote")
+    checkpoint = open_checkpoint(out)
+    path = out / PROVENANCE
+    if not path.is_file():
+        raise PublishError(
+            f"{out} has no {PROVENANCE}, so that nothing is known of its making: name a folder that convert or uptrain wrote"
+        )
+    content = parse_json(path)
+    if not isinstance(content, dict) or "groups" not in content:
+        raise PublishError(f"{path} is not the record of a conversion: name a folder that convert or uptrain wrote")
+    conversion = read_conversion(content, path)
+    chain = _chain(content, path)
+    plan = make_plan(checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True)
+    counts = sorted({layer.kv_heads for layer in plan.layers})
+    if counts != [conversion.groups]:
+        raise PublishError(
+            f"{path} says N = {conversion.groups}, and the weights have {', '.join(map(str, counts))} K/V heads per layer: convert again, or name "
+            "another folder"
+        )
+    _check_code(checkpoint, out)
+    trainings = tuple(training for record in chain for training in record.parts("uptraining"))
+    return Facts(out, checkpoint, plan, conversion, chain, trainings)
+
+
+def _native(record: Fields) -> bool | None:
+    """For a plan that keeps the checkpoint the type that it has."""
+    return False if record.text("route") == "own file" else None
+
+
+def _chain(content: dict[str, Any], path: Path) -> tuple[Fields, ...]:
+    chain = [Fields(content, str(path))]
+    while (earlier := chain[0].part("previous")) is not None:
+        if len(chain) == _LONGEST_CHAIN:
+            raise PublishError(f"{path} tells of more than {_LONGEST_CHAIN} conversions in a row: convert the first source directly")
+        chain.insert(0, earlier)
+    return tuple(chain)
+
+
+def _check_code(checkpoint: Checkpoint, out: Path) -> None:
+    """The files that the config sends transformers to are there."""
+    auto_map = checkpoint.config.get("auto_map")
+    for home in auto_map.values() if isinstance(auto_map, dict) else ():
+        for name in home if isinstance(home, list) else [home]:
+            if isinstance(name, str) and "--" not in name and f"{name.split('.')[0]}.py" not in checkpoint.sizes:
+                raise PublishError(f"{out} lacks {name.split('.')[0]}.py, which its config.json needs to load: convert again")

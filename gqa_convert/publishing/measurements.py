@@ -1,0 +1,118 @@
+"""What evaluate and benchmark measured of this very checkpoint, and of its source beside it; all else stays out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gqa_convert.publishing.facts import Facts
+from gqa_convert.reporting.fields import is_there
+from gqa_convert.reporting.finding import find
+from gqa_convert.reporting.records import Benchmark, Evaluation, Origin, Score, Timing
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One evaluation: what it found of this checkpoint, and of its source if that was scored on the same text."""
+
+    evaluation: Evaluation
+    ours: Score
+    source: Score | None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One benchmark: the timings at this checkpoint's N and at the source's, by batch and context."""
+
+    benchmark: Benchmark
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that goes into the card.
+
+    Attributes:
+        warnings: what was read and left out, and why.
+    """
+
+    scored: tuple[Scored, ...] = ()
+    timed: tuple[Timed, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str]) -> Measured:
+    """Read files of results and keep what speaks of a checkpoint.
+
+    Args:
+        results: files, or folders to search.
+        facts: of the checkpoint.
+        names: what the results may call it, beside the path of its folder.
+
+    Raises:
+        ReportError: a file is missing or broken, or there are no results at all.
+    """
+    if not results:
+        return Measured()
+    material = find(results)
+    scored: list[Scored] = []
+    timed: list[Timed] = []
+    warnings: list[str] = []
+    for evaluation in sorted(material.evaluations, key=lambda each: (each.text, _when(each.origin))):
+        ours = [score for score in evaluation.scores if _is_ours(score.model, evaluation.origin, facts, names)]
+        if not ours:
+            warnings.append(
+                f"{evaluation.origin.path} is left out: it scores {_some([score.model for score in evaluation.scores])}, and not "
+                f"{facts.folder}; if one of them is that, give its name with --evaluated-as"
+            )
+        elif _is_older(evaluation.origin, facts):
+            warnings.append(f"{evaluation.origin.path} is left out: it is older than these weights; evaluate again")
+        else:
+            source = next((score for score in evaluation.scores if _is_source(score.model, evaluation.origin, facts)), None)
+            scored.append(Scored(evaluation, ours[0], source))
+    for benchmark in sorted(material.benchmarks, key=lambda each: (each.model, _when(each.origin))):
+        counts = {facts.groups, facts.first_kv_heads}
+        timings = tuple(timing for timing in benchmark.timings if timing.groups in counts)
+        ours_too = _is_ours(benchmark.model, benchmark.origin, facts, names) or _is_source(benchmark.model, benchmark.origin, facts)
+        if not ours_too:
+            warnings.append(f"{benchmark.origin.path} is left out: it times {benchmark.model}, neither this model nor its source")
+        elif not any(timing.groups == facts.groups for timing in timings):
+            warnings.append(f"{benchmark.origin.path} is left out: it has no time at N = {facts.groups}")
+        else:
+            timed.append(Timed(benchmark, timings))
+    if not material.evaluations and not material.benchmarks:
+        warnings.append(f"nothing that evaluate or benchmark wrote is in {', '.join(map(str, results))}")
+    return Measured(tuple(scored), tuple(timed), tuple(warnings))
+
+
+def _is_ours(name: str, origin: Origin, facts: Facts, names: Sequence[str]) -> bool:
+    return name in names or _same_folder(name, origin, facts.folder)
+
+
+def _is_source(name: str, origin: Origin, facts: Facts) -> bool:
+    """Whether a name is that of the first source: as it was recorded, or of the same folder."""
+    source = facts.chain[0].part("source")
+    first = source.text("id") if source else None
+    base = facts.base
+    if first is None:
+        return False
+    return (
+        name == first or (base is not None and name == base.repo_id) or (is_there(Path(first)) and _same_folder(name, origin, Path(first)))
+    )
+
+
+def _same_folder(name: str, origin: Origin, folder: Path) -> bool:
+    places = [Path(name), origin.path.parent / name]
+    return any(is_there(place) and place.resolve() == folder.resolve() for place in places)
+
+
+def _is_older(origin: Origin, facts: Facts) -> bool:
+    """Whether something was measured before the weights were what they are: an earlier model stood in the same folder then."""
+    return origin.created is not None and origin.created < facts.made
+
+
+def _when(origin: Origin) -> tuple[str, str]:
+    return origin.created or "", str(origin.path)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,94 @@
+"""The front matter of a card: what the Hub reads of it."""
+
+from typing import Any
+
+from gqa_convert.publishing.facts import Facts
+from gqa_convert.publishing.licences import Licence
+from gqa_convert.publishing.measurements import Measured
+from gqa_convert.reporting.fields import printable
+
+
+def front_matter_of(
+    facts: Facts, repo_id: str, base_model: str | None, licence: Licence, measured: Measured, stated: dict[str, Any], datasets: tuple[str, ...],
+) -> str:  # fmt: skip
+    """The front matter with its lines of dashes.
+
+    Args:
+        facts: of the checkpoint.
+        repo_id: where it goes.
+        base_model: id on the Hub, None if that is not known.
+        licence: of the model.
+        measured: numbers for the `model-index`.
+        stated: the front matter of the README that came with the checkpoint: its languages and its task stay true.
+        datasets: ids on the Hub of what it was trained on.
+    """
+    from huggingface_hub import ModelCardData
+
+    results = eval_results(facts, measured)
+    data = ModelCardData(
+        base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
+        pipeline_tag=pipeline_tag(facts, stated), language=_languages(stated.get("language")),
+        license=list(licence.ids) if len(licence.ids) > 1 else licence.ids[0] if licence.ids else None, license_name=licence.name,
+        license_link=licence.link, datasets=list(datasets) or None, tags=tags(facts),
+        **({"model_name": repo_id.rsplit("/", 1)[-1], "eval_results": results} if results else {}),
+    )  # fmt: skip
+    return f"---\n{data.to_yaml(line_break=chr(10))}\n---\n"
+
+
+def pipeline_tag(facts: Facts, stated: dict[str, Any]) -> str | None:
+    """The task, as the source states it or the class tells it."""
+    tag = stated.get("pipeline_tag")
+    if isinstance(tag, str) and tag.replace("-", "").isalnum() and tag.isascii():
+        return tag
+    classes = facts.checkpoint.config.get("architectures") or [""]
+    return "text-generation" if str(classes[0]).endswith(("ForCausalLM", "LMHeadModel")) else None
+
+
+def tags(facts: Facts) -> list[str]:
+    """What people filter by."""
+    attention = "multi-query-attention" if facts.groups == 1 else "grouped-query-attention"
+    return ["gqa-convert", attention, *(["uptrained"] if facts.trainings else [])]
+
+
+def eval_results(facts: Facts, measured: Measured) -> list[Any]:
+    """The `model-index`: losses and the figures made of them by text, lm-eval's metrics by task."""
+    from huggingface_hub import EvalResult
+
+    task = pipeline_tag(facts, {}) or "text-generation"
+    found = []
+    for each in measured.scored:
+        metrics = (
+            ("loss", "loss, nats per token", each.ours.loss), ("perplexity", "perplexity per token", each.ours.perplexity),
+            ("bits_per_byte", "bits per byte", each.ours.bits_per_byte), ("kl", "KL divergence from the reference, nats per token", each.ours.kl),
+        )  # fmt: skip
+        found += [
+            EvalResult(
+                task_type=task,
+                dataset_type="text",
+                dataset_name=each.evaluation.text,
+                metric_type=kind,
+                metric_name=name,
+                metric_value=value,
+            )
+            for kind, name, value in metrics
+            if value is not None
+        ]
+        found += [
+            EvalResult(
+                task_type=task,
+                dataset_type=name,
+                dataset_name=name,
+                metric_type=metric.split(",")[0],
+                metric_name=metric,
+                metric_value=value,
+            )
+            for name, metric, value, _ in each.ours.tasks
+        ]
+    return found
+
+
+def _languages(value: object) -> str | list[str] | None:
+    """Codes of languages, as the source states them."""
+    given = value if isinstance(value, list) else [value]
+    codes = [printable(each) for each in given if isinstance(each, str) and 0 < len(each) <= 20]
+    return None if not codes else codes if isinstance(value, list) else codes[0]

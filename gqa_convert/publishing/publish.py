@@ -1,0 +1,176 @@
+"""The verb: check everything, write the card, upload, and compare what has arrived."""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import OptionError
+from gqa_convert.provenance import PROVENANCE
+from gqa_convert.publishing.card import Subject, card_text
+from gqa_convert.publishing.facts import README, Base, Facts, read_facts
+from gqa_convert.publishing.hashing import Digest, digest_of, digests, refuse_tokens
+from gqa_convert.publishing.licences import duties, find_licence
+from gqa_convert.publishing.measurements import read_measurements
+from gqa_convert.publishing.metadata import front_matter_of
+from gqa_convert.publishing.readme import check_replaceable, front_matter, read_readme, sign, write_card
+from gqa_convert.publishing.remote import Place, Repository, check_place, check_weights, differs, own_token
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+Reading = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Called with a number of bytes that will be read; gives what is called with those that were."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user says of the model that its folder does not.
+
+    Attributes:
+        results: files of evaluate and benchmark, or folders with them.
+        names: what the results call the model, beside its path.
+        base_model: id on the Hub of what it was made from.
+        licence: identifier of the Hub.
+        datasets: ids on the Hub of what it was trained on.
+        overwrite_card: replace a README.md that is somebody's own.
+    """
+
+    results: tuple[Path, ...] = ()
+    names: tuple[str, ...] = ()
+    base_model: str | None = None
+    licence: str | None = None
+    datasets: tuple[str, ...] = ()
+    overwrite_card: bool = False
+
+
+def publish(
+    out: str | Path,
+    place: Place,
+    options: Options | None = None,
+    *,
+    dry_run: bool = False,
+    reading: Reading = lambda nbytes: nullcontext(lambda count: None),
+    on_send: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Publish a converted checkpoint on the Hub.
+
+    Args:
+        out: the folder that convert or uptrain wrote.
+        place: where it goes.
+        options: what the card can't know otherwise.
+        dry_run: write the card and send nothing; no network is used.
+        reading: shows how far the files are read for their hashes.
+        on_send: called before the upload.
+
+    Returns:
+        `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and `sha256`, `replaced`
+        (None in a dry run), `card`, `warnings`, `dry_run`.
+
+    Raises:
+        GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
+    """
+    options = options or Options()
+    check_place(place)
+    _check(options)
+    facts = read_facts(Path(out))
+    token = own_token()
+    repository = None if dry_run else Repository(place, token)
+    card, warnings = make_card(facts, place, options)
+    refuse_tokens(facts.folder, facts.files, token, card)
+    there = repository.look() if repository else None
+    if there is not None:
+        warnings += check_weights(place, there, [*facts.files, README])
+    if repository is not None:
+        warnings += repository.check_card(card)
+    with reading(sum(facts.checkpoint.sizes[name] for name in facts.files)) as progress:
+        files = sorted([*digests(facts.folder, facts.files, progress), digest_of(README, card.encode())], key=lambda each: each.path)
+    warnings += _strayed(facts, files)
+    result: dict[str, Any] = {
+        "repo_id": place.repo_id, "url": place.url, "revision": place.revision, "commit": None, "pull_request": None,
+        "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in files],
+        "replaced": None if dry_run else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
+        "card": str(write_card(facts.folder, card)), "warnings": warnings, "dry_run": dry_run,
+    }  # fmt: skip
+    if repository is not None:
+        on_send()
+        commit = repository.send(facts.folder, [each.path for each in files], _message(facts))
+        repository.check_arrived(str(commit.oid), files)
+        result |= {"commit": str(commit.oid), "pull_request": commit.pr_url}
+    return result
+
+
+def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[str]]:
+    """The whole card, and what the publisher should know.
+
+    Raises:
+        PublishError: there is a README.md that it may not replace.
+    """
+    readme = read_readme(facts.folder)
+    check_replaceable(facts, readme, overwrite=options.overwrite_card)
+    stated = front_matter(readme)
+    licence, warnings = find_licence(stated, options.licence)
+    said, more = duties(licence, place.repo_id)
+    measured = read_measurements(options.results, facts, [place.repo_id, *options.names])
+    base, unknown = _base(facts, options.base_model)
+    warnings = [*warnings, *more, *measured.warnings, *unknown, *_paths(facts)]
+    front = front_matter_of(facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options))
+    subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, place.revision)
+    if facts.checkpoint.left_behind:
+        warnings.append(f"not published, being no part of the checkpoint: {', '.join(facts.checkpoint.left_behind[:6])}")
+    return sign(front, card_text(subject)), warnings
+
+
+def _check(options: Options) -> None:
+    for option, names in (("--base-model", filter(None, [options.base_model])), ("--dataset", options.datasets)):
+        for name in names:
+            if not _HUB_ID.fullmatch(name):
+                raise OptionError(f"{option} {name!r} is no id of the Hub: write it like org/name")
+
+
+def _base(facts: Facts, given: str | None) -> tuple[Base | None, list[str]]:
+    known = facts.base
+    if known is not None and not _HUB_ID.fullmatch(known.repo_id):
+        known = None
+    if given is None:
+        return known, [] if known else ["what the model was made from is not known to be on the Hub: if it is, give --base-model"]
+    if known is not None and known.repo_id == given:
+        return known, []
+    return Base(given, None), [f"--base-model {given} replaces {known.repo_id}, which {PROVENANCE} names"] if known else []
+
+
+def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
+    """Ids on the Hub of what was trained on: a recipe's source is one for sure if it says what only those have; others the user names."""
+    found = list(options.datasets)
+    for training in facts.trainings:
+        recipe = training.part("recipe")
+        for source in recipe.parts("data") if recipe else ():
+            name = source.text("source") or ""
+            if (source.text("name") or source.text("revision")) and _HUB_ID.fullmatch(name) and name not in found:
+                found.append(name)
+    return tuple(found)
+
+
+def _paths(facts: Facts) -> list[str]:
+    """A word on folders of this machine, which strangers will read."""
+    words = [word for record in (*facts.chain, *facts.trainings) for word in record.strings("command") or ()]
+    local = next((word for word in words if word.startswith(("/", "~"))), None)
+    return [f"the card and {PROVENANCE} show commands with folders of this machine, such as {local}"] if local else []
+
+
+def _strayed(facts: Facts, files: Sequence[Digest]) -> list[str]:
+    """Files that came from the source and are no longer what they were."""
+    changed = [
+        each.path
+        for each in files
+        if each.path not in (README, "config.json", PROVENANCE, "tokenizer_config.json")
+        and (known := facts.source_digest(each.path))
+        and each.sha256 not in known
+        and not each.path.endswith((".safetensors", ".index.json", ".py"))
+    ]
+    return [f"changed since the conversion, or by it: {', '.join(changed)}"] if changed else []
+
+
+def _message(facts: Facts) -> str:
+    return f"Upload a conversion to {facts.groups} K/V heads per layer"
