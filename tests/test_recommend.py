@@ -387,6 +387,7 @@ def test_the_command_line(llama: Path) -> None:
         "max_loss_increase": None, "min_speedup": None, "memory": 300_000, "context": 1024, "batch": 2, "encoder_tokens": None,
     }  # fmt: skip
     assert "N = 1 comes nearest" in result["reason"]
+    assert any("--context 1,024 is more than the 64 positions" in note for note in result["notes"])
     assert result["command"][:2] == ["gqa-convert", "recommend"]
     shown = run("recommend", llama, "--memory", "600kB", "--context", 1024)
     assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr

@@ -85,8 +85,15 @@ def recommend_groups(
     entry = next((record for record in records if record["groups"] == chosen), None)
     if any(record["loss_is"] == "upper bound" for record in records):
         found.notes.append(PREDICTED)
+    positions = positions_of(checkpoint)
+    if constraints.context is not None and positions is not None and constraints.context > positions:
+        found.notes.append(f"--context {constraints.context:,} is more than the {positions:,} positions that the model is made for")
     if disorder := uneven(found.speeds):
         found.notes.append(disorder)
+    if entry is None and constraints.max_loss_increase is not None:
+        found.notes.append(
+            "uptraining wins back a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
+        )
     if entry is not None:
         found.notes += _doubts(entry, constraints, calibrated=calibration is not None)
     texts = {"--calibration": calibration, "--calibration-tokens": calibration_tokens, "--seed": seed or None, "--revision": revision}

@@ -144,7 +144,7 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
                     "model_layers": fields.count("model_layers"), "dtype": fields.text("dtype"), "attention": fields.text("attention"),
                     "machine": fields.record.get("machine"),
                 }  # fmt: skip
-    if found.timing is not None:
+    if found.timing is not None and constraints.min_speedup is not None:
         given, asked = (found.timing["batch"], found.timing["context"]), (constraints.batch, constraints.context)
         if given[0] != asked[0] or asked[1] not in (None, given[1]):
             wanted = f"batch {asked[0]}" if asked[1] is None else f"batch {asked[0]}, context {asked[1]:,}"

@@ -17,7 +17,7 @@ from gqa_convert.machine import machine
 from gqa_convert.plan import Plan
 from gqa_convert.recommending.choice import Constraints
 
-_AFFORDABLE: Final = 2 << 30
+_AFFORDABLE: Final = 1 << 30
 """Bytes of weights and caches that are timed on a CPU: one reads a few GB per second, and reads them some hundred times."""
 
 _UNEVEN: Final = 1.1
