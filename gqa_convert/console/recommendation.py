@@ -44,7 +44,7 @@ def _columns(result: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     every: dict[str, tuple[str, str, Any]] = {
         "loss increase": ("loss", "loss_increase", _loss),
         "speed": ("speed", "speedup", lambda each: "" if each["speedup"] is None else f"{each['speedup']:.2f}x"),
-        "ms/token": ("", "decode_ms_per_token", lambda each: _number(each["decode_ms_per_token"], ".3g")),
+        "ms/token": ("", "decode_ms_per_token", lambda each: _number(each["decode_ms_per_token"], ",.2f")),
         "K/V/token" + (" + cross" if crossing else ""): ("", "kv_bytes_per_token", _cache),
         "memory": ("memory", "memory_bytes", lambda each: "" if each["memory_bytes"] is None else size(each["memory_bytes"])),
         "batch": ("", "largest_batch", lambda each: _number(each["largest_batch"], ",")),
@@ -93,8 +93,9 @@ def _show_origins(result: dict[str, Any]) -> None:
         machine = speed["machine"] or {}
         where = f"{machine.get('processor') or 'a machine that is not recorded'}, {machine.get('device') or 'device not recorded'}"
         some = "" if speed["layers"] == speed["model_layers"] else f", {speed['layers']} of {speed['model_layers']} layers"
+        crossing = f", {speed['encoder_tokens']:,} of the input" if speed["encoder_tokens"] is not None else ""
         origin = f"{speed['from']}, " if speed["from"] else ""
         console.print(
-            f"speed    {origin}batch {speed['batch']}, context {speed['context']:,}{some}, {speed['dtype']}, attention {speed['attention']}; {where}",
+            f"speed    {origin}batch {speed['batch']}, context {speed['context']:,}{crossing}{some}, {speed['dtype']}, attention {speed['attention']}; {where}",
             soft_wrap=True, markup=False,
         )  # fmt: skip

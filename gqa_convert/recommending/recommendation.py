@@ -94,8 +94,9 @@ def recommend_groups(
         found.notes.append(
             "uptraining wins back a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
         )
+    speech = isinstance(checkpoint.config.get("max_source_positions"), int)  # encoders of sound read no text to calibrate on
     if entry is not None:
-        found.notes += _doubts(entry, constraints, calibrated=calibration is not None)
+        found.notes += _doubts(entry, constraints, calibrated=calibration is not None or speech)
     texts = {"--calibration": calibration, "--calibration-tokens": calibration_tokens, "--seed": seed or None, "--revision": revision}
     return measurement("recommend", command, _device(computed=setting is not None or inspected is not None)) | {
         "source": name, "model_type": plans[0].family.model_type, "heads": plans[0].heads, "kv_heads": plans[0].source_kv_heads,
@@ -182,7 +183,9 @@ def _time(checkpoint: Checkpoint, plans: Sequence[Plan], setting: Setting, found
     found.speeds = speeds(result["results"], plans[-1].source_kv_heads)
     cell = result["results"][0]
     kept = ("layers", "model_layers", "dtype", "attention", "machine")
-    found.timing = {"from": None, "batch": cell["batch"], "context": cell["context"]} | {key: result[key] for key in kept}
+    found.timing = {"from": None, "batch": cell["batch"], "context": cell["context"], "encoder_tokens": cell.get("encoder_tokens")} | {
+        key: result[key] for key in kept
+    }
     found.notes += setting.notes
 
 

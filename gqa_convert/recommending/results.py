@@ -140,7 +140,8 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
             if best is None or rank > best:
                 best, found.speeds = rank, timed
                 found.timing = {
-                    "from": str(benchmark.origin.path), "batch": batch, "context": context, "layers": fields.count("layers"),
+                    "from": str(benchmark.origin.path), "batch": batch, "context": context,
+                    "encoder_tokens": records[0]["encoder_tokens"], "layers": fields.count("layers"),
                     "model_layers": fields.count("model_layers"), "dtype": fields.text("dtype"), "attention": fields.text("attention"),
                     "machine": fields.record.get("machine"),
                 }  # fmt: skip
@@ -158,7 +159,9 @@ def _cells(fields: Fields) -> Iterator[tuple[tuple[int, int], list[dict[str, Any
     for each in fields.parts("results"):
         record = {name: each.number(name) for name in names if name in each.record}
         groups = each.need_groups()
-        cells.setdefault((each.count("batch") or 0, each.count("context") or 0), {})[groups] = record | {"groups": groups}
+        cells.setdefault((each.count("batch") or 0, each.count("context") or 0), {})[groups] = record | {
+            "groups": groups, "encoder_tokens": each.count("encoder_tokens"),
+        }  # fmt: skip
     for setting, records in cells.items():
         yield setting, list(records.values())
 
