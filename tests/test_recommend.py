@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.console.recommendation import show_recommendation
 from gqa_convert.errors import DataError, GQAConvertError, GroupsError, OptionError, ReportError
 from gqa_convert.inspecting.inspection import inspect_checkpoint
 from gqa_convert.plan import make_plan
@@ -302,7 +303,9 @@ def write_runs(folder: Path, source: Path) -> Path:
     return folder
 
 
-def test_results_stand_in_place_of_measuring(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_stand_in_place_of_measuring(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(speed, "benchmark_model", None)
     runs = write_runs(tmp_path / "runs", llama)
     constraints = Constraints(max_loss_increase=0.25, min_speedup=1.5, context=500, batch=2)
@@ -316,6 +319,19 @@ def test_results_stand_in_place_of_measuring(llama: Path, tmp_path: Path, monkey
     assert result["next"] is None  # it is there already
     assert any("batch 2, context 512, and batch 2, context 500 is asked for" in note for note in result["notes"])
     assert any(f"N = 4 is {runs / 'c4'}" in note for note in result["notes"])
+    show_recommendation(result)
+    shown = capsys.readouterr().err
+    for word in (
+        "2.00x",
+        "1.67x",
+        "+0.1250",
+        "? !!",
+        "loss, speed",
+        "Example Processor 9",
+        "measured, on held out.txt",
+        "largest of 1, 2, 3, 4, 6",
+    ):
+        assert word in shown
     smallest = recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs / "evaluate.json", runs])
     assert smallest["groups"] == 3
     assert any("within one standard error" in note for note in smallest["notes"])

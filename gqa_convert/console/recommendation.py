@@ -95,7 +95,7 @@ def _show_origins(result: dict[str, Any]) -> None:
         some = "" if speed["layers"] == speed["model_layers"] else f", {speed['layers']} of {speed['model_layers']} layers"
         crossing = f", {speed['encoder_tokens']:,} of the input" if speed["encoder_tokens"] is not None else ""
         origin = f"{speed['from']}, " if speed["from"] else ""
+        setting = f"batch {speed['batch']}, context {speed['context']:,}{crossing}{some}"
         console.print(
-            f"speed    {origin}batch {speed['batch']}, context {speed['context']:,}{crossing}{some}, {speed['dtype']}, attention {speed['attention']}; {where}",
-            soft_wrap=True, markup=False,
-        )  # fmt: skip
+            f"speed    {origin}{setting}, {speed['dtype']}, attention {speed['attention']}; {where}", soft_wrap=True, markup=False
+        )
