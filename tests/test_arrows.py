@@ -44,6 +44,7 @@ ALLOWED = {
     "reporting": {"errors", "provenance", "training"},
     "recommending": {"benchmarking", "checkpoint", "errors", "inspecting", "machine", "plan", "reporting"},
     "publishing": {"checkpoint", "errors", "plan", "provenance", "reporting"},
+    "serving": {"errors", "loading", "stdlib_text"},
     "console": {"families", "plan"},
     "cli": {
         "",
@@ -60,6 +61,7 @@ ALLOWED = {
         "publishing",
         "recommending",
         "reporting",
+        "serving",
         "uptrain",
         "verify",
     },

@@ -11,6 +11,7 @@ from gqa_convert import __version__
 from gqa_convert.errors import GQAConvertError, InterruptedRunError
 
 from .benchmark import benchmark
+from .check_serving import check_serving
 from .convert import convert
 from .demo import demo
 from .evaluate import evaluate
@@ -54,7 +55,7 @@ def _root(
     del version
 
 
-for command in (plan, inspect, recommend, convert, verify, uptrain, evaluate, benchmark, report, publish, demo):
+for command in (plan, inspect, recommend, convert, verify, check_serving, uptrain, evaluate, benchmark, report, publish, demo):
     app.command()(command)
 
 

@@ -1,0 +1,109 @@
+"""What a client is, what it is asked and what it answers. Imported in the client's own interpreter too, so the standard library suffices."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NEW_TOKENS = 24
+"""Tokens that each client decodes after each prompt."""
+
+
+class NotSupportedError(Exception):
+    """The client says itself that it does not know this kind of model. Whatever else it raises counts as a failure."""
+
+
+class AbsentError(Exception):
+    """Something that the client needs besides its package is not there."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every client is asked.
+
+    Attributes:
+        folder: the checkpoint.
+        config: what its config.json holds.
+        prompts: token ids of each prompt.
+        sequences: each prompt, then the tokens that transformers decoded after it.
+        positions: of each sequence, where logits are compared.
+        scratch: an empty folder for the client's own files.
+        text: to be tokenised, empty for a checkpoint without a tokenizer.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    prompts: list[list[int]]
+    sequences: list[list[int]]
+    positions: list[list[int]]
+    scratch: Path
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client computed.
+
+    Attributes:
+        tokens: those it decoded greedily after each prompt, with its own K/V cache.
+        logits: of each of the request's sequences, float32 [positions, vocabulary]; None where the client has none to show.
+        text_ids: token ids of the request's text, None if the client takes ids alone.
+    """
+
+    tokens: list[list[int]]
+    logits: list[Any] | None
+    text_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Client:
+    """One engine.
+
+    Attributes:
+        name: as `--client` takes it.
+        module: of this package, with `answer(request)`.
+        distribution: the package whose version is told.
+        version: what that version must begin with; empty for any.
+        requirements: what `pip install` is given to make it.
+        dependencies: whether pip also installs what those require; not where that would bring another torch.
+        needs: what is to be had besides, in words.
+        tolerance: how far logits may be off, as a share of the spread of the reference's logits.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    requirements: tuple[str, ...]
+    version: str = ""
+    dependencies: bool = True
+    needs: str = ""
+    tolerance: float = 1e-3
+
+
+_OLDER = (
+    "transformers==4.57.*",
+    "huggingface_hub<1.0",
+    "tokenizers>=0.22,<=0.23.0",
+    "requests",
+    "urllib3",
+    "idna",
+    "certifi",
+    "charset-normalizer",
+)
+
+CLIENTS = (
+    Client("transformers-4.57", "older_transformers", "transformers", ("transformers==4.57.*",), version="4.57"),
+    Client("ctranslate2", "ctranslate2", "ctranslate2", ("ctranslate2>=4.8",), dependencies=False),
+    Client(
+        "onnxruntime", "onnxruntime", "optimum-onnx",
+        ("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER), dependencies=False,
+    ),
+    Client(
+        "openvino", "openvino", "optimum-intel",
+        ("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", "nncf", *_OLDER), dependencies=False,
+    ),
+    Client(
+        "llama.cpp", "llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),
+        needs="a checkout of llama.cpp, for convert_hf_to_gguf.py, named by the environment variable LLAMA_CPP",
+    ),
+    Client("vllm", "vllm", "vllm", ("vllm",), needs="on machines without a GPU, vLLM's CPU build"),
+)  # fmt: skip

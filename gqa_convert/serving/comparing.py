@@ -1,0 +1,64 @@
+"""A client's answer against transformers'."""
+
+from typing import Any
+
+from .client import NEW_TOKENS, Answer
+
+
+def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> dict[str, Any]:
+    """What differs.
+
+    A token that differs is forgiven where transformers itself is undecided: where the logits of both tokens lie within what is allowed.
+
+    Args:
+        reference: of transformers, with logits.
+        answer: of the client.
+        prompts: those that both were given.
+        tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest and lowest.
+
+    Returns:
+        `problems`, empty if the client is right; `largest_difference` of the logits and the one that is `allowed`; `compared_logits`;
+        `tokens`, so many of which were equal, and `ties`.
+    """
+    import numpy as np
+
+    assert reference.logits is not None
+    spread = max(float(each.max() - each.min()) for each in reference.logits)
+    allowed = tolerance * spread
+    problems: list[str] = []
+    equal = ties = 0
+    if len(answer.tokens) != len(prompts):
+        problems.append(f"answered {len(answer.tokens)} of {len(prompts)} prompts")
+    for prompt, ours, theirs, logits in zip(prompts, reference.tokens, answer.tokens, reference.logits, strict=False):
+        first = next((place for place in range(NEW_TOKENS) if theirs[place : place + 1] != ours[place : place + 1]), NEW_TOKENS)
+        equal += first
+        if first == NEW_TOKENS:
+            continue
+        if first >= len(theirs):
+            problems.append(f"prompt of {len(prompt)} tokens: stopped after {first} of {NEW_TOKENS} new tokens")
+            continue
+        row = logits[len(logits) - NEW_TOKENS + first]
+        if 0 <= theirs[first] < len(row) and row[ours[first]] - row[theirs[first]] <= allowed:
+            ties += 1
+            continue
+        problems.append(f"prompt of {len(prompt)} tokens: new token {first + 1} is {theirs[first]}, and {ours[first]} in transformers")
+    largest, compared = None, 0
+    if answer.logits is not None:
+        largest = 0.0
+        if len(answer.logits) != len(reference.logits):
+            problems.append(f"showed logits of {len(answer.logits)} of {len(reference.logits)} sequences")
+        for ours_, theirs_ in zip(reference.logits, answer.logits, strict=False):
+            width = ours_.shape[1]
+            if theirs_.shape[0] != ours_.shape[0] or theirs_.shape[1] < width:  # engines may pad the vocabulary
+                problems.append(f"showed logits of shape {list(theirs_.shape)} for {list(ours_.shape)}")
+                continue
+            difference = float(np.abs(theirs_[:, :width].astype(np.float64) - ours_).max())
+            largest, compared = max(largest, difference if np.isfinite(difference) else np.inf), compared + ours_.size
+        if largest > allowed:
+            problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
+    if answer.text_ids is not None and answer.text_ids != reference.text_ids:
+        problems.append("its tokenizer makes other tokens of the same text")
+    return {
+        "problems": problems, "largest_difference": largest if largest is None or np.isfinite(largest) else None, "allowed": allowed,
+        "compared_logits": compared, "tokens": equal, "ties": ties,
+    }  # fmt: skip

@@ -1,0 +1,51 @@
+"""Greedy tokens and logits of a model with transformers' interface: its own of any version, or one that optimum wraps."""
+
+from typing import Any
+
+from .client import NEW_TOKENS, Request
+
+
+def greedy_tokens(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Those after each prompt, with the model's K/V cache, whatever the checkpoint's generation config says.
+
+    Args:
+        model: with `generate`; its generation config is replaced, which would end at a token or penalise repetition.
+        prompts: token ids.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0)
+    made = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            made.append(model.generate(ids, attention_mask=torch.ones_like(ids))[0, len(prompt) :].tolist())
+    return made
+
+
+def logits_at(model: Any, sequences: list[list[int]], positions: list[list[int]]) -> list[Any]:
+    """Float32 logits [positions, vocabulary] of each sequence, computed without a cache.
+
+    Args:
+        model: called with `input_ids` and `attention_mask`.
+        sequences: token ids.
+        positions: of each sequence.
+    """
+    import torch
+
+    found = []
+    with torch.no_grad():
+        for sequence, wanted in zip(sequences, positions, strict=True):
+            ids = torch.tensor([sequence])
+            found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, wanted].float().numpy())
+    return found
+
+
+def text_ids(request: Request) -> list[int] | None:
+    """Token ids of the request's text by the checkpoint's tokenizer, None if there is no text."""
+    if not request.text:
+        return None
+    from transformers import AutoTokenizer
+
+    return list(AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text)["input_ids"])

@@ -1,0 +1,16 @@
+"""ONNX Runtime, through optimum-onnx."""
+
+from .client import Answer, Request
+from .optimum import ask_exported
+
+
+def answer(request: Request) -> Answer:
+    """Export the checkpoint to ONNX in float32, load that and ask it.
+
+    Raises:
+        NotSupportedError: there is no export of this model type.
+    """
+    import torch
+    from optimum.onnxruntime import ORTModelForCausalLM
+
+    return ask_exported(ORTModelForCausalLM, request, use_cache=True, dtype=torch.float32)

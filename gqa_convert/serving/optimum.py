@@ -1,0 +1,31 @@
+"""What ONNX Runtime and OpenVINO have in common: optimum exports the checkpoint and wraps the engine as a model of transformers."""
+
+from typing import Any
+
+from .client import Answer, NotSupportedError, Request
+from .generation import greedy_tokens, logits_at, text_ids
+
+
+def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
+    """Export in float32 and ask.
+
+    Args:
+        model_class: optimum's.
+        request: what is asked.
+        options: further ones of `from_pretrained`.
+
+    Raises:
+        NotSupportedError: there is no export of this model type.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = request.config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise NotSupportedError(f"the transformers beside it does not know the model type {model_type}")
+    try:
+        model = model_class.from_pretrained(str(request.folder), export=True, local_files_only=True, **options)
+    except (ValueError, KeyError, NotImplementedError) as problem:
+        if any(words in str(problem) for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")):
+            raise NotSupportedError(f"it has no export of {model_type}") from None
+        raise
+    return Answer(greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request))
