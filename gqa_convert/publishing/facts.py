@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.errors import PublishError
+from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE
 from gqa_convert.reporting.fields import Fields, parse_json
@@ -129,7 +129,10 @@ def read_facts(out: Path) -> Facts:
         raise PublishError(f"{path} is not the record of a conversion: name a folder that convert or uptrain wrote")
     conversion = read_conversion(content, path)
     chain = _chain(content, path)
-    plan = make_plan(checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True)
+    try:
+        plan = make_plan(checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True)
+    except GroupsError as problem:
+        raise PublishError(f"{path} says N = {conversion.groups}, which the weights contradict ({problem}): convert again") from None
     counts = sorted({layer.kv_heads for layer in plan.layers})
     if counts != [conversion.groups]:
         raise PublishError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.errors import GQAConvertError, PublishError, UploadError
+from gqa_convert.errors import GQAConvertError, InterruptedRunError, PublishError, UploadError
 from gqa_convert.publishing.hashing import Digest
 
 _PATIENCE_SECONDS = 30
@@ -117,7 +117,7 @@ class Repository:
             return None
         except RevisionNotFoundError:
             return None
-        except GQAConvertError:
+        except PublishError:
             raise
         except Exception as problem:
             raise self._explained(problem) from None
@@ -157,7 +157,7 @@ class Repository:
         try:
             with _quiet():
                 if not place.create_pr:
-                    self._api.create_repo(place.repo_id, private=place.private, exist_ok=True)
+                    self._api.create_repo(place.repo_id, private=place.private or None, exist_ok=True)  # None: as the organisation has it
                 if place.revision is not None and not place.revision.startswith("refs/"):
                     self._api.create_branch(place.repo_id, branch=place.revision, exist_ok=True)
                 return self._api.upload_folder(
@@ -188,9 +188,12 @@ class Repository:
                     f"{self.place.url} holds another {file.path} than the one that was checked: leave the folder alone, and publish again"
                 )
 
-    def _explained(self, problem: Exception, advice: str = "") -> UploadError:
+    def _explained(self, problem: Exception, advice: str = "") -> GQAConvertError:
+        """One line for what the client raised."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
+        if isinstance(problem, InterruptedRunError):  # raised by a signal, wherever the program is
+            return InterruptedRunError(f"stopped while speaking with {self.place.url}" + (advice or "; nothing was sent"))
         status = problem.response.status_code if isinstance(problem, HfHubHTTPError) and problem.response is not None else None
         detail = self._clean(problem)
         if isinstance(problem, RepositoryNotFoundError) or status in (401, 403):
