@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -26,6 +27,7 @@ class UploadHub(HubServer):
     Args:
         failing: requests (method and part of the path) that fail, each once.
         damage: a path whose content the Hub keeps wrongly.
+        slow: seconds until a large file is taken.
     """
 
     repos: dict[str, Any] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class UploadHub(HubServer):
     commits: dict[str, tuple[str, str]] = field(default_factory=dict)
     failing: list[tuple[str, str]] = field(default_factory=list)
     damage: str | None = None
+    slow: float = 0.0
     lock: Any = field(default_factory=threading.Lock)
 
     def add(self, repo: str, files: Files, *, private: bool = False) -> None:
@@ -92,6 +95,7 @@ class UploadHub(HubServer):
         if self._fails(request):
             return self._send(request, 400, b"")
         if request.command == "PUT":
+            time.sleep(self.slow)
             assert hashlib.sha256(body).hexdigest() == path.rsplit("/", 1)[-1]
             self.stored[path.rsplit("/", 1)[-1]] = body
             return self._send(request, 200, b"")

@@ -187,7 +187,7 @@ def test_results_are_those_of_the_files(out: Path, tmp_path: Path) -> None:
     assert f"| this model | {LOSSES[3][0]:.4f} ± {LOSSES[3][1]:.4f} | 7.500 | 1.2500 |" in text
     assert "another" not in text.split("```sh")[0]
     assert "| `piqa` | `acc,none` |  | 0.6250 ± 0.0125 |" in text or "| `piqa` | `acc,none` | 0.6250 ± 0.0125 |" in text
-    assert "Paired difference in loss to `org/model`: 0.1250 ± 0.0078" in text
+    assert "Paired difference in loss to the source: 0.1250 ± 0.0078" in text
     assert "| 12 | 2 | 512 | 10.000 | 9.500 | 10.750 | 200.0 |" in text
     assert "| 3 | 2 | 512 | 5.000 | 4.750 | 5.500 | 400.0 |" in text
     assert "| 4 |" not in text
@@ -219,6 +219,20 @@ def test_results_of_other_models_and_of_older_weights_stay_out(out: Path, tmp_pa
     assert any("another" in each for each in warnings)
     with pytest.raises(ReportError, match="does not exist"):
         card(out, results=(tmp_path / "nothing",))
+
+
+def test_the_source_is_known_by_its_files_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "work" / "models" / "source")
+    monkeypatch.chdir(tmp_path / "work")
+    convert_checkpoint("models/source", tmp_path / "out", 3, method="mean")
+    monkeypatch.chdir(tmp_path)
+    losses = {str(tmp_path / "work" / "models" / "source"): LOSSES[12], "out": LOSSES[3]}
+    path = write_json(tmp_path / "e.json", evaluation(losses, created="2999-01-01T00:00:00Z"))
+    text = card(tmp_path / "out", results=(path,))[0]
+    assert "| source | 2.5000" in text
+    assert "Paired difference in loss to the source: 0.1250" in text
+    (tmp_path / "work" / "models" / "source" / "tokenizer.json").write_text('{"version": "2.0"}')
+    assert "| source | 2.5000" not in card(tmp_path / "out", results=(path,))[0]
 
 
 @pytest.mark.parametrize(

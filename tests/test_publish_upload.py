@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,15 +45,15 @@ def hub() -> Iterator[UploadHub]:
         yield server
 
 
-def publish(out: Path, url: str, *options: str, token: str | None = TOKEN) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The command with --json; whatever it prints, the token is not in it."""
-    home = out.parent / "hf-home"
+def environment(out: Path, url: str, token: str | None = TOKEN) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    env = (
-        kept
-        | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-        | ({"HF_TOKEN": token} if token else {})
-    )
+    ours = {"HF_ENDPOINT": url, "HF_HOME": str(out.parent / "hf-home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    return kept | ours | ({"HF_TOKEN": token} if token else {})
+
+
+def publish(out: Path, url: str, *options: str, token: str | None = TOKEN) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command with --json; whatever it prints, the token is not in it, nor in any file."""
+    env = environment(out, url, token)
     command = [sys.executable, "-m", "gqa_convert", "publish", str(out), "--json", *options]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=100)
     assert TOKEN not in result.stdout + result.stderr
@@ -113,6 +115,23 @@ def test_an_interrupted_upload_goes_on(out: Path, hub: UploadHub) -> None:
     assert result.returncode == 0, result.stderr
     assert sorted(hub.puts.count(each) for each in set(hub.puts)) == [1, 1, 1, 2]
     assert hub.puts.count(second) == 2
+    assert hub.branches["me/gqa-3"]["main"].items() >= sent_files(out).items()
+
+
+def test_a_signal_during_the_upload(out: Path, hub: UploadHub) -> None:
+    hub.slow = 3.0
+    command = [sys.executable, "-m", "gqa_convert", "publish", str(out), "--repo-id", "me/gqa-3"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(out, hub.url), stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 60
+        while not hub.puts and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "same command" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+    hub.slow = 0.0
+    assert publish(out, hub.url, "--repo-id", "me/gqa-3")[0].returncode == 0
     assert hub.branches["me/gqa-3"]["main"].items() >= sent_files(out).items()
 
 

@@ -159,7 +159,8 @@ def _evaluation(scored: Scored) -> list[str]:
         lines += [f"On {code(evaluation.text)}, plus or minus one standard error:", "", *table(header, rows), ""]
         to = scored.ours.difference
         if to is not None and to[1] is not None:
-            lines += [f"Paired difference in loss to {code(to[0])}: {with_error(to[1], to[2])} nats per token.", ""]
+            of = "the source" if scored.source and to[0] == scored.source.model else code(to[0])
+            lines += [f"Paired difference in loss to {of}: {with_error(to[1], to[2])} nats per token.", ""]
     if scored.ours.nan:
         lines += [f"{scored.ours.nan:,} losses were not finite.", ""]
     if scored.ours.note:

@@ -116,7 +116,8 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     base, unknown = _base(facts, options.base_model)
     warnings = [*warnings, *more, *measured.warnings, *unknown, *_paths(facts)]
     front = front_matter_of(facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options))
-    subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, place.revision)
+    branch = None if (place.revision or "").startswith("refs/") else place.revision
+    subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, branch)
     if facts.checkpoint.left_behind:
         warnings.append(f"not published, being no part of the checkpoint: {', '.join(facts.checkpoint.left_behind[:6])}")
     return sign(front, card_text(subject)), warnings

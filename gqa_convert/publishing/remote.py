@@ -165,7 +165,8 @@ class Repository:
                     revision=place.revision, create_pr=place.create_pr,
                 )  # fmt: skip
         except Exception as problem:
-            raise self._explained(problem, "; run the same command again: what has arrived is not sent twice") from None
+            again = "with --revision refs/pr/N in place of --create-pr if a pull request is open" if place.create_pr else "the same command"
+            raise self._explained(problem, f"; run {again} again: what has arrived is not sent twice") from None
 
     def check_arrived(self, commit: str, files: Sequence[Digest]) -> None:
         """Compare what the Hub holds at a commit with what was sent.
