@@ -119,7 +119,7 @@ def test_an_interrupted_upload_goes_on(out: Path, hub: UploadHub) -> None:
 
 
 def test_a_signal_during_the_upload(out: Path, hub: UploadHub) -> None:
-    hub.slow = 3.0
+    hub.slow = 1.5
     command = [sys.executable, "-m", "gqa_convert", "publish", str(out), "--repo-id", "me/gqa-3"]
     with subprocess.Popen(command, cwd=ROOT, env=environment(out, hub.url), stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 60
@@ -177,7 +177,9 @@ def test_a_branch_and_a_pull_request(out: Path, hub: UploadHub) -> None:
     [
         (("--repo-id", "public/one", "--private"), ("is public",)),
         (("--repo-id", "public/single"), ("model.safetensors", "in place of")),
+        (("--repo-id", "public/single", "--revision", "trial"), ("model.safetensors", "in place of")),
         (("--repo-id", "me/none", "--create-pr"), ("no pull request",)),
+        (("--repo-id", "public/one", "--revision", "refs/pr/7"), ("no refs/pr/7",)),
         (("--repo-id", "me/none", "--license", "nonsense"), ("metadata", "must be one of a list")),
     ],
 )

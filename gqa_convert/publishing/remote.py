@@ -94,34 +94,45 @@ class Repository:
         self.place, self._token, self._api = place, token, HfApi()
 
     def look(self) -> dict[str, Digest] | None:
-        """The files that are there, by path; None if the repository or the branch is not there yet.
+        """The files that are there, by path; None if the repository is not there yet.
 
         Raises:
             PublishError: it is public and was to be private, or there is nothing to open a pull request against.
             UploadError: the Hub can't be reached.
         """
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError
 
         place = self.place
         try:
-            info = self._api.model_info(place.repo_id, files_metadata=True, timeout=_PATIENCE_SECONDS)
+            info = self._info(None)
             if place.private and not info.private:
                 raise PublishError(f"{place.url} exists and is public: make it private on the Hub, or leave --private out")
-            if place.revision is not None:
-                info = self._api.model_info(place.repo_id, revision=place.revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
+            return _files(info if place.revision is None else self._branch(place.revision) or info)  # a new branch begins as the main one
         except RepositoryNotFoundError:
-            if place.create_pr:
+            if place.create_pr or (place.revision or "").startswith("refs/"):
+                option = "--create-pr" if place.create_pr else "--revision"
                 raise PublishError(
-                    f"{place.url} is not there, or not yours to see, so that no pull request can be opened: leave --create-pr out"
+                    f"{place.url} is not there, or not yours to see, so that no pull request can be: leave {option} out"
                 ) from None
-            return None
-        except RevisionNotFoundError:
             return None
         except PublishError:
             raise
         except Exception as problem:
             raise self._explained(problem) from None
-        return _files(info)
+
+    def _info(self, revision: str | None) -> Any:
+        return self._api.model_info(self.place.repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
+
+    def _branch(self, revision: str) -> Any:
+        """The state of a branch, None if there is none."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        try:
+            return self._info(revision)
+        except RevisionNotFoundError:
+            if revision.startswith("refs/"):
+                raise PublishError(f"{self.place.url} has no {revision}: open a pull request with --create-pr") from None
+            return None
 
     def check_card(self, card: str) -> list[str]:
         """What the Hub would say of a card's metadata.
@@ -175,7 +186,7 @@ class Repository:
             UploadError: a file is missing there or is another.
         """
         try:
-            found = _files(self._api.model_info(self.place.repo_id, revision=commit, files_metadata=True, timeout=_PATIENCE_SECONDS))
+            found = _files(self._info(commit))
         except Exception as problem:
             raise self._explained(problem, "; the files were sent, and could not be compared") from None
         for file in files:
@@ -199,7 +210,7 @@ class Repository:
         detail = self._clean(problem)
         if isinstance(problem, RepositoryNotFoundError) or status in (401, 403):
             return UploadError(
-                f"the Hub lets you not write to {self.place.repo_id} ({detail}): log in with `hf auth login` and a token that may write there"
+                f"the Hub does not let you write to {self.place.repo_id} ({detail}): log in with `hf auth login` and a token that may write there"
             )
         return UploadError(f"the Hub did not take {self.place.repo_id} ({detail})" + (advice or "; try again later"))
 
