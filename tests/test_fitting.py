@@ -73,7 +73,8 @@ def fitted(
     with MergedLayers(out, {}, keep=False) as store:
         fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)
         if kl_steps:
-            train_together(plan, store, model, kl_batches or batches, lambda _, __, record: records.append(record), steps=kl_steps, seed=0)
+            seen = kl_batches or batches
+            train_together(plan, store, model, seen, seen[:1], lambda _, __, record: records.append(record), steps=kl_steps, seed=0)
         write_weights(tied_plan(plan, store), out, lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
@@ -278,7 +279,7 @@ class TestCommand:
             (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
             (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
             (["-n", "3", "-c", str(text), "--kl-steps", "-1"], ["--kl-steps -1"]),
-            (["-n", "3", "-c", str(text), "--calibration-tokens", "900", "--kl-steps", "5"], ["--kl-steps 5", "--calibration-tokens"]),
+            (["-n", "3", "-c", str(text), "--calibration-tokens", "90000", "--kl-steps", "5"], ["--kl-steps 5", "more text"]),
             (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
             (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["0 tokens"]),
         ):

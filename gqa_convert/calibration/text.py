@@ -7,7 +7,7 @@ with sentinels T5's span corruption. Other encoder-decoders read a block and wri
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class Calibration:
         digest: SHA-256 over the token ids and what they were made with; with the same one, the batches are the same.
         description: for reports: what was read.
         warning: what a user should know, or None.
+        unseen: batches like `batches`, of other blocks of the text, to judge by; none where the text has no more.
     """
 
     batches: "list[dict[str, Tensor]]"
@@ -76,6 +77,7 @@ class Calibration:
     digest: str
     description: str
     warning: str | None = None
+    unseen: "list[dict[str, Tensor]]" = field(default_factory=list)
 
 
 def calibration_tokens_for(config: Any) -> int:
@@ -104,8 +106,9 @@ def calibration_tokens_for(config: Any) -> int:
 
 
 def calibration_batches(
-    model_folder: Path, source: Any, tokens: int, *, seed: int, sequence_length: int | None = None, batch_tokens: int = 4096
-) -> Calibration:
+    model_folder: Path, source: Any, tokens: int, *, seed: int, sequence_length: int | None = None, batch_tokens: int = 4096,
+    unseen_tokens: int = 0,
+) -> Calibration:  # fmt: skip
     """Blocks of text for a model, drawn without replacement from all over the text; a text that has no more is used whole.
 
     Files of up to 4 MiB, or of 64 characters per token asked for, are tokenised whole. Of larger ones, documents (or parts of long
@@ -121,6 +124,7 @@ def calibration_batches(
         sequence_length: tokens of a block (of the encoder's input for span corruption); by default the model's context up to 2048,
             and 512 for span corruption.
         batch_tokens: tokens of a batch, at most, unless a block has more.
+        unseen_tokens: of other blocks, to judge by; rounded up to whole blocks. They do not change which the others are.
 
     Raises:
         OptionError: a number makes no sense, or the model's encoder reads no text.
@@ -144,7 +148,9 @@ def calibration_batches(
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     cuts = _cuts(len(text), blocks.raw, wanted, seed)
-    made = [blocks.batch(text, starts, length) for starts, length in _batched(cuts, max(1, batch_tokens // blocks.length))]
+    unseen = _cuts(len(text), blocks.raw, -(-unseen_tokens // blocks.raw), seed, after=wanted)
+    rows = max(1, batch_tokens // blocks.length)
+    made, other = ([blocks.batch(text, starts, length) for starts, length in _batched(each, rows)] for each in (cuts, unseen))
     _check_vocabulary(config, made, model_folder)
     used, length = sum(count for _, count in made), max(batch["input_ids"].shape[1] for batch, _ in made)
     number = sum(len(batch["input_ids"]) for batch, _ in made)
@@ -158,7 +164,8 @@ def calibration_batches(
             f"{label} gave {used} calibration tokens and {tokens} were asked for: all of it is used, more text may give a better merge"
         )
     digest = _digest([blocks.kind, blocks.length, seed, batch_tokens, tokens], [batch for batch, _ in made])
-    return Calibration([_tensors(batch) for batch, _ in made], used, length, digest, description, warning)
+    batches, judges = ([_tensors(batch) for batch, _ in each] for each in (made, other))
+    return Calibration(batches, used, length, digest, description, warning, judges)
 
 
 class _Blocks:
@@ -218,7 +225,7 @@ class _Text:
         return self._tokens[start : start + count]
 
 
-def _cuts(size: int, length: int, wanted: int, seed: int) -> dict[int, int]:
+def _cuts(size: int, length: int, wanted: int, seed: int, *, after: int = 0) -> dict[int, int]:
     """Where the blocks begin and how long they are, in the order of their use.
 
     Args:
@@ -226,10 +233,11 @@ def _cuts(size: int, length: int, wanted: int, seed: int) -> dict[int, int]:
         length: tokens of a block.
         wanted: how many blocks.
         seed: of their choice and order.
+        after: so many others; whole blocks only.
     """
     whole, rest = divmod(size, length)
-    order = [length * permuted(number, whole, mix(seed, 2)) for number in range(min(whole, wanted))]
-    if whole < wanted:
+    order = [length * permuted(number, whole, mix(seed, 2)) for number in range(after, min(whole, after + wanted))]
+    if not after and whole < wanted:
         return dict.fromkeys(order, length) | ({whole * length: rest} if rest > 1 else {})
     offset = mix(seed, 1) % (rest + 1)
     return dict.fromkeys((offset + start for start in order), length)

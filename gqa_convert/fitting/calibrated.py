@@ -75,8 +75,11 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
     assert folder is not None
     tokens = calibration_tokens_for(plan.checkpoint.config) if options.tokens is None else options.tokens
     return calibration_batches(
-        Path(folder), options.source, tokens, seed=options.seed, sequence_length=options.sequence_length, batch_tokens=_BATCH_TOKENS
-    )
+        Path(folder), options.source, tokens, seed=options.seed, sequence_length=options.sequence_length, batch_tokens=_BATCH_TOKENS,
+        unseen_tokens=max(_BATCH_TOKENS, tokens // _UNSEEN) if plan.method == "fit" else 0,
+    )  # fmt: skip
 
 
 _BATCH_TOKENS = 2048
+_UNSEEN = 8
+"""Times as many tokens are fitted on as the last stage of `fit` is judged by."""

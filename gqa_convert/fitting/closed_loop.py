@@ -48,14 +48,16 @@ _DENT = 2
 
 
 def fit_checkpoint(
-    plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS, kl_steps: int | None = None
-) -> dict[str, float]:
+    plan: Plan, store: MergedLayers, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int = STEPS, kl_steps: int | None = None,
+    unseen: Sequence[Batch] = (),
+) -> dict[str, float]:  # fmt: skip
     """`fit_layers` with the source loaded, on a GPU where there is one, and then all layers together; activations go to the disk where
     memory is short.
 
     Args:
         plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
         kl_steps: of the stage that trains all layers together; by default `steps` where it is `affordable` and `WORTHWHILE`, else 0.
+        unseen: other batches, which that stage is judged by; without any it is left out.
 
     Raises:
         NoSpaceError: the disk can't hold them.
@@ -68,7 +70,7 @@ def fit_checkpoint(
     with explained(store.path.parent), ExitStack() as stack:
         model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         if kl_steps:
-            check_possible(model, batches, kl_steps)
+            check_possible(model, unseen, kl_steps)
         done = store.finished()
         if done is not None and done["asked"] != kl_steps:
             store.reopen()
@@ -76,9 +78,9 @@ def fit_checkpoint(
         errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
         if store.finished() is None and kl_steps != 0 and plan.method == "fit":
             if kl_steps is not None:
-                train_together(plan, store, model, batches, on_layer, steps=kl_steps, seed=plan.seed)
-            elif steps and affordable(model, batches, len(plan.layers)):
-                train_together(plan, store, model, batches, on_layer, steps=steps, seed=plan.seed, asked=False)
+                train_together(plan, store, model, batches, unseen, on_layer, steps=kl_steps, seed=plan.seed)
+            elif steps and unseen and affordable(model, batches, len(plan.layers)):
+                train_together(plan, store, model, batches, unseen, on_layer, steps=steps, seed=plan.seed, asked=False)
         return errors
 
 

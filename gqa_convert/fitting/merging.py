@@ -63,7 +63,7 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
         "seed": options.seed, "steps": steps, "digest": calibration.digest,
     }  # fmt: skip
     store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
-    errors = fit_checkpoint(plan, store, calibration.batches, on_layer, steps=steps, kl_steps=options.kl_steps)
+    errors = fit_checkpoint(plan, store, calibration.batches, on_layer, steps=steps, kl_steps=options.kl_steps, unseen=calibration.unseen)
     finish = store.finished() or {"kl_steps": 0, "kl": None}
     noted |= {name: finish[name] for name in ("kl_steps", "kl")}
     return Merged(tied_plan(plan, store), errors, noted, _head_order(plan, store))

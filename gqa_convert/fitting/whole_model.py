@@ -27,8 +27,6 @@ from gqa_convert.training.losses import IGNORED, kl_loss
 
 RATE = 0.01
 """Of `RelativeAdam`."""
-_HELD_OUT = 8
-"""Every eighth batch is not trained on: it says whether the stage has helped."""
 WORTHWHILE = 0.02
 """Nats per token: below such a divergence after the layers there is too little to win for the time that the stage takes."""
 _MOST_PARAMETERS = 1_000_000_000
@@ -39,15 +37,15 @@ _ACTIVATIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL(source || student) on text that this stage has not trained on, in nats per token."""
+    """KL(source || student) on text that no stage has seen, in nats per token."""
 
     before: float
     after: float
 
 
 def train_together(
-    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], on_layer: LayerDone, *, steps: int, seed: int,
-    asked: bool = True,
+    plan: Plan, store: MergedLayers, model: Any, batches: Sequence[Batch], unseen: Sequence[Batch], on_layer: LayerDone, *,
+    steps: int, seed: int, asked: bool = True,
 ) -> None:  # fmt: skip
     """The stage for a plan whose layers are all in the store.
 
@@ -55,7 +53,8 @@ def train_together(
         plan: of the conversion.
         store: of merged layers; they stay as they are if training does not help.
         model: the loaded source, all in memory.
-        batches: of calibration text, at least two.
+        batches: of calibration text.
+        unseen: other batches, at least one, to judge by.
         on_layer: called as steps are taken, with `kl_step`, and with `kl` at the end.
         steps: batches to see.
         seed: of their order.
@@ -73,7 +72,7 @@ def train_together(
         parts.append(as_parts(replace(tied, keys=tied.keys[::step], values=tied.values[::step]), model.device))
     count, least = len(layouts), 0.0 if asked else WORTHWHILE
     trained, kl = match_predictions(
-        model, batches, assemblies, parts, steps=steps, seed=seed, least=least,
+        model, batches, unseen, assemblies, parts, steps=steps, seed=seed, least=least,
         on_step=lambda done, total: on_layer(count, count, {"kl_step": (done, total)}),
     )  # fmt: skip
     made: dict[int, Tensors] = {}
@@ -84,17 +83,18 @@ def train_together(
     on_layer(count, count, note)
 
 
-def check_possible(model: Any, batches: Sequence[Batch], steps: int) -> None:
+def check_possible(model: Any, unseen: Sequence[Batch], steps: int) -> None:
     """Refuse what was asked for and can't be done.
 
     Raises:
-        OptionError: weights are left on the disk, or there is no text to hold out.
+        OptionError: weights are left on the disk, or there is no text to judge by.
     """
     if offloaded_weights(model) is not None:
         raise OptionError(f"--kl-steps {steps} trains all layers together, and this model does not fit in memory: leave it out")
-    if len(batches) < 2:
+    if not unseen:
         raise OptionError(
-            f"--kl-steps {steps} needs two batches of calibration text, one to judge by, and there is one: raise --calibration-tokens"
+            f"--kl-steps {steps} is judged by text that the layers have not seen, and all of it is used for them: lower --calibration-tokens, "
+            "or name more text"
         )
 
 
@@ -103,7 +103,7 @@ def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
     more than a billion of them."""
     from accelerate.utils import get_max_memory
 
-    if offloaded_weights(model) is not None or len(batches) < 2:
+    if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config()
@@ -117,14 +117,16 @@ def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
 
 
 def match_predictions(
-    model: Any, batches: Sequence[Batch], assemblies: Mapping[str, Assembly], parts: Sequence[Parts], *, steps: int, seed: int, least: float = 0.0,
+    model: Any, batches: Sequence[Batch], unseen: Sequence[Batch], assemblies: Mapping[str, Assembly], parts: Sequence[Parts], *,
+    steps: int, seed: int, least: float = 0.0,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:  # fmt: skip
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
 
     Args:
         model: the loaded source, all in memory; it is the same again afterwards.
-        batches: of calibration text, at least two.
+        batches: of calibration text.
+        unseen: other batches, at least one, to judge by.
         assemblies: how each layer's parts become its module's parameters, by the module's name in the checkpoint.
         parts: merged heads of each layer, in the order of `assemblies`.
         steps: batches to see.
@@ -156,18 +158,16 @@ def match_predictions(
 
     def mean(layers: Sequence[Parts]) -> float:
         with torch.no_grad():
-            sums = [divergence(batch, layers) for batch in held]
+            sums = [divergence(batch, layers) for batch in unseen]
         return sum(float(total.double()) for total, _ in sums) / sum(float(count) for _, count in sums)
 
-    held = batches[::_HELD_OUT]
-    seen = [batch for number, batch in enumerate(batches) if number % _HELD_OUT]
     before = mean(parts)
     if before < least:
         return None, Divergence(before, before)
     optimizer = RelativeAdam(parts, RATE, steps)
-    for done, number in enumerate(batch_order(len(seen), steps, seed)):
+    for done, number in enumerate(batch_order(len(batches), steps, seed)):
         with torch.enable_grad():
-            total, count = divergence(seen[number], optimizer.layers)
+            total, count = divergence(batches[number], optimizer.layers)
             loss = total / count
         optimizer.step(loss)
         on_step(done + 1, steps)
