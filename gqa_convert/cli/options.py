@@ -52,7 +52,7 @@ def byte_count(text: str | None, option: str) -> int | None:
     """ "5GB", "500 MiB" or a plain number of bytes."""
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKMGT]?)(i?)B?\s*", text)
     if match is None:
         raise OptionError(f"{option} {text!r} is no size: write it like 5GB or 500MiB")
     power = " KMGT".index(match[2].upper() or " ")

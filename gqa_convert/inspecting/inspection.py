@@ -116,7 +116,7 @@ def recommend(
             "and uptrain the result"
         )
         return {"groups": None, "reason": reason, "command": None}
-    command = ["gqa-convert", "convert", source, f"{Path(source).name}-gqa{chosen['groups']}", "--groups", str(chosen["groups"])]
+    command = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa{chosen['groups']}", "--groups", str(chosen["groups"])]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     command += ["--encoder"] if encoder else []
