@@ -80,7 +80,7 @@ def _shown(cells: list[Cell]) -> str:
     if len(losses) > 1:
         text += f" ({min(losses):.3f} to {max(losses):.3f})"
     shares = [cell["gap_closed"] for cell in cells if "gap_closed" in cell and cell["method"] != "mean"]
-    return text + (f", {100 * statistics.mean(shares):.0f}%" if shares else "")
+    return text + (f", {100 * statistics.mean(shares):.1f}%" if shares else "")
 
 
 def series_of(data: dict[str, Any], name: str) -> Series:

@@ -1,4 +1,4 @@
-"""Figures 3 to 6 of Ainslie et al. 2023 from our own measurements, the paper's numbers beside them where it states any.
+"""Figures 3, 4 and 6 of Ainslie et al. 2023 from our own measurements, the paper's numbers beside them where it states any.
 
     python recipes/paper/figures.py [--results docs/results] [--out docs/results/paper]
 
@@ -6,10 +6,9 @@
 |---|---|
 | 3, quality against time | `quality.json`, and `small-model-time.json` of `gqa-convert benchmark` on the bundled model |
 | 4, how heads are pooled | `quality.json` of `python -m benchmarks.quality.measure` |
-| 5, quality against the share of uptraining | `uptraining-quality.json` of `python -m benchmarks.quality.curves` |
 | 6, time against groups | `paper-time.json` of `python benchmarks/paper_time.py` |
 
-Figures whose measurements are missing are named and left out. Needs matplotlib.
+Figure 5, quality against the share of uptraining, is drawn by `python -m benchmarks.quality.report` (docs/quality.md). Figures whose measurements are missing are named and left out. Needs matplotlib.
 """
 
 import argparse
@@ -82,34 +81,6 @@ def pooling(quality: Json) -> Figure:
         axes.axhline(source, color="black", linestyle="--", linewidth=1)
         axes.set(xticks=range(len(groups)), xticklabels=[f"N = {n}" for n in groups], title=NAMES[model], ylim=(0.9 * source, None))
     places[0].set_ylabel("nats per token, nothing trained")
-    places[0].legend()
-    return figure
-
-
-def uptraining(curves: Json) -> Figure:
-    models = [name for name in NAMES if any(cell["model"] == name for cell in curves["cells"])]
-    figure, places = canvas(len(models))
-    for axes, model in zip(places, models, strict=True):
-        cells = [cell for cell in curves["cells"] if cell["model"] == model]
-        for start, loss_kind, colour, style in (
-            ("mean", "lm", "tab:red", "--"), ("mean", "kl", "tab:red", "-"), ("fit", "lm", "tab:blue", "--"), ("fit", "kl", "tab:blue", "-"),
-            ("source", "lm", "tab:gray", "--"),
-        ):  # fmt: skip
-            best: dict[float, float] = {}
-            for cell in cells:
-                if cell["start"] == start and cell["loss_kind"] in (loss_kind, None):
-                    best[cell["alpha"]] = min(cell["loss"], best.get(cell["alpha"], float("inf")))
-            if len(best) > 1:
-                label = "MHA control" if start == "source" else f"{start}, {loss_kind.upper()}"
-                axes.plot(
-                    [100 * alpha for alpha in sorted(best)], [best[a] for a in sorted(best)], style, color=colour, marker=".", label=label
-                )
-        axes.set(xlabel="% of the training tokens", title=f"{NAMES[model]}, N = {cells[0]['groups']}", xscale="symlog")
-        axes.set_xlim(0, 12)
-        axes.xaxis.set_major_locator(FixedLocator([0, 0.5, 1, 2, 5, 10]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-    places[0].set_ylabel("nats per token")
     places[-1].legend()
     return figure
 
@@ -149,7 +120,6 @@ def main() -> None:
     for name, draw, files in (
         ("figure-3-quality-against-time", quality_against_time, ("quality.json", "small-model-time.json")),
         ("figure-4-pooling", pooling, ("quality.json",)),
-        ("figure-5-uptraining", uptraining, ("uptraining-quality.json",)),
         ("figure-6-time-against-groups", time_against_groups, ("paper-time.json",)),
     ):
         paths = [arguments.results / file for file in files]
