@@ -8,7 +8,8 @@
 | 4, how heads are pooled | `quality.json` of `python -m benchmarks.quality.measure` |
 | 6, time against groups | `paper-time.json` of `python benchmarks/paper_time.py` |
 
-Figure 5, quality against the share of uptraining, is drawn by `python -m benchmarks.quality.report` (docs/quality.md). Figures whose measurements are missing are named and left out. Needs matplotlib.
+Figure 5, quality against the share of uptraining, is drawn by `python -m benchmarks.quality.report` (docs/quality.md). Figures whose
+measurements are missing are named and left out. Needs matplotlib.
 """
 
 import argparse
