@@ -135,7 +135,7 @@ def _write_index(plan: Plan, folder: Path) -> None:
 
 
 def _write_companions(plan: Plan, folder: Path) -> None:
-    """Config, the modelling file if one is needed, and every other file of the source byte for byte."""
+    """Config, the modelling file if one is needed, and every other file of the source, byte for byte but for a tokenizer class."""
     source = plan.checkpoint.folder
     assert source is not None
     own = f"{plan.modeling.file}.py" if plan.modeling else ""
@@ -151,7 +151,18 @@ def _write_companions(plan: Plan, folder: Path) -> None:
         sync(target)
     if plan.home and plan.home.special_tokens:
         _complete_tokenizer(folder, dict(plan.home.special_tokens), plan.config["tokenizer_class"])
+    _name_tokenizer_for_all(folder / "tokenizer_config.json")
     _write_json(folder / CONFIG, plan.config)
+
+
+def _name_tokenizer_for_all(path: Path) -> None:
+    """transformers 5 writes a class name of its own for what all versions know as PreTrainedTokenizerFast."""
+    try:
+        stated = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(stated, dict) and stated.get("tokenizer_class") == "TokenizersBackend":
+        _write_json(path, stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:

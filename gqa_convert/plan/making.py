@@ -14,6 +14,7 @@ from gqa_convert.families import Family, Modeling, find_family
 from gqa_convert.geometry import AttentionFinder
 from gqa_convert.merging.pooling import METHODS, Method
 from gqa_convert.plan.model import Plan, TensorChange
+from gqa_convert.plan.older_words import older_words
 from gqa_convert.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
 from gqa_convert.translation.homes import Home, NoHome, find_home, translate_config
 
@@ -99,7 +100,7 @@ def _converted_before(family: Family) -> bool:
 
 
 def _converted_config(config: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, *, encoder: bool) -> dict[str, Any]:
-    """The source's config with the family's own keys and ChatGLM2's convention set to the new count."""
+    """The source's config with the family's own keys and ChatGLM2's convention set to the new count, for old clients and new."""
     result = copy.deepcopy(config)
     if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys
         for dotted in family.kv_heads_keys:
@@ -112,6 +113,8 @@ def _converted_config(config: dict[str, Any], family: Family, modeling: Modeling
             result[family.encoder_kv_heads_key] = groups
     result["multi_query_attention"] = True
     result["multi_query_group_num"] = groups
+    if family.modeling is None:
+        result |= older_words(result)
     if modeling is not None:
         names = [name for _, name in modeling.classes]
         stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]

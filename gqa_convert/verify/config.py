@@ -46,6 +46,8 @@ def check_config(config: dict[str, Any], original: dict[str, Any], family: Famil
     if modeling is not None:
         changes |= _leads_to(modeling, original)
     expected = copy.deepcopy(original)
+    if family.modeling is None:
+        expected |= _restated(original)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
         place = expected
@@ -60,6 +62,20 @@ def check_config(config: dict[str, Any], original: dict[str, Any], family: Famil
         if not same_json(config[key], expected[key]):
             raise Failure(f"{CONFIG} has {key} = {config[key]!r} where {expected[key]!r} belongs")
     return f"SOURCE's but for {', '.join(changes)} ({groups} groups)"
+
+
+def _restated(original: dict[str, Any]) -> dict[str, Any]:
+    """Clients before transformers 5 look for the type of the numbers and for rotary positions elsewhere in the config."""
+    nested = original.get("rope_parameters")
+    nested = nested if isinstance(nested, dict) else {}
+    renamed = {"torch_dtype": original.get("dtype")}
+    if original.get("model_type") == "gemma3_text" and isinstance(nested.get("sliding_attention"), dict):
+        renamed["rope_local_base_freq"] = nested["sliding_attention"].get("rope_theta")
+        nested = nested.get("full_attention") or {}
+    renamed |= {key: nested.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    if nested.get("rope_type") not in (None, "default"):
+        renamed["rope_scaling"] = {key: nested[key] for key in nested if key not in renamed}
+    return {key: value for key, value in renamed.items() if value is not None and original.get(key) is None}
 
 
 def _leads_to(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
