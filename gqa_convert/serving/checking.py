@@ -109,7 +109,7 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
     try:
         model, absent = load_model(out, torch.float32, attn_implementation="eager")
         text = make_text() if has_tokenizer(out) else ""
-        ids = list(load_tokenizer(out)(text)["input_ids"]) if text else None
+        ids = list(load_tokenizer(out)(text, verbose=False)["input_ids"]) if text else None
     except GQAConvertError:
         raise
     except Exception as problem:

@@ -1,5 +1,7 @@
 """What a client is, what it is asked and what it answers. Imported in the client's own interpreter too, so the standard library suffices."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,30 @@ class Request:
     positions: list[list[int]]
     scratch: Path
     text: str = ""
+
+
+@contextmanager
+def head_width_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
+    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error in here says that it knows no others.
+
+    A wrong answer without an error stays a failure.
+
+    Args:
+        config: what config.json holds.
+
+    Raises:
+        NotSupportedError: in place of the engine's own error.
+    """
+    try:
+        yield
+    except Exception as problem:
+        width, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+        if isinstance(problem, NotSupportedError) or not width or not hidden or not heads or width * heads == hidden:
+            raise
+        lines = str(problem).strip().splitlines()
+        raise NotSupportedError(
+            f"it takes heads to be hidden size / heads = {hidden / heads:g} wide, and these are {width} wide ({lines[0] if lines else problem!r})"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ CLIENTS = (
     ),
     Client(
         "openvino", "openvino", "optimum-intel",
-        ("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", "nncf", *_OLDER), dependencies=False,
+        ("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER), dependencies=False,
     ),
     Client(
         "llama.cpp", "llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),

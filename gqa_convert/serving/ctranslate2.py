@@ -5,15 +5,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .client import NEW_TOKENS, Answer, NotSupportedError, Request
+from .client import NEW_TOKENS, Answer, NotSupportedError, Request, head_width_from_hidden_size
 
 
 def answer(request: Request) -> Answer:
     """Convert the checkpoint to CTranslate2's format in float32, load that and ask it.
 
     Raises:
-        NotSupportedError: the converter has no loader for this type of model.
+        NotSupportedError: the converter has no loader for this type of model, or for heads of this width.
     """
+    with head_width_from_hidden_size(request.config):
+        return _ask(request)
+
+
+def _ask(request: Request) -> Answer:
     import ctranslate2
 
     folder = request.scratch / "ctranslate2"

@@ -48,4 +48,4 @@ def text_ids(request: Request) -> list[int] | None:
         return None
     from transformers import AutoTokenizer
 
-    return list(AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text)["input_ids"])
+    return list(AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text, verbose=False)["input_ids"])

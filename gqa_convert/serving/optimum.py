@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .client import Answer, NotSupportedError, Request
+from .client import Answer, NotSupportedError, Request, head_width_from_hidden_size
 from .generation import greedy_tokens, logits_at, text_ids
 
 
@@ -28,4 +28,5 @@ def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
         if any(words in str(problem) for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")):
             raise NotSupportedError(f"it has no export of {model_type}") from None
         raise
-    return Answer(greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request))
+    with head_width_from_hidden_size(request.config):
+        return Answer(greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request))
