@@ -130,7 +130,8 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     assert f"Calibration text: `{content['calibration']['text']}`." in text
     assert "calibration words.txt" in text
     divergence = content["calibration"]["kl"]
-    assert f"divergence {divergence['before']:.4f} to {divergence['after']:.4f}" in text
+    assert f"diverge from the source's by {divergence['after']:.4f} nats per token" in text
+    assert (f"{divergence['before']:.4f} before all layers were trained" in text) == (divergence["after"] < divergence["before"])
     assert "1 of 1 commands not recorded" in text
     assert "A local checkpoint (`source`)" in text
     assert "torch" in text.split("Versions: ")[1]

@@ -48,10 +48,11 @@ def _conversion(record: Fields) -> list[str]:
         text = calibration.text("text")
         lines.append(f"Calibration text: {code(text) if text else 'not recorded'}.")
         divergence = calibration.part("kl")
-        if divergence and divergence.number("before") is not None and divergence.number("after") is not None:
+        start, end = (divergence.number(key) if divergence else None for key in ("before", "after"))
+        if start is not None and end is not None:
+            together = f", {number(start)} before all layers were trained on it together" if end < start else ""
             lines.append(
-                "Then all layers were trained together on it to predict what the source predicts: divergence "
-                f"{number(divergence.number('before'))} to {number(divergence.number('after'))} nats per token, on this text."
+                f"On other parts of that text its predictions diverge from the source's by {number(end)} nats per token{together}."
             )
     elif method not in ("repeat", "copy"):
         lines.append("No calibration text was used.")
