@@ -131,7 +131,7 @@ def _check(client: Client, place: Place, request: Request, reference: Answer) ->
     with tempfile.TemporaryDirectory(prefix="gqa-convert-serving-") as made:
         folder = Path(made)
         write_request(request, folder)
-        command = [place.python, "-c", boot_code(), str(folder), f"gqa_convert.serving.{client.module}"]
+        command = [place.python, "-c", boot_code(), str(folder), client.module]
         done = subprocess.run(command, env=place.environment(), cwd=folder, capture_output=True, text=True, errors="replace", check=False)
         status, detail = read_outcome(folder) or (FAILED, _death(done))
         found: dict[str, Any] = {}

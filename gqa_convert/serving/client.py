@@ -86,7 +86,7 @@ class Client:
 
     Attributes:
         name: as `--client` takes it.
-        module: of this package, with `answer(request)`.
+        module: full name of one with `answer(request)`.
         distribution: the package whose version is told.
         version: what that version must begin with; empty for any.
         requirements: what `pip install` is given to make it.
@@ -116,20 +116,22 @@ _OLDER = (
     "charset-normalizer",
 )
 
+_HERE = __name__.rpartition(".")[0]
+
 CLIENTS = (
-    Client("transformers-4.57", "older_transformers", "transformers", ("transformers==4.57.*",), version="4.57"),
-    Client("ctranslate2", "ctranslate2", "ctranslate2", ("ctranslate2>=4.8",), dependencies=False),
+    Client("transformers-4.57", f"{_HERE}.older_transformers", "transformers", _OLDER, version="4.57", dependencies=False),
+    Client("ctranslate2", f"{_HERE}.ctranslate2", "ctranslate2", ("ctranslate2>=4.8",), dependencies=False),
     Client(
-        "onnxruntime", "onnxruntime", "optimum-onnx",
+        "onnxruntime", f"{_HERE}.onnxruntime", "optimum-onnx",
         ("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER), dependencies=False,
     ),
     Client(
-        "openvino", "openvino", "optimum-intel",
+        "openvino", f"{_HERE}.openvino", "optimum-intel",
         ("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER), dependencies=False,
     ),
     Client(
-        "llama.cpp", "llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),
+        "llama.cpp", f"{_HERE}.llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),
         needs="a checkout of llama.cpp, for convert_hf_to_gguf.py, named by the environment variable LLAMA_CPP",
     ),
-    Client("vllm", "vllm", "vllm", ("vllm",), needs="on machines without a GPU, vLLM's CPU build"),
+    Client("vllm", f"{_HERE}.vllm", "vllm", ("vllm",), needs="on machines without a GPU, vLLM's CPU build"),
 )  # fmt: skip

@@ -5,6 +5,9 @@ from typing import Any
 from .client import Answer, NotSupportedError, Request, head_width_from_hidden_size
 from .generation import greedy_tokens, logits_at, text_ids
 
+_AS_MANY_HEADS = ("phi",)
+"""Model types for whose export optimum makes example caches of as many K/V heads as heads."""
+
 
 def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
     """Export in float32 and ask.
@@ -24,7 +27,9 @@ def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
         raise NotSupportedError(f"the transformers beside it does not know the model type {model_type}")
     try:
         model = model_class.from_pretrained(str(request.folder), export=True, local_files_only=True, **options)
-    except (ValueError, KeyError, NotImplementedError) as problem:
+    except (ValueError, KeyError, NotImplementedError, RuntimeError) as problem:
+        if model_type in _AS_MANY_HEADS and request.config.get("num_key_value_heads") != request.config.get("num_attention_heads"):
+            raise NotSupportedError(f"its export of {model_type} takes as many K/V heads as heads") from None
         if any(words in str(problem) for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")):
             raise NotSupportedError(f"it has no export of {model_type}") from None
         raise
