@@ -33,7 +33,6 @@ NOT_RUN = {
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/test_uptrain_resuming.py has one",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
-    r"^vllm ": "needs vLLM",
     r"^mkdocs ": "test_docs.py builds the site where mkdocs is installed",
 }
 """Commands that are parsed only, and why."""
