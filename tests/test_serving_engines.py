@@ -122,4 +122,5 @@ def test_older_words() -> None:
     assert older_words({"model_type": "gemma3_text", "rope_parameters": kinds}) == {
         "rope_local_base_freq": 1e4, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }  # fmt: skip
+    assert older_words({"model_type": "olmo3", "rope_parameters": kinds | {"rope_theta": 1e6}}) == {}
     assert older_words({"rope_parameters": None, "dtype": None}) == {}

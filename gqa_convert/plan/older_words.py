@@ -24,6 +24,8 @@ def older_words(config: dict[str, Any]) -> dict[str, Any]:
         if config.get("model_type") == "gemma3_text" and isinstance(local, dict) and "rope_theta" in local:
             found["rope_local_base_freq"] = local["rope_theta"]
             rotary = rotary.get("full_attention") or {}
+        if any(isinstance(value, dict) for value in rotary.values()):
+            rotary = {}  # other types with positions by kind of layer, for which there were no common keys
         found |= {key: rotary[key] for key in _NESTED_BASE if rotary.get(key) is not None}
         if rotary.get("rope_type", "default") != "default":
             found["rope_scaling"] = {key: value for key, value in rotary.items() if key not in _NESTED_BASE}

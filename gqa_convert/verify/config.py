@@ -72,6 +72,8 @@ def _restated(original: dict[str, Any]) -> dict[str, Any]:
     if original.get("model_type") == "gemma3_text" and isinstance(nested.get("sliding_attention"), dict):
         renamed["rope_local_base_freq"] = nested["sliding_attention"].get("rope_theta")
         nested = nested.get("full_attention") or {}
+    if {type(value) for value in nested.values()} & {dict}:  # by kind of layer, which had no words in common before
+        nested = {}
     renamed |= {key: nested.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     if nested.get("rope_type") not in (None, "default"):
         renamed["rope_scaling"] = {key: nested[key] for key in nested if key not in renamed}
