@@ -167,6 +167,8 @@ def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.M
     assert place is not None
     assert (place.python, place.version) == (sys.executable, np.__version__)
     assert installing.find_place(replace(FAKE, version="0.9")) is None
+    assert installing.find_place(replace(FAKE, beside=("torch",))) == place
+    assert installing.find_place(replace(FAKE, beside=("no-such-package-as-this",))) is None
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class Client:
         module: full name of one with `answer(request)`.
         distribution: the package whose version is told.
         version: what that version must begin with; empty for any.
+        beside: further packages without which it is of no use here.
         requirements: what `pip install` is given to make it.
         dependencies: whether pip also installs what those require; not where that would bring another torch.
         needs: what is to be had besides, in words.
@@ -100,6 +101,7 @@ class Client:
     distribution: str
     requirements: tuple[str, ...]
     version: str = ""
+    beside: tuple[str, ...] = ()
     dependencies: bool = True
     needs: str = ""
     tolerance: float = 1e-3
@@ -122,12 +124,12 @@ CLIENTS = (
     Client("transformers-4.57", f"{_HERE}.older_transformers", "transformers", _OLDER, version="4.57", dependencies=False),
     Client("ctranslate2", f"{_HERE}.ctranslate2", "ctranslate2", ("ctranslate2>=4.8",), dependencies=False),
     Client(
-        "onnxruntime", f"{_HERE}.onnxruntime", "optimum-onnx",
-        ("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER), dependencies=False,
+        "onnxruntime", f"{_HERE}.onnxruntime", "onnxruntime", beside=("optimum-onnx",), dependencies=False,
+        requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER),
     ),
     Client(
-        "openvino", f"{_HERE}.openvino", "optimum-intel",
-        ("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER), dependencies=False,
+        "openvino", f"{_HERE}.openvino", "openvino", beside=("optimum-intel",), dependencies=False,
+        requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER),
     ),
     Client(
         "llama.cpp", f"{_HERE}.llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),

@@ -62,12 +62,13 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
 
 
 def _version(client: Client, place: Place) -> str | None:
-    code = f"from importlib.metadata import version; print(version({client.distribution!r}))"
+    names = [client.distribution, *client.beside]
+    code = f"from importlib.metadata import version; print(*map(version, {names}))"
     try:
         done = subprocess.run([place.python, "-c", code], env=place.environment(), capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.split()[0] if done.returncode == 0 else None
 
 
 def install_command(client: Client) -> list[str]:
