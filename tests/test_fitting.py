@@ -238,7 +238,7 @@ class TestCommand:
     """From the command line."""
 
     def options(self, text: Path) -> list[str]:
-        return ["--groups", "3", "--calibration", str(text), "--calibration-tokens", "1500"]
+        return ["--groups", "3", "--calibration", str(text), "--calibration-tokens", "1500", "--fit-steps", "100", "--kl-steps", "0"]
 
     def run(self, *arguments: Any) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([sys.executable, "-m", "gqa_convert", *map(str, arguments)], capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrom
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="NO CHROMIUM: that a browser shows the report is NOT tested; install the package chromium"
 )  # fmt: skip
-WINDOW = (1200, 3700)
+WINDOW = (1200, 4400)
 SVG = "{http://www.w3.org/2000/svg}"
 Point = tuple[float, float]
 

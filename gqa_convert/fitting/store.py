@@ -62,11 +62,12 @@ class MergedLayers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None or not self._keep:
+        kept = self._keep and any(self.path.glob("layer-*"))
+        if kind is None or not kept:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._handle is not None:
             os.close(self._handle)
-        if self._keep and isinstance(error, InterruptedRunError) and any(self.path.glob("layer-*")):
+        if kept and isinstance(error, InterruptedRunError):
             stopped = str(error).partition(":")[0]
             raise InterruptedRunError(
                 f"{stopped}: merged layers are kept in {self.path}, and the same command goes on from there"
