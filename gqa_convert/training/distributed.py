@@ -31,7 +31,7 @@ _REFUSED = {
 _LONGEST_WAIT = timedelta(days=7)
 """For the process that tokenises; a process that died is noticed at once nevertheless."""
 
-_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert uptrain ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
+_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
 
 _BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/transport")
 """What is found in torch's errors when another process has gone."""
