@@ -31,6 +31,7 @@ NOT_RUN = {
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/test_distributed_runs.py has such runs",
     r"^sbatch ": "needs Slurm",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
+    r"^python recipes/paper/figures.py": "test_the_papers_figures_are_those_of_the_measurements draws them",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/test_uptrain_resuming.py has one",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
     r"^mkdocs ": "test_docs.py builds the site where mkdocs is installed",
