@@ -75,7 +75,7 @@ def run_demo(
     ids = _held_out_tokens()
     out.mkdir(parents=True, exist_ok=True)
     calibration: dict[str, Any] = {
-        "method": "fit", "calibration": "python-stdlib", "calibration_tokens": calibration_tokens, "fit_steps": fit_steps,
+        "method": "fit", "calibration": "python-stdlib", "calibration_tokens": calibration_tokens, "fit_steps": fit_steps, "kl_steps": 0,
     }  # fmt: skip
     results = []
     for number, groups in enumerate(GROUPS):
