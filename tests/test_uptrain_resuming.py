@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from gqa_convert import uptrain as module
 from gqa_convert.errors import DivergedError, LaunchError, OutputError, ResumeError, StoppedError
 from gqa_convert.training.checkpoints import Checkpoints
 from gqa_convert.training.distributed import OutputLock
+from gqa_convert.training.run import Run
+from gqa_convert.uptrain import uptrain
 from tests.uptrain_runs import STEPS, AtFileEvent, die, in_child, leftovers, losses, make_student, metrics, run, weights
 
 
@@ -96,14 +97,14 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
     output = tmp_path / "run"
 
     def signalled() -> None:
-        original = module._Run._log
+        original = Run._log
 
         def log(self: Any, metrics: Any, result: Any, *rest: Any) -> None:
             original(self, metrics, result, *rest)
             if result.step == 1:
                 os.kill(os.getpid(), number)
 
-        module._Run._log = log  # type: ignore[method-assign]  # in the child only
+        Run._log = log  # type: ignore[method-assign]  # in the child only
         run(home, output, save_every=100)
 
     code, message = in_child(signalled)
@@ -117,7 +118,7 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
 
 def test_signals_before_and_between_the_steps(home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def during(name: str, *, again: bool = False) -> Any:
-        original = getattr(module._Run, name)
+        original = getattr(Run, name)
 
         def interrupted(self: Any, *arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
@@ -128,14 +129,14 @@ def test_signals_before_and_between_the_steps(home: Path, whole: Path, tmp_path:
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_load_student", "_publish"):
+    for name in ("_load_teacher", "_publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(module._Run, name, during(name))
+            patch.setattr(Run, name, during(name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(module._Run, "_log", during("_log", again=True))
+        patch.setattr(Run, "_log", during("_log", again=True))
         code, message = in_child(lambda: run(home, tmp_path / "twice"))
         assert (code, "second Ctrl-C" in message) == (130, True)
     run(home, output)
@@ -146,7 +147,7 @@ def test_signals_before_and_between_the_steps(home: Path, whole: Path, tmp_path:
 def test_run_again_after_the_end(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
     said: list[str] = []
-    summary = module.uptrain(whole.with_suffix(".yaml"), [], on_message=said.append)
+    summary = uptrain(whole.with_suffix(".yaml"), [], on_message=said.append)
     assert summary == json.loads((whole / "summary.json").read_text())
     assert said == [f"{whole} is complete already; a larger budget or another output would train on"]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
@@ -199,7 +200,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
     else:
         (newest / "run.json").write_text("[]")
     said: list[str] = []
-    module.uptrain(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
+    uptrain(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
     assert any("damaged-step-000006" in line for line in said)
     assert any("going on from" in line and "step-000004" in line for line in said)
     assert weights(output) == weights(whole)
@@ -258,7 +259,7 @@ def test_a_step_without_a_finite_loss_is_skipped(home: Path, tmp_path: Path, mon
     said: list[str] = []
     output = tmp_path / "run"
     run(home, output, tokens=64, keep_checkpoints=1)
-    module.uptrain(output.with_suffix(".yaml"), ["tokens=384"], on_message=said.append)
+    uptrain(output.with_suffix(".yaml"), ["tokens=384"], on_message=said.append)
     lines = metrics(output)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert ["loss" in line for line in lines] == [True, True, False, False, True, True]

@@ -1,0 +1,52 @@
+"""The models of a run, loaded and placed: the student whole, replicated or sharded, and those that are asked without learning."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.loading import load_model
+from gqa_convert.recipe import Recipe
+from gqa_convert.training import sharding
+from gqa_convert.training.dropout import set_dropout
+from gqa_convert.training.opening import explained
+from gqa_convert.training.optimizers import choose_trained
+
+
+def load_student(recipe: Recipe, folder: Path) -> Any:
+    """The model to train, in float32 on the CPU, with what the recipe says about attention, dropout and which parameters learn.
+
+    Raises:
+        CorruptCheckpointError: transformers can't load it, or it lacks parameters.
+    """
+    with explained(recipe.model):
+        model, missing = load_model(folder, torch.float32)
+    if missing:
+        raise CorruptCheckpointError(f"{recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
+    if recipe.document_mask:
+        from gqa_convert.attention import register
+
+        register()
+        model.set_attn_implementation("gqa")
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    choose_trained(model, recipe.trainable)
+    set_dropout(model, recipe.dropout)
+    return model.train()
+
+
+def place_student(model: Any, accelerator: Any, *, bf16: bool) -> Any:
+    """On the device of this process: whole where it is the only one, else replicated, or sharded where the launcher asks for that."""
+    if sharding.wanted():
+        return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=bf16)
+    if accelerator.num_processes == 1:
+        return model.to(accelerator.device)
+    return sharding.replicate(model, accelerator.device)
+
+
+def place_fixed(model: Any, accelerator: Any) -> Any:
+    """A model without gradients, whole on every device or, where the student is, split."""
+    if sharding.wanted():
+        return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+    return model.to(accelerator.device)
