@@ -22,7 +22,7 @@ from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.uptrain import uptrain
 
-from .measure import HELD_OUT_TOKENS, calibration, loss_of, tokens_for
+from .measure import calibration, loss_of, tokens_for
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
 from .records import Cell, Records, fingerprint
 from .text import training_text
@@ -35,6 +35,8 @@ STARTS = {"mean": ("lm", "kl"), "fit": ("lm", "kl"), CONTROL: ("lm",)}
 """Losses for each starting point; the source has nothing to learn from itself."""
 FIRST = (("fit", "kl", 0.01), ("mean", "kl", 0.1), ("mean", "lm", 0.1))
 MICRO_BATCH_TOKENS = 2048
+HELD_OUT = {"tokens": 50_000, "skipped": 0}
+"""Learning rates are chosen on the first held-out files, so that the others stay unseen."""
 
 
 class Job(NamedTuple):
@@ -101,7 +103,7 @@ def run(job: Job, training_tokens: int, arguments: argparse.Namespace, cache: Pa
     start = start_folder(job, arguments, cache)
     cell: Cell = dict(job._asdict())
     if not job.alpha:
-        return cell | {"tokens": 0, "loss": round(loss_of(start, job.model, cache), 4)}
+        return cell | {"tokens": 0, "loss": round(loss_of(start, job.model, cache, **HELD_OUT), 4)}
     values = recipe(job, start, training_tokens, arguments, cache)
     folder = Path(values["output"])
     path = folder.with_name(f"{folder.name}.yaml")
@@ -110,7 +112,7 @@ def run(job: Job, training_tokens: int, arguments: argparse.Namespace, cache: Pa
     began = time.perf_counter()
     result = uptrain(path, [])
     seconds = time.perf_counter() - began
-    loss = loss_of(Path(result["model"]), job.model, cache)
+    loss = loss_of(Path(result["model"]), job.model, cache, **HELD_OUT)
     shutil.rmtree(folder)
     kept = {key: value for key, value in values.items() if key not in ("model", "output", "data", "teacher")}
     return cell | {"tokens": result["tokens"], "steps": result["steps"], "loss": round(loss, 4), "seconds": round(seconds), "recipe": kept}
@@ -141,11 +143,11 @@ def main() -> None:
         total = sum(job.alpha * sizes[job.model] for job in waiting)
         sys.stdout.write(f"{len(waiting)} cells, {round(total):,} tokens of uptraining\n")
         return
-    records.begin("curves", HELD_OUT_TOKENS)
+    records.begin("curves", HELD_OUT["tokens"])
     for name in arguments.models:
         known = records.model(name, model_folder(name, cache))
         if "loss" not in known:
-            known["loss"] = round(loss_of(model_folder(name, cache), name, cache), 4)
+            known["loss"] = round(loss_of(model_folder(name, cache), name, cache, **HELD_OUT), 4)
     began = time.monotonic()
     for job in waiting:
         if arguments.minutes is not None and time.monotonic() - began > 60 * arguments.minutes:

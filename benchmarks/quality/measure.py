@@ -2,7 +2,8 @@
 
     python -m benchmarks.quality.measure --cache FOLDER [--models demo qwen2] [--methods mean factor] [--output docs/results/quality.json]
 
-Every cell is `convert_checkpoint` followed by the loss of what it wrote, on held-out text that neither training nor calibration saw.
+Every cell is `convert_checkpoint` followed by the loss of what it wrote, on held-out text that neither training nor calibration saw, and on
+which no loss was looked at before the methods were what they are.
 Methods that calibrate do so with three seeds, which choose the text. Cells that the output has already are not measured again, unless
 `--again METHOD` says so; methods that this version of the converter lacks are named and left out.
 """
@@ -24,11 +25,11 @@ from gqa_convert.loading import load_model, load_tokenizer, read_config
 
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
 from .records import Cell, Records
-from .text import calibration_text, held_out_loss
+from .text import SEEN_TOKENS, calibration_text, held_out_loss
 
 OUTPUT = Path("docs/results/quality.json")
 SEEDS = (0, 1, 2)
-HELD_OUT_TOKENS = 50_000
+HELD_OUT_TOKENS = 100_000
 DATA_FREE = ("mean", "first", "random", "align", "factor")
 CALIBRATED = ("factor", "fit")
 
@@ -43,13 +44,13 @@ class Job(NamedTuple):
     seed: int | None
 
 
-def loss_of(folder: Path, name: str, cache: Path) -> float:
-    """The held-out loss of a checkpoint of a model, in nats per token, computed in float32."""
+def loss_of(folder: Path, name: str, cache: Path, *, tokens: int = HELD_OUT_TOKENS, skipped: int = SEEN_TOKENS) -> float:
+    """The loss of a checkpoint of a model on held-out tokens after those skipped, in nats per token, computed in float32."""
     model, missing = load_model(folder, torch.float32)
     if missing:
         raise RuntimeError(f"{folder} lacks {', '.join(missing)}")
     return held_out_loss(
-        model, load_tokenizer(folder), objective=objective_of(name), context=context_of(name), cache=cache, tokens=HELD_OUT_TOKENS
+        model, load_tokenizer(folder), objective=objective_of(name), context=context_of(name), cache=cache, tokens=tokens, skipped=skipped
     )  # fmt: skip
 
 
@@ -65,16 +66,16 @@ def tokens_for(name: str, asked: int | None, cache: Path) -> int:
 
 
 def jobs(arguments: argparse.Namespace, cache: Path) -> Iterator[Job]:
-    """Mean first, on which the figures of all others depend; then 4:1 of every model before the rest."""
-    for method, calibrated in [(method, False) for method in DATA_FREE] + [(method, True) for method in CALIBRATED]:
+    """Mean first, on which the figures of all others depend; then one seed of everything before the next, and 4:1 before the rest."""
+    kinds: list[tuple[str, int | None]] = [(method, None) for method in DATA_FREE]
+    kinds += [(method, seed) for seed in SEEDS[: arguments.seeds] for method in CALIBRATED]
+    for method, seed in kinds:
         if arguments.methods and method not in arguments.methods:
             continue
         for place in (1, 0, 2):
             for name in arguments.models:
-                groups = groups_of(name)[place]
-                tokens = tokens_for(name, arguments.calibration_tokens, cache) if calibrated else None
-                for seed in SEEDS[: arguments.seeds] if calibrated else (None,):
-                    yield Job(name, groups, method, tokens, seed)
+                tokens = None if seed is None else tokens_for(name, arguments.calibration_tokens, cache)
+                yield Job(name, groups_of(name)[place], method, tokens, seed)
 
 
 def measure(job: Job, cache: Path) -> Cell:

@@ -13,6 +13,8 @@ from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.stdlib_text import read_texts, source_files
 
 HELD_OUT_TOKENS = 100_000
+SEEN_TOKENS = 100_000
+"""Of the held-out files, from the first one on: what losses were looked at on while methods were designed."""
 CALIBRATION_CHARACTERS = 4_000_000
 
 
@@ -43,8 +45,10 @@ def _write(lines: list[str], path: Path) -> None:
     temporary.replace(path)
 
 
-def held_out_loss(model: Any, tokenizer: Any, *, objective: str, context: int, cache: Path, tokens: int = HELD_OUT_TOKENS) -> float:
-    """The loss on the first tokens of the held-out files, in nats per predicted token.
+def held_out_loss(
+    model: Any, tokenizer: Any, *, objective: str, context: int, cache: Path, tokens: int = HELD_OUT_TOKENS, skipped: int = 0
+) -> float:
+    """The loss on tokens of the held-out files, in nats per predicted token.
 
     Args:
         model: in evaluation mode.
@@ -53,16 +57,17 @@ def held_out_loss(model: Any, tokenizer: Any, *, objective: str, context: int, c
         context: tokens of the encoder's input; a causal model's own context is used.
         cache: folder of the tokenised text.
         tokens: of text.
+        skipped: tokens before them; with span corruption whole blocks.
     """
     if objective == "causal":
-        return text_loss(model, _stream(tokenizer, tokens), batch=8)
+        return text_loss(model, _stream(tokenizer, skipped + tokens)[skipped:], batch=8)
     blocks = evaluation_blocks(
-        HELD_OUT, tokenizer, objective=objective, sequence_length=context, tokens=tokens, cache=cache / "tokens",
+        HELD_OUT, tokenizer, objective=objective, sequence_length=context, tokens=skipped + tokens, cache=cache / "tokens",
         decoder_start=model.config.decoder_start_token_id,
     )  # fmt: skip
     total, count = 0.0, 0
     with torch.inference_mode():
-        for first in range(0, len(blocks), 16):
+        for first in range(len(blocks) * skipped // (skipped + tokens), len(blocks), 16):
             batch = {name: torch.from_numpy(rows) for name, rows in blocks.batch(range(first, min(first + 16, len(blocks)))).items()}
             labels = batch.pop("labels").flatten()
             logits = model(**batch, use_cache=False).logits.double().flatten(0, 1)
