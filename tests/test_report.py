@@ -253,6 +253,59 @@ def test_times_of_another_shape_are_not_joined(runs: Path, tmp_path: Path) -> No
     assert made["missing"][0]["title"] == "Quality against time"
 
 
+def test_times_of_another_model_are_not_joined_with_a_source(runs: Path, tmp_path: Path) -> None:
+    """As many heads, and another type or another size."""
+    source, models = runs.parent / "source", {}
+    for name, change in (
+        ("same", {}),
+        ("typed", {"model_type": "other"}),
+        ("sized", {"num_hidden_layers": 3}),
+        ("counted", {"num_attention_heads": 24}),
+    ):
+        shutil.copytree(source, tmp_path / name)
+        config = json.loads((source / "config.json").read_bytes()) | {"num_key_value_heads": 12} | change
+        write_json(tmp_path / name / "config.json", config)
+        models[name] = (2.5, 0.1)
+    write_json(tmp_path / "e.json", evaluation(models))
+    write_json(tmp_path / "b.json", benchmark(TIMES, model=str(source)))
+    made = make_report([tmp_path])
+    rows = [row for row in rows_of(page_of(made), "quality") if row["method"] == "source"]
+    assert {row["model"] for row in rows if row["decode ms per token"] != "not measured"} == {"same"}
+    assert {row["model"]: row["N"] for row in rows} == dict.fromkeys(models, "12")
+    words = " ".join(made["notes"])
+    assert "typed is not joined" in words
+    assert "sized is not joined" in words
+    assert "its num_hidden_layers is 3, that of what was timed 2" in words
+    assert "it has 24 query heads" in words
+
+
+def test_one_name_in_two_places_is_two_models(runs: Path, tmp_path: Path) -> None:
+    for name, loss in (("first", 2.0), ("second", 3.0)):
+        shutil.copytree(runs / "gqa-3", tmp_path / name / "out")
+        write_json(tmp_path / name / "e.json", evaluation({"out": (loss, 0.1)}))
+    made = make_report([tmp_path / "first", tmp_path / "second"])
+    rows = {row["model"]: row["loss, nats per token"] for row in rows_of(page_of(made), "quality")}
+    assert rows == {str(tmp_path / "first" / "out"): "2.0000 ± 0.1000", str(tmp_path / "second" / "out"): "3.0000 ± 0.1000"}
+    assert made["notes"] == []
+
+
+def test_bytes_of_a_model_that_was_timed_in_part_are_computed(runs: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.5, 0.1)}))
+    write_json(tmp_path / "b.json", benchmark(TIMES, layers=2, model_layers=24))
+    made = make_report([tmp_path])
+    page = page_of(made)
+    sizes = json.loads((runs / "gqa-3" / "gqa_conversion.json").read_bytes())["kv_bytes_per_token"]
+    rows = {row["N"]: (row["K/V bytes per token"], row["K/V ratio"], row["speed-up"]) for row in rows_of(page, "quality")}
+    assert rows["3"] == (f"{sizes['after']:,} (computed)", "0.250", "2.00x")
+    assert rows["4"] == ("not measured", "not measured", "1.67x")
+    assert "<code>gqa-convert convert 3</code>" in Path(made["html"]).read_text(encoding="utf-8")
+    assert all(row["how"].startswith("2 of the model's 24 layers") for row in rows_of(page, "times"))
+    (figure,) = (each for each in made["figures"] if each["name"] == "time-groups")
+    drawn = Path(figure["file"]).read_text(encoding="utf-8")
+    assert "series-computed-0" in drawn
+    assert "series-bytes-0" not in drawn
+
+
 def test_what_is_missing_degrades(tmp_path: Path) -> None:
     """Nothing but names and N; a loss that is not finite; two texts; a context each."""
     write_json(tmp_path / "a.json", {"kind": "evaluate", "results": [{"model": "m"}]})
@@ -288,6 +341,7 @@ def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path)
     )
     scored["results"][0]["tasks"] = {"results": {"lambada": {"acc,none": 0.5, "acc_stderr,none": 0.25, "alias": "x"}}}
     write_json(tmp_path / "e.json", scored)
+    write_json(tmp_path / "copy.json", scored)
     shutil.copytree(runs / "uptraining", tmp_path / "run", ignore=shutil.ignore_patterns("summary.json"))
     made = make_report([tmp_path])
     page = page_of(made)

@@ -11,7 +11,8 @@ from gqa_convert.recommending.choice import Constraints
 from gqa_convert.recommending.speed import Speed, speeds
 from gqa_convert.reporting.fields import Fields, is_there, parse_json
 from gqa_convert.reporting.finding import find
-from gqa_convert.reporting.joining import SOURCE, Row, join
+from gqa_convert.reporting.identifying import SOURCE
+from gqa_convert.reporting.joining import Row, join
 from gqa_convert.reporting.records import Material
 
 

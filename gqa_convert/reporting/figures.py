@@ -1,10 +1,12 @@
 """The figures of a report."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gqa_convert.reporting import drawing
-from gqa_convert.reporting.joining import SOURCE, Joined, Row
+from gqa_convert.reporting.identifying import SOURCE
+from gqa_convert.reporting.joining import Joined, Row
 from gqa_convert.reporting.records import Benchmark, Origin, Run, Timing
 
 
@@ -173,56 +175,63 @@ def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name:
     rows = [row for joined in tables for row in joined.rows]
     shapes = dict.fromkeys(origin for joined in tables for origin in joined.shapes)
     timed = _settings(benchmarks, lambda timing: timing.decode)
-    sized = _settings(benchmarks, lambda timing: timing.kv_bytes)
+    sized = _settings([each for each in benchmarks if not each.cut], lambda timing: timing.kv_bytes)
     computed: dict[str, set[tuple[int, float]]] = {}
     for row in rows:
         if row.groups and row.kv_bytes is not None and not row.kv_measured:
             computed.setdefault(row.source, set()).add((row.groups, row.kv_bytes))
-    if not timed and not sized and not computed:
+    parts = ["time"] * bool(timed) + ["bytes"] * bool(sized or computed)
+    if not parts:
         return None
+    counts = sorted(
+        {timing.groups for _, timings in (*timed, *sized) for timing in timings}
+        | {groups for bytes_ in computed.values() for groups, _ in bytes_}
+    )
     with drawing.style(name):
-        figure = drawing.canvas(9.6 if timed else 6.0, 4.2)
-        panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
-        counts = sorted(
-            {timing.groups for _, timings in (*timed, *sized) for timing in timings}
-            | {groups for bytes_ in computed.values() for groups, _ in bytes_}
-        )
-        if timed:
-            axes, lines = panels[0], []
-            for number, (label, timings) in enumerate(timed):
-                points = [(timing.groups, timing.decode) for timing in timings if timing.decode is not None]
-                lines.append(drawing.series(axes, f"time-{number}", number, points, label=label))
-                ends = [
-                    ((timing.groups, timing.low), (timing.groups, timing.high))
-                    for timing in timings
-                    if timing.low is not None and timing.high is not None
-                ]
-                drawing.whiskers(axes, f"time-{number}", number, ends)
-            axes.set_ylabel("decode time, ms per token")
-            axes.set_title("time")
+        figure = drawing.canvas(2.4 + 3.6 * len(parts), 4.2)
+        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+            lines = _times(axes, timed) if part == "time" else _bytes(axes, sized, computed)
             drawing.legend(axes, lines)
-        axes, lines = panels[-1], []
-        for number, (steps, labels) in enumerate(_alike(sized).items()):
-            label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
-            lines.append(drawing.series(axes, f"bytes-{number}", number, steps, label=label))
-        for number, (source, bytes_) in enumerate(sorted(computed.items())):
-            label = f"computed from weights, {drawing.short(source)}"
-            lines.append(drawing.series(axes, f"computed-{number}", len(sized) + number, sorted(bytes_), label=label, line=False))
-        axes.set_ylabel("K/V-cache bytes per token")
-        axes.set_title("bytes")
-        if lines:
-            drawing.legend(axes, lines)
-        for axes in panels:
+            axes.set_title(part)
             axes.set_ylim(bottom=0)
             drawing.groups_axis(axes, counts)
         drawn = drawing.svg(figure)
-    caption = "Decode time and K/V-cache bytes of one token against N." if timed else "K/V-cache bytes of one token against N."
+    caption = " and ".join(["Decode time"] * bool(timed) + ["K/V-cache bytes"] * ("bytes" in parts)) + " of one token against N."
     details = "; ".join(dict.fromkeys(f"{each.model}: {each.detail}" for each in benchmarks if each.detail))
     if any(timing.low is not None for _, timings in timed for timing in timings):
         caption += f" Bars: {'; '.join(dict.fromkeys(each.spread for each in benchmarks))}."
     caption += f" {details}." if details else ""
     origins = (*(each.origin for each in benchmarks), *shapes)
     return Figure(name, "Time and bytes against groups", caption, origins, drawn)
+
+
+def _times(axes: Any, timed: Sequence[tuple[str, Sequence[Timing]]]) -> list[Any]:
+    """Draws decode times with their spread; returns the lines for a legend."""
+    lines = []
+    for number, (label, timings) in enumerate(timed):
+        points = [(timing.groups, timing.decode) for timing in timings if timing.decode is not None]
+        lines.append(drawing.series(axes, f"time-{number}", number, points, label=label))
+        ends = [
+            ((timing.groups, timing.low), (timing.groups, timing.high))
+            for timing in timings
+            if timing.low is not None and timing.high is not None
+        ]
+        drawing.whiskers(axes, f"time-{number}", number, ends)
+    axes.set_ylabel("decode time, ms per token")
+    return lines
+
+
+def _bytes(axes: Any, sized: Sequence[tuple[str, Sequence[Timing]]], computed: Mapping[str, set[tuple[int, float]]]) -> list[Any]:
+    """Draws the bytes of a token, of live caches and from shapes; returns the lines for a legend."""
+    lines = []
+    for number, (steps, labels) in enumerate(_alike(sized).items()):
+        label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
+        lines.append(drawing.series(axes, f"bytes-{number}", number, steps, label=label))
+    for number, (source, bytes_) in enumerate(sorted(computed.items())):
+        label = f"computed from weights, {drawing.short(source)}"
+        lines.append(drawing.series(axes, f"computed-{number}", len(sized) + number, sorted(bytes_), label=label, line=False))
+    axes.set_ylabel("K/V-cache bytes per token")
+    return lines
 
 
 def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | None]) -> list[tuple[str, list[Timing]]]:

@@ -81,7 +81,7 @@ def read_conversion(content: dict[str, Any], path: Path) -> Conversion:
     types = [fields.text("model_type"), fields.text("result_model_type"), None if out else _config_type(path.parent)]
     return Conversion(
         origin_of(fields, path),
-        folder=_located(out, path) if out else path.parent,
+        folder=located(out, path) if out else path.parent,
         source=(source.text("id") if source else fields.text("source")) or "not recorded",
         model_types=tuple(dict.fromkeys(each for each in types if each)),
         method=fields.text("method") or "converted",
@@ -95,7 +95,7 @@ def read_conversion(content: dict[str, Any], path: Path) -> Conversion:
     )
 
 
-def _located(name: str, path: Path) -> Path:
+def located(name: str, path: Path) -> Path:
     """A folder named in a file: as it is, or beside the file where the run has moved."""
     folder = Path(name)
     return folder if is_there(folder) or not is_there(path.parent / folder.name) else path.parent / folder.name
@@ -282,7 +282,7 @@ def read_benchmark(content: dict[str, Any], path: Path) -> Benchmark:
     return Benchmark(
         origin_of(fields, path), fields.text("model") or "model not recorded", fields.text("model_type"), fields.count("heads"),
         ", ".join(each for each in details if each),
-        fields.text("spread") or "the benchmark's decode_ms_low and decode_ms_high", tuple(timings),
+        fields.text("spread") or "the benchmark's decode_ms_low and decode_ms_high", tuple(timings), scaled is not None,
     )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def read_demo(content: dict[str, Any], path: Path) -> tuple[Evaluation, list[Con
         out = each.text("out") or f"N = {groups}, {method}"
         scores.append(Score(out, loss=each.number("loss")))
         sizes = None if before is None or after is None else (before, after)
-        folder = _located(out, path)
+        folder = located(out, path)
         conversions.append(
             Conversion(origin, folder, fields.text("source") or "", (), method, groups, source_kv_heads=count, kv_bytes=sizes)
         )  # fmt: skip

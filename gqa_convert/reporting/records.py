@@ -164,7 +164,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Timings of one model at several N, on one machine; `detail` and `spread` say how they were taken and what `low` and `high` are."""
+    """Timings of one model at several N, on one machine.
+
+    Attributes:
+        detail: how they were taken.
+        spread: what `low` and `high` are.
+        cut: fewer layers were timed than the model has, and the bytes are of those.
+    """
 
     origin: Origin
     model: str
@@ -173,6 +179,7 @@ class Benchmark:
     detail: str
     spread: str
     timings: tuple[Timing, ...]
+    cut: bool = False
 
 
 @dataclass

@@ -106,20 +106,21 @@ def _tasks(material: Material) -> Table:
         for task, metric, value, error in score.tasks
     ]
     origins = tuple(each.origin for each in material.evaluations if any(score.tasks for score in each.scores))
-    return Table("tasks", "Tasks", "By lm-eval, as it states them.", ("model ", "task ", "metric ", "value"), tuple(rows), origins)
+    header = ("model ", "task ", "metric ", "value")
+    return Table("tasks", "Tasks", "By lm-eval, as it states them.", header, tuple(dict.fromkeys(rows)), origins)
 
 
 def _times(material: Material) -> Table:
     header = (
         "N", "batch", "context", "decode ms per token", "spread", "decode tokens per s", "prefill ms", "sample ms",
-        "K/V bytes per token", "model ", "file ",
+        "K/V bytes per token", "model ", "how ", "file ",
     )  # fmt: skip
     rows = [
         (
             str(each.groups), _count(each.batch), _count(each.context), _figure(each.decode, ".3f"),
             NOT_MEASURED if each.low is None or each.high is None else f"{each.low:.3f} to {each.high:.3f}",
             _figure(each.tokens_per_second, ",.1f"), _figure(each.prefill, ",.2f"), _figure(each.sample, ",.2f"), _figure(each.kv_bytes, ",.0f"),
-            benchmark.model, benchmark.origin.path.name,
+            benchmark.model, benchmark.detail or "not recorded", benchmark.origin.path.name,
         )
         for benchmark in material.benchmarks
         for each in sorted(benchmark.timings, key=lambda timing: (timing.setting, -timing.groups))
