@@ -3,26 +3,21 @@
 Only the K/V heads are read; everything else travels inside the kernel. Memory does not depend on the model's size.
 """
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep, sync
-from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.companions import write_companions, write_json
 from gqa_convert.errors import RemoteHeadersError
 from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, default_method
 from gqa_convert.fitting.merging import LayerDone, merge_heads
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
 from gqa_convert.writing import Progress, write_weights
-
-MODELING = Path(__file__).parent / "modeling"
-"""Where the package keeps the modelling files that checkpoints bring along."""
 
 
 def convert_checkpoint(
@@ -96,9 +91,8 @@ def convert_checkpoint(
             errors = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
         errors = errors if merged.errors is None else merged.errors
-        _write_index(plan, staged.path)
-        _write_companions(plan, staged.path)
-        _write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration, merged.head_order))
+        write_companions(plan, staged.path)
+        write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration, merged.head_order))
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}
@@ -121,62 +115,3 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
         return remote
     check(remote)
     return open_checkpoint(source, revision=revision, download=True)
-
-
-def _write_index(plan: Plan, folder: Path) -> None:
-    """The index of a sharded result; its totals are those of the new tensors."""
-    if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
-        return
-    metadata = dict(plan.checkpoint.index_metadata or {})
-    metadata["total_size"] = plan.weight_bytes_after
-    metadata["total_parameters"] = plan.parameters_after
-    weight_map = {tensor.name: shard.file for shard in plan.shards for tensor in shard.tensors}
-    _write_json(folder / formats.SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _write_companions(plan: Plan, folder: Path) -> None:
-    """Config, the modelling file if one is needed, and every other file of the source, byte for byte but for a tokenizer class."""
-    source = plan.checkpoint.folder
-    assert source is not None
-    own = f"{plan.modeling.file}.py" if plan.modeling else ""
-    if own:
-        shutil.copyfile(MODELING / own, folder / own)
-        sync(folder / own)
-    for name in plan.checkpoint.carried:
-        if name in (PROVENANCE, own):
-            continue
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target)
-        sync(target)
-    if plan.home and plan.home.special_tokens:
-        _complete_tokenizer(folder, dict(plan.home.special_tokens), plan.config["tokenizer_class"])
-    _name_tokenizer_for_all(folder / "tokenizer_config.json")
-    _write_json(folder / CONFIG, plan.config)
-
-
-def _name_tokenizer_for_all(path: Path) -> None:
-    """transformers 5 writes a class name of its own for what all versions know as PreTrainedTokenizerFast."""
-    try:
-        stated = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return
-    if isinstance(stated, dict) and stated.get("tokenizer_class") == "TokenizersBackend":
-        _write_json(path, stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:
-    """Write out what the source's tokenizer class has by default and its new one has not; others of its classes have no such defaults."""
-    path = folder / "tokenizer_config.json"
-    if path.is_file() or (folder / "tokenizer.json").is_file():
-        stated = json.loads(path.read_bytes()) if path.is_file() else {}
-        if str(stated.get("tokenizer_class") or named).startswith("GPT2Tokenizer"):
-            _write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write and sync; piece by piece, since an index may name tens of thousands of tensors."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-    sync(path)

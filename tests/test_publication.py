@@ -188,7 +188,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
     def companions(*_: Any) -> None:
         raise problem
 
-    monkeypatch.setattr(convert, "_write_companions", companions)
+    monkeypatch.setattr(convert, "write_companions", companions)
 
 
 class TestFailure:
@@ -511,7 +511,13 @@ class TestStopped:
     @pytest.mark.parametrize("overwrite", [False, True])
     @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
     @pytest.mark.parametrize(
-        ("module", "stride"), [("/checkpoint/publication.py", 2), ("/gqa_convert/writing.py", 61), ("/gqa_convert/convert.py", 3)]
+        ("module", "stride"),
+        [
+            ("/checkpoint/publication.py", 2),
+            ("/gqa_convert/writing.py", 61),
+            ("/gqa_convert/convert.py", 2),
+            ("/gqa_convert/companions.py", 3),
+        ],
     )
     def test_at_every_few_lines(self, source: Path, out: Path, module: str, stride: int, kind: str, overwrite: bool) -> None:
         result = subprocess.run(
