@@ -12,6 +12,7 @@ from gqa_convert.benchmarking.subject import Subject, UnknownAttentionError, cut
 from gqa_convert.benchmarking.versions import Version, make_versions, plan_versions
 from gqa_convert.errors import DeviceMemoryError, OptionError
 from gqa_convert.inspecting.heatmap import check_picture
+from gqa_convert.lengths import stated_positions
 from gqa_convert.machine import measurement
 from gqa_convert.plan import Plan
 
@@ -158,8 +159,7 @@ def _versions(subject: Subject, plans: Sequence[Plan], asked: str | None, dtype:
 def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], int | None, int | None]:
     """Contexts, the encoder's tokens, and how many positions the decoder has; None where there is no encoder, or no limit."""
     config = transformers_config(subject.config, subject.name)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
-    positions = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    positions = stated_positions(config.to_dict())
     steps = LEAD + options.steps
     context = options.context or (CONTEXT if positions is None or positions >= 2 * CONTEXT else max(1, positions // 2),)
     if positions is not None and max(context) + steps > positions:

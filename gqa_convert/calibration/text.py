@@ -25,14 +25,11 @@ from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.data.tokenizing import TextEncoder, batches, end_of_text
 from gqa_convert.errors import ConfigError, DataError, OptionError
+from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.loading import TASKS, auto_class, load_tokenizer, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_LONGEST = 2048
-_SPAN_LENGTH = 512
-"""Of the encoder's input in span corruption, as T5 was trained and as recipes have it."""
 
 _PER_WIDTH = 50
 _PER_SMALL_WIDTH = 500
@@ -41,7 +38,6 @@ _SMALL_TOKENS = 102_400
 
 _T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 _WIDTH = ("hidden_size", "d_model", "n_embd")
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 
 _OVERSAMPLING = 16
@@ -97,9 +93,9 @@ def calibration_tokens_for(config: Any) -> int:
     if width is None:
         raise ConfigError(f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use")
     tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
-    block = min(_LONGEST, stated_context(values) or _LONGEST)
+    block = block_length(values)
     if str(values.get("model_type")).removeprefix("gqa_") in _T5_LIKE:
-        shape = shape_for(T5[0], _SPAN_LENGTH)
+        shape = shape_for(T5[0], SPAN_LENGTH)
         assert shape is not None
         tokens, block = 2 * tokens, shape.raw
     return -(-tokens // block) * block
@@ -185,8 +181,8 @@ class _Blocks:
         if config.get("is_encoder_decoder"):
             self.kind = "spans" if has_sentinels(tokenizer) else "shifted"
             self._start = decoder_start(folder, config, tokenizer)
-        context = None if self.kind == "spans" else stated_context(config)  # T5's positions are relative
-        self.length = length or (_SPAN_LENGTH if self.kind == "spans" else min(_LONGEST, context or _LONGEST))
+        context = stated_positions(config)
+        self.length = length or min(SPAN_LENGTH if self.kind == "spans" else LONGEST, block_length(config))
         if length is not None and length < 2:
             raise OptionError(f"calibration blocks of {length} tokens were asked for, expected at least 2")
         if context is not None and self.length > context:
@@ -345,11 +341,6 @@ def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Int
             f"the tokenizer in {folder} makes the token {largest}, and the model has a vocabulary of {size}: "
             "copy the tokenizer that belongs to it"
         )
-
-
-def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the model was made for."""
-    return _count(config, _CONTEXT)
 
 
 def _count(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.calibration.text import decoder_start, has_sentinels, stated_context, usable_tokenizer
+from gqa_convert.calibration.text import decoder_start, has_sentinels, usable_tokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, DataError, DeviceMemoryError, GQAConvertError, OptionError
 from gqa_convert.evaluating.material import Material
-from gqa_convert.evaluating.text_loss import LONGEST
+from gqa_convert.lengths import LONGEST, SPAN_LENGTH, stated_positions
 from gqa_convert.loading import TASKS, auto_class, load_model, read_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
-_SPAN_LENGTH = 512
-"""Encoder tokens of an example of span corruption, as T5 was trained."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class Candidate:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that it has positions for; None where those are relative, or not stated."""
-        return None if self.seq2seq and has_sentinels(self.tokenizer) else stated_context(self.config)
+        """Tokens that it has positions for; None for any number, or where it does not say."""
+        return stated_positions(self.config)
 
     def decoder_start(self) -> int:
         """What the decoder's input begins with."""
@@ -112,7 +110,7 @@ def common_context(models: Sequence[Candidate], objective: str, context: int | N
     for model in models:
         if context is not None and model.positions is not None and context > model.positions:
             raise OptionError(f"--context is {context}, and {model.name} has positions for {model.positions} tokens: lower it")
-    longest = _SPAN_LENGTH if objective == SPANS else min([LONGEST, *(model.positions for model in models if model.positions)])
+    longest = min([SPAN_LENGTH if objective == SPANS else LONGEST, *(model.positions for model in models if model.positions)])
     chosen = longest if context is None else context
     if chosen < 1:
         raise OptionError(f"--context is {chosen}, expected a number above 0")

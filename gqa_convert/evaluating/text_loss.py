@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from gqa_convert.evaluating.windows import cut_windows
-
-LONGEST = 2048
+from gqa_convert.lengths import block_length
 
 
 def context_length(model: Any) -> int:
-    """Tokens per block: what the model was made for, up to 2048."""
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(LONGEST, stated) if isinstance(stated, int) and stated > 1 else LONGEST
+    """Tokens per block: what a loaded model has positions for, up to 2048."""
+    return block_length(model.config.to_dict())
 
 
 def text_loss(
@@ -39,7 +37,7 @@ def text_loss(
     count, done = len(token_ids) - 1, 0
     if count < 1:
         raise ValueError("a loss needs at least two tokens of text")
-    step = context_length(model) - 1
+    step = max(1, context_length(model) - 1)
 
     def advance(scored: int) -> None:
         nonlocal done

@@ -10,11 +10,12 @@ from gqa_convert.benchmarking.memory import check_budget, fitting
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.inspecting.inspection import inspect_checkpoint
+from gqa_convert.lengths import stated_positions
 from gqa_convert.machine import measurement
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.recommending.choice import Candidate, Constraints, choose, failing
 from gqa_convert.recommending.results import Found, Loss, read_results
-from gqa_convert.recommending.speed import Setting, choose_setting, positions_of, speeds, time_versions, uneven
+from gqa_convert.recommending.speed import Setting, choose_setting, speeds, time_versions, uneven
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the steps done and all of them."""
@@ -85,7 +86,7 @@ def recommend_groups(
     entry = next((record for record in records if record["groups"] == chosen), None)
     if any(record["loss_is"] == "upper bound" for record in records):
         found.notes.append(PREDICTED)
-    positions = positions_of(checkpoint)
+    positions = stated_positions(checkpoint.config)
     if constraints.context is not None and positions is not None and constraints.context > positions:
         found.notes.append(f"--context {constraints.context:,} is more than the {positions:,} positions that the model is made for")
     if disorder := uneven(found.speeds):
@@ -214,7 +215,7 @@ def _candidate(plan: Plan, found: Found, constraints: Constraints, encoder_token
     if constraints.memory is not None and constraints.context is not None:
         record |= fitting(
             constraints.memory, plan.weight_bytes_after, token, cross, batch=constraints.batch, context=constraints.context,
-            encoder_tokens=encoder_tokens or 0, positions=positions_of(plan.checkpoint),
+            encoder_tokens=encoder_tokens or 0, positions=stated_positions(plan.checkpoint.config),
         )  # fmt: skip
     return known, record | {"fails": failing(known, constraints)}
 

@@ -13,6 +13,7 @@ from gqa_convert.benchmarking.options import CONTEXT, LEAD
 from gqa_convert.benchmarking.subject import Subject, cut, decoder_layers, transformers_config
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.errors import OptionError
+from gqa_convert.lengths import stated_positions
 from gqa_convert.machine import machine
 from gqa_convert.plan import Plan
 from gqa_convert.recommending.choice import Constraints
@@ -42,15 +43,6 @@ class Setting:
     notes: tuple[str, ...]
 
 
-def positions_of(checkpoint: Checkpoint) -> int | None:
-    """Tokens that the decoder is made for; None for any number, or where the config does not say."""
-    names = ["max_position_embeddings", "max_target_positions", "max_seq_len"]
-    if not checkpoint.config.get("is_encoder_decoder"):  # T5 states it too, and has relative positions
-        names.append("n_positions")
-    stated = (checkpoint.config.get(name) for name in names)
-    return next((limit for limit in stated if isinstance(limit, int) and limit > 0), None)
-
-
 def choose_setting(checkpoint: Checkpoint, plans: Sequence[Plan], constraints: Constraints, encoder_tokens: int | None) -> Setting:
     """The layers and the context that this machine can time in minutes.
 
@@ -70,7 +62,7 @@ def choose_setting(checkpoint: Checkpoint, plans: Sequence[Plan], constraints: C
     room = memory // 2 if device == "cuda" else min(_AFFORDABLE, memory // 4)
     layers = decoder_layers(transformers_config(checkpoint.config, checkpoint.source_id))
     context, notes = constraints.context, []
-    positions, steps = positions_of(checkpoint), LEAD + BenchmarkOptions().steps
+    positions, steps = stated_positions(checkpoint.config), LEAD + BenchmarkOptions().steps
     if context is not None and positions is not None and context + steps > positions:
         context = max(1, positions - steps)
         notes.append(f"timed at a context of {context:,}: the model has {positions:,} positions, and {steps} decode steps follow")

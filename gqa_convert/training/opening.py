@@ -10,6 +10,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, GQAConvertError, MissingExtraError, RecipeError
+from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.loading import load_tokenizer
 from gqa_convert.recipe import Recipe
 
@@ -64,9 +65,9 @@ def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
     if seq2seq == (objective == "causal"):
         kind = "an encoder-decoder" if seq2seq else "a decoder alone"
         raise RecipeError(f"objective is {objective} and {recipe.model} is {kind}: leave objective out")
-    context = next((config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None)
-    length = recipe.sequence_length or (512 if seq2seq else min(2048, context or 2048))
-    if context is not None and length > context and "t5" not in str(config.get("model_type")):
+    context = stated_positions(config)
+    length = recipe.sequence_length or (SPAN_LENGTH if seq2seq else block_length(config))
+    if context is not None and length > context:
         raise RecipeError(f"sequence_length is {length} and {recipe.model} has positions for {context}: lower it")
     return objective, length
 

@@ -1,0 +1,36 @@
+"""How many tokens a model reads at once: what its config says, and what is taken where nobody says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LONGEST = 2048
+"""Tokens of a block or window, however many more the model has positions for."""
+
+SPAN_LENGTH = 512
+"""Encoder tokens of an example of span corruption, as T5 was trained."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+_RELATIVE = "relative_attention_num_buckets"
+"""In configs of the T5 family, which have positions for any number of tokens; some state an `n_positions` nevertheless."""
+
+
+def stated_positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model, of an encoder-decoder the decoder, has positions for; None for any number, or where the config does not say.
+
+    Args:
+        config: what config.json holds.
+    """
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, Mapping) else {}):
+        if isinstance(values.get(_RELATIVE), int):
+            return None
+        for name in _POSITIONS:
+            stated = values.get(name)
+            if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+                return stated
+    return None
+
+
+def block_length(config: Mapping[str, Any]) -> int:
+    """Tokens of a block of text: as many as the model has positions for, up to 2048."""
+    return min(LONGEST, stated_positions(config) or LONGEST)
