@@ -396,6 +396,11 @@ def test_links_to_nowhere_and_pipes(runs: Path, tmp_path: Path) -> None:
     made = make_report([tmp_path])
     assert made["ignored"] == [{"file": str(tmp_path / "pipe.json"), "why": "no regular file"}]
     assert len(made["notes"]) == 2
+    shutil.copyfile(runs / "gqa-3" / "config.json", tmp_path / "config.json")
+    (tmp_path / "gqa_conversion.json").touch()
+    assert {Path(each["file"]).name: each["why"][:5] for each in make_report([tmp_path])["ignored"]} == {
+        "pipe.json": "no re", "gqa_conversion.json": "empty",
+    }  # fmt: skip
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere.json")
     with pytest.raises(ReportError, match=r"gone.json can't be read \(No such file"):
         make_report([tmp_path])
@@ -409,6 +414,10 @@ def test_folders_that_can_not_be_used(runs: Path, tmp_path: Path) -> None:
         make_report([runs], tmp_path / "file")
     with pytest.raises(OptionError, match="no folder"):
         make_report([])
+    with pytest.raises(ReportError, match="1 other JSON"):
+        make_report([runs / "gqa-3" / "config.json"])
+    with pytest.raises(ReportError, match="does not exist"):
+        make_report(["x" * 300])
 
 
 def test_files_of_others_are_left_alone(runs: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Folders -> everything in them that can be reported on."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from gqa_convert.reporting.reading import (
     read_inspection,
     read_run,
 )
-from gqa_convert.reporting.records import Conversion, Material, Origin
+from gqa_convert.reporting.records import Conversion, Material
 from gqa_convert.training.run_folder import RunFolder
 
 DEPTH = 4
@@ -29,6 +29,13 @@ _COMPANIONS = {
     "vocab.json", "preprocessor_config.json", "processor_config.json", "chat_template.json", "video_preprocessor_config.json",
 }  # fmt: skip
 """Files of a checkpoint, which nobody expects in a report."""
+_KINDS: dict[str, tuple[Callable[[dict[str, Any], Path], Any], Callable[[Material], list[Any]], Callable[[Any], str]]] = {
+    "convert": (read_conversion, lambda found: found.conversions, lambda each: f"convert, N = {each.groups}, {each.label}"),
+    "evaluate": (read_evaluation, lambda found: found.evaluations, lambda each: f"evaluate, {len(each.scores)} models"),
+    "benchmark": (read_benchmark, lambda found: found.benchmarks, lambda each: f"benchmark, {len(each.timings)} timings"),
+    "inspect": (read_inspection, lambda found: found.inspections, lambda each: "inspect"),
+}
+"""What reads a file of each kind, the list that the record goes into, and what to call it."""
 
 
 def find(folders: Iterable[Path]) -> Material:
@@ -40,12 +47,14 @@ def find(folders: Iterable[Path]) -> Material:
     folders = list(folders)
     material, seen, runs = Material(), set[Path](), dict[Path, tuple[dict[str, Any], Path] | None]()
     for folder in folders:
-        if not folder.exists():
+        if not is_there(folder):
             raise ReportError(f"{folder} does not exist: name a folder with what convert, uptrain, evaluate or benchmark wrote")
         for path in [folder] if folder.is_file() else _files(folder):
             if path.resolve() not in seen:
                 seen.add(path.resolve())
-                _take(path, material, runs)
+                why = _take(path, material, runs, named=path == folder)
+                if why:
+                    material.ignored.append((path, why))
     for place, summary in runs.items():
         run = read_run(place, summary)
         if run is None:
@@ -82,55 +91,45 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield place / name
 
 
-def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
-    """Read one file into the material; an uptraining's two files are put together by their folder."""
+def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None], *, named: bool) -> str | None:
+    """Read one file into the material; an uptraining's two files are put together by their folder.
+
+    Returns:
+        Why it is left aside, if it is; of the many other files of a checkpoint or a run nothing is said unless they are `named`.
+    """
     if path.name == RunFolder(path.parent).metrics.name:
         runs.setdefault(path.parent.resolve(), None)
-        return
-    if is_there(path) and not path.is_file():
-        material.ignored.append((path, "no regular file"))
-        return
-    if is_there(path) and path.stat().st_size > _LARGEST:
-        material.ignored.append((path, f"larger than {_LARGEST >> 20} MiB"))
-        return
+        return None
+    if is_there(path):
+        if not path.is_file():
+            return "no regular file"
+        if path.stat().st_size > _LARGEST:
+            return f"larger than {_LARGEST >> 20} MiB"
+        if not path.stat().st_size:
+            return "empty: the command that was to write it was ended, or still runs"
     content = parse_json(path)
     kind, why = kind_of(content, path)
-    origin: Origin
-    if kind == "convert":
-        conversion = read_conversion(content, path)
-        material.conversions.append(conversion)
-        origin = conversion.origin
-        kind += f", N = {conversion.groups}, {conversion.label}"
-    elif kind == "evaluate":
-        evaluation = read_evaluation(content, path)
-        material.evaluations.append(evaluation)
-        origin = evaluation.origin
-        kind += f", {len(evaluation.scores)} models"
-    elif kind == "benchmark":
-        benchmark = read_benchmark(content, path)
-        material.benchmarks.append(benchmark)
-        origin = benchmark.origin
-        kind += f", {len(benchmark.timings)} timings"
-    elif kind == "inspect":
-        inspection = read_inspection(content, path)
-        material.inspections.append(inspection)
-        origin = inspection.origin
-    elif kind == "demo":
+    if kind is None:
+        expected = (path.parent / "config.json").is_file() or RunFolder(path.parent).recipe.is_file()
+        return why if named or not expected else None
+    if kind == "uptrain":
+        return _take_summary(content, path, material, runs)
+    if kind == "demo":
         evaluation, conversions = read_demo(content, path)
         material.evaluations.append(evaluation)
         material.conversions += conversions
-        origin = evaluation.origin
-    elif kind == "uptrain":
-        _take_summary(content, path, material, runs)
-        return
+        material.read.append((evaluation.origin, kind))
     else:
-        if not (path.parent / "config.json").is_file() and not RunFolder(path.parent).recipe.is_file():
-            material.ignored.append((path, why))
-        return
-    material.read.append((origin, kind))
+        read, kept, called = _KINDS[kind]
+        record = read(content, path)
+        kept(material).append(record)
+        material.read.append((record.origin, called(record)))
+    return None
 
 
-def _take_summary(content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
+def _take_summary(
+    content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]
+) -> str | None:
     """A run's `summary.json`, or what `uptrain --json` printed: the same object, which names the model in the run's folder."""
     named = Path(str(content["model"])).parent
     place = (path.parent if path.name == "summary.json" or not is_there(named) else named).resolve()
@@ -139,7 +138,8 @@ def _take_summary(content: dict[str, Any], path: Path, material: Material, runs:
         runs[place] = (content, path)
     elif earlier[0] != content:
         material.conflicts.append(f"{earlier[1]} and {path} speak of the same uptraining and differ: the first is used")
-        material.ignored.append((path, f"another account of the run in {earlier[1]}"))
+        return f"another account of the run in {earlier[1]}"
+    return None
 
 
 def _drop_copies(material: Material) -> None:
