@@ -128,6 +128,18 @@ def test_series_of_several_contexts(tmp_path: Path) -> None:
     assert {"batch 2, context 128", "batch 2, context 512", "batch 2, context 128 and 1 alike"} <= set(texts(figure))
 
 
+def test_series_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+    """Two machines' benchmarks, and two runs, in folders of the same layout."""
+    for name, decode in (("a", 4.0), ("b", 6.0)):
+        write_json(tmp_path / name / "benchmark.json", benchmark({3: (decode, decode, decode), 4: (7.0, 7.0, 7.0)}))
+        shutil.copytree(runs / "uptraining", tmp_path / name / "run")
+    made = make_report([tmp_path])
+    figures = {each["name"]: ET.fromstring(Path(each["file"]).read_bytes()) for each in made["figures"]}
+    labels = {"a/benchmark: batch 2, context 512", "b/benchmark: batch 2, context 512"}
+    assert labels <= set(texts(figures["time-groups"]))
+    assert {"N = 3, a/run", "N = 3, b/run"} <= set(texts(figures["recovery"]))
+
+
 def test_bytes_from_shapes_and_sources_apart(runs: Path, tmp_path: Path) -> None:
     """Without a benchmark bytes are those of the weights, a series and a heat map per source; two models may have the same loss."""
     other = json.loads((runs / "gqa-4" / "gqa_conversion.json").read_bytes())

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Never
 
@@ -11,6 +12,13 @@ from gqa_convert.errors import ReportError
 def printable(text: str) -> str:
     """The text with everything escaped that is no character to look at: names come from files that nobody vouches for."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def told_apart(paths: Iterable[Path]) -> dict[Path, str]:
+    """The shortest ends of different paths that are all different."""
+    places = list(paths)
+    depth = next((depth for depth in range(1, 100) if len({place.parts[-depth:] for place in places}) == len(places)), 100)
+    return {place: "/".join(place.parts[-depth:]) for place in places}
 
 
 def is_there(path: Path) -> bool:

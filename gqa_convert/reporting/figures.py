@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.reporting import drawing
+from gqa_convert.reporting.fields import told_apart
 from gqa_convert.reporting.identifying import SOURCE
 from gqa_convert.reporting.joining import Joined, Row
 from gqa_convert.reporting.records import Benchmark, Origin, Run, Timing
@@ -237,8 +238,9 @@ def _bytes(axes: Any, sized: Sequence[tuple[str, Sequence[Timing]]], computed: M
 def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | None]) -> list[tuple[str, list[Timing]]]:
     """A series per benchmark, batch and context, by rising N, of those timings that have the figure."""
     found = []
+    names = told_apart(benchmark.origin.path.with_suffix("") for benchmark in benchmarks)
     for benchmark in benchmarks:
-        prefix = f"{benchmark.origin.path.stem}: " if len(benchmarks) > 1 else ""
+        prefix = f"{names[benchmark.origin.path.with_suffix('')]}: " if len(benchmarks) > 1 else ""
         for batch, context in sorted({timing.setting for timing in benchmark.timings}):
             timings = [each for each in benchmark.timings if each.setting == (batch, context) and of(each) is not None]
             if timings:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert.errors import ReportError
 from gqa_convert.provenance import PROVENANCE
-from gqa_convert.reporting.fields import is_there, parse_json
+from gqa_convert.reporting.fields import is_there, parse_json, told_apart
 from gqa_convert.reporting.reading import (
     kind_of,
     read_benchmark,
@@ -55,8 +55,9 @@ def find(folders: Iterable[Path]) -> Material:
                 why = _take(path, material, runs, named=path == folder)
                 if why:
                     material.ignored.append((path, why))
+    names = told_apart(runs)
     for place, summary in runs.items():
-        run = read_run(place, summary)
+        run = read_run(place, summary, names[place])
         if run is None:
             material.ignored.append((RunFolder(place).metrics, "an uptraining without a whole line of metrics"))
             continue

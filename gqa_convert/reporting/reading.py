@@ -129,7 +129,7 @@ def read_inspection(content: dict[str, Any], path: Path) -> Inspection:
     return Inspection(origin_of(fields, path), fields.text("source") or "not recorded", errors)
 
 
-def read_run(folder: Path, summary: tuple[dict[str, Any], Path] | None) -> Run | None:
+def read_run(folder: Path, summary: tuple[dict[str, Any], Path] | None, name: str) -> Run | None:
     """An uptraining run: its summary and its metrics, either of which may be missing; None if both are empty."""
     lines = read_metrics(RunFolder(folder).metrics)
     content, path = summary or ({}, RunFolder(folder).metrics)
@@ -150,7 +150,7 @@ def read_run(folder: Path, summary: tuple[dict[str, Any], Path] | None) -> Run |
     model = fields.text("model") or str(RunFolder(folder).model)
     return Run(
         origin_of(fields, path, None if fields.record.get("command") else command),
-        name=printable(folder.resolve().name),
+        name=printable(name),
         model=model,
         groups=_groups_of(folder, model),
         tokens=tokens,

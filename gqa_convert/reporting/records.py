@@ -77,7 +77,7 @@ class Run:
     """An uptraining.
 
     Attributes:
-        name: of its folder.
+        name: of its folder, with as many folders above it as tell it from other runs.
         groups: of its model, None if that is not known.
         curve: tokens and evaluation loss in nats per token, from the start on.
         source_loss: on the same text.

@@ -120,7 +120,7 @@ def _times(material: Material) -> Table:
             str(each.groups), _count(each.batch), _count(each.context), _figure(each.decode, ".3f"),
             NOT_MEASURED if each.low is None or each.high is None else f"{each.low:.3f} to {each.high:.3f}",
             _figure(each.tokens_per_second, ",.1f"), _figure(each.prefill, ",.2f"), _figure(each.sample, ",.2f"), _figure(each.kv_bytes, ",.0f"),
-            benchmark.model, benchmark.detail or "not recorded", benchmark.origin.path.name,
+            benchmark.model, benchmark.detail or "not recorded", str(benchmark.origin.path),
         )
         for benchmark in material.benchmarks
         for each in sorted(benchmark.timings, key=lambda timing: (timing.setting, -timing.groups))
