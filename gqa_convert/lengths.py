@@ -10,8 +10,12 @@ SPAN_LENGTH = 512
 """Encoder tokens of an example of span corruption, as T5 was trained."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
-_RELATIVE = "relative_attention_num_buckets"
-"""In configs of the T5 family, which have positions for any number of tokens; some state an `n_positions` nevertheless."""
+_T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
+def is_t5_like(config: Mapping[str, Any]) -> bool:
+    """Whether what a config.json holds is of the T5 family: trained by span corruption, with positions for any number of tokens."""
+    return str(config.get("model_type")).removeprefix("gqa_") in _T5_LIKE
 
 
 def stated_positions(config: Mapping[str, Any]) -> int | None:
@@ -20,10 +24,10 @@ def stated_positions(config: Mapping[str, Any]) -> int | None:
     Args:
         config: what config.json holds.
     """
+    if is_t5_like(config):  # some state an `n_positions` nevertheless
+        return None
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, Mapping) else {}):
-        if isinstance(values.get(_RELATIVE), int):
-            return None
         for name in _POSITIONS:
             stated = values.get(name)
             if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:

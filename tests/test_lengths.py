@@ -49,7 +49,7 @@ def test_learned_positions_are_as_many_as_stated(made: Any, table: str) -> None:
         ({"max_position_embeddings": True}, None, LONGEST),
         ({"max_position_embeddings": 0}, None, LONGEST),
         ({}, None, LONGEST),
-        ({"n_positions": 512, "relative_attention_num_buckets": 32}, None, LONGEST),
+        ({"n_positions": 512, "model_type": "gqa_t5"}, None, LONGEST),
     ],
 )
 def test_what_a_config_states(config: dict[str, Any], stated: int | None, block: int) -> None:

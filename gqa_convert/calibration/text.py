@@ -25,7 +25,7 @@ from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.data.tokenizing import TextEncoder, batches, end_of_text
 from gqa_convert.errors import ConfigError, DataError, OptionError
-from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, stated_positions
+from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, is_t5_like, stated_positions
 from gqa_convert.loading import TASKS, auto_class, load_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _PER_SMALL_WIDTH = 500
 _SMALL_TOKENS = 102_400
 """Up to this many, small models get more tokens per unit of width."""
 
-_T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 _WIDTH = ("hidden_size", "d_model", "n_embd")
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 
@@ -94,7 +93,7 @@ def calibration_tokens_for(config: Any) -> int:
         raise ConfigError(f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use")
     tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
     block = block_length(values)
-    if str(values.get("model_type")).removeprefix("gqa_") in _T5_LIKE:
+    if is_t5_like(values):
         shape = shape_for(T5[0], SPAN_LENGTH)
         assert shape is not None
         tokens, block = 2 * tokens, shape.raw

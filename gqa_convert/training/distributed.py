@@ -79,7 +79,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
     knows = processes if stated is None else _number(environment, "GROUP_WORLD_SIZE") or processes
     if tasks > knows:
         raise LaunchError(
-            f"{tasks} tasks were started ({counter}) and this one knows of {knows}: each would train by itself; start one task per node, "
+            f"{tasks} tasks were started ({counter}) and this one knows of {knows}: each would work by itself; start one task per node, "
             "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
         )
     if "MASTER_ADDR" in environment and stated is None:
