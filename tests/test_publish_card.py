@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError, ReportError
 from gqa_convert.machine import measurement
+from gqa_convert.publishing.markup import code, plain, table
 from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.readme import is_our_card
 from gqa_convert.publishing.remote import Place
@@ -127,10 +128,10 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     text, _, warnings = card(tmp_path / "fitted")
     content = json.loads((tmp_path / "fitted" / "gqa_conversion.json").read_bytes())
     assert "method `fit`" in text
-    assert f"Calibration text: `{content['calibration']['text']}`." in text
-    assert "calibration words.txt" in text
+    assert content["calibration"]["text"].startswith(f"480 tokens of {words}: ")
+    assert "Calibration text: `480 tokens of calibration words.txt: " in text
     divergence = content["calibration"]["kl"]
-    assert f"diverge from the source's by {divergence['after']:.4f} nats per token" in text
+    assert f"diverged from the source's by {divergence['after']:.4f} nats per token" in text
     assert (f"{divergence['before']:.4f} before all layers were trained" in text) == (divergence["after"] < divergence["before"])
     assert "1 of 1 commands not recorded" in text
     assert "A local checkpoint (`source`)" in text
@@ -276,8 +277,86 @@ def test_a_licence_that_is_given(out: Path) -> None:
     assert front["license"] == "mit"
     assert "as its publisher states" in text
     assert "replaces apache-2.0" in " ".join(warnings)
+    assert card(out, licence="MIT") == (text, front, warnings)
+    text, front, _ = card(out)  # what the source states has not been forgotten
+    assert front["license"] == "apache-2.0"
+    assert front["language"] == ["en", "de"]
+    assert "`apache-2.0`, that of the source" in text
     with pytest.raises(OptionError, match="no licence"):
         card(out, licence="my own: one")
+
+
+def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
+    source_readme(out, '---\nlicense: llama2\nlanguage: [no, en]\npipeline_tag: fill-mask\nlicense_name: "--><b>"\n---\n')
+    _, front, _ = card(out)
+    assert (front["language"], front["pipeline_tag"]) == (["no", "en"], "fill-mask")
+    (out / "README.md").write_text((out / "README.md").read_text().replace("llama2", "mit") + "\nMine.\n")
+    with pytest.raises(PublishError, match="edited"):
+        card(out)
+    text = (out / "README.md").read_text().replace('"license": "mit"', '"license": "llama2"')
+    (out / "README.md").write_text(text)
+    assert card(out, overwrite_card=True)[1]["license"] == "llama2"
+    (out / "README.md").write_text("---\nlicense: mit\n---\nMy own.\n")
+    assert "license" not in card(out, overwrite_card=True)[1]
+    source_readme(
+        out, "---\nlicense: mit\n---\n<!-- written by gqa-convert publish from a source that states {[}, sha256 " + "0" * 64 + " -->\n"
+    )
+    assert "license" not in card(out)[1]
+
+
+def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
+    sent = {each["path"] for each in publish(out, Place(REPO), dry_run=True)["files"]}
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    (out / "linked").symlink_to(tmp_path / "outside")
+    (out / "tokens.txt").symlink_to(tmp_path / "outside" / "secret")
+    (out / "runs" / "one").mkdir(parents=True)
+    for name in (".env", "id_rsa", "optimizer.pt", "state.pkl", "runs/one/config.json", "runs/one/LICENSE", "LICENSE.txt", "NOTICE"):
+        (out / name).write_text("{}")
+    made = publish(out, Place(REPO), dry_run=True)
+    assert {each["path"] for each in made["files"]} == sent | {"LICENSE.txt", "NOTICE"}
+    assert any(each.endswith("id_rsa, linked/secret, optimizer.pt, runs/one/LICENSE and 3 more") for each in made["warnings"])
+
+
+def test_folders_of_the_machine_stay_out_of_the_card(out: Path, tmp_path: Path) -> None:
+    home = "/home/jane/secret plans"
+    content = json.loads((out / "gqa_conversion.json").read_bytes())
+    uptrained(
+        out,
+        command=["gqa-convert", "uptrain", f"{home}/r.yaml", "teacher=/home/jane/model", "--x=~jane/y/z", "data=[{source: /home/jane/t}]"],
+    )
+    trained = json.loads((out / "gqa_conversion.json").read_bytes())["uptraining"][0]
+    trained |= {"created": "2026-01-01T00:00:00Z"}
+    trained["recipe"] |= {"teacher": "/home/jane/model", "data": [{"source": "/home/jane/texts", "split": "train"}]}
+    source = content["source"] | {"id": "/home/jane/models/llama/"}
+    record(
+        out, created="2026-01-01T00:00:00Z", source=source, uptraining=[trained], calibration={"text": "9 tokens of /home/jane/c.txt: 1"},
+        command=["gqa-convert", "convert", "/home/jane/models/llama/", "org/name", "../up", "https://huggingface.co/a/b"],
+    )  # fmt: skip
+    scores = evaluation(
+        {"/home/jane/models/llama/": LOSSES[12], str(out): LOSSES[3]}, data="/home/jane/held.txt", command=["evaluate", "/home/jane/x"]
+    )
+    scores["results"][1] |= {"note": "see /home/jane/log"}
+    times = benchmark(TIMES, model="/home/jane/models/llama/", command=["benchmark", "/home/jane/models/llama/"])
+    results = (write_json(tmp_path / "e.json", scores), write_json(tmp_path / "b.json", times))
+    text, front, warnings = card(out, results=results)
+    assert "jane" not in text
+    assert "gqa-convert convert llama/ org/name ../up https://huggingface.co/a/b" in text
+    assert "teacher=model" in text
+    assert front["model-index"][0]["results"][0]["dataset"]["name"].startswith("held.txt, ")
+    assert any("gqa_conversion.json" in each and "/home/jane/" in each for each in warnings)
+    assert "Decode time of `llama/`" in text
+
+
+def test_what_was_merged_once_stays_merged(out: Path) -> None:
+    content = record(out, merge_error={"a.k_proj.bias": 0.5, "a.v_proj.bias": 0.25, "a.k_proj.weight": 0.125})
+    assert "| `k_proj.bias` | 1 | 0.5000 |" in card(out)[0]
+    record(out, previous=content, method="copy")
+    text = card(out)[0]
+    assert "Merging heads changes what the model computes." in text
+    assert "It was not uptrained after the conversion." in text
+    record(out, previous=content | {"method": "repeat"}, method="copy")
+    assert "Merging heads" not in card(out)[0]
 
 
 def test_the_base_model_is_what_is_known(out: Path) -> None:
@@ -321,17 +400,23 @@ def test_names_stay_names(out: Path, tmp_path: Path) -> None:
     times = benchmark(TIMES, model=HOSTILE, dtype=HOSTILE)
     text, front, _ = card(out, results=(write_json(tmp_path / "e.json", scores), write_json(tmp_path / "b.json", times)))
     assert front["license"] == "other"
-    body = text.split("---\n", 2)[2]
+    body = re.sub(r"\A<!-- written [^<>\n]* -->\n", "", text.split("---\n", 2)[2])
     assert text.count("\n# ") == 1
     assert "\u202e" not in text
     outside = re.sub(r"(?ms)^(`{3,})[^`\n]*\n.*?^\1$", "", body)  # without code blocks, then without code spans
     outside = re.sub(r"(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)", "", outside)
-    assert not re.search(r"(?<!\\)<(?!!-- written)", outside)
+    assert not re.search(r"(?<!\\)<", outside)
     assert not re.search(r"(?<!\\)!\[|(?<!\\)\[(?!org/)", outside)
     rows = [line for line in body.splitlines() if line.startswith("| ")]
     for row, after in itertools.pairwise(rows):
         if set(after) <= set("|-: "):
             assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", after))
+
+
+def test_bars_do_not_end_a_cell() -> None:
+    cells = ["|", r"\|", r"\\|", r"\\\|", "a||b"]
+    for line in table(("", "x"), [(code(each), plain(each)) for each in cells])[2:]:
+        assert len(re.findall(r"(?:\\.|[^|\\])+", line)) == 2, line  # as cmark-gfm reads a row
 
 
 def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from gqa_convert.convert import convert_checkpoint
 from tests.checkpoints import digests, write_llama
-from tests.hub_uploads import UploadHub
+from tests.hub_uploads import SIGNATURE, UploadHub
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_" + "Zx9" * 12
@@ -57,6 +57,7 @@ def publish(out: Path, url: str, *options: str, token: str | None = TOKEN) -> tu
     command = [sys.executable, "-m", "gqa_convert", "publish", str(out), "--json", *options]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=100)
     assert TOKEN not in result.stdout + result.stderr
+    assert SIGNATURE not in result.stdout + result.stderr
     for path in out.parent.rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
     assert "Traceback" not in result.stderr
@@ -202,7 +203,11 @@ def test_no_login_no_rights_no_network(out: Path, hub: UploadHub) -> None:
     assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3", token=None)[0], 2, "hf auth login", "--dry-run")
     assert_refused(publish(out, NOWHERE, "--repo-id", "me/gqa-3")[0], 1, "did not take")
     assert digests(out, ignore=()) == before
-    assert_refused(publish(out, hub.url, "--repo-id", "forbidden/gqa-3")[0], 1, "hf auth login")
+    (out / "stray.log").write_text("mine")
+    result, _ = publish(out, hub.url, "--repo-id", "forbidden/gqa-3")
+    assert_refused(result, 1, "hf auth login")
+    assert "sending  config.json" in result.stderr  # notes are of no use after the upload
+    assert "stray.log" in result.stderr
 
 
 def test_a_file_that_arrives_changed_is_told(out: Path, hub: UploadHub) -> None:
@@ -214,8 +219,8 @@ def test_a_file_that_arrives_changed_is_told(out: Path, hub: UploadHub) -> None:
 
 def test_a_token_in_a_file_is_not_published(out: Path, hub: UploadHub) -> None:
     other = "hf_" + "Qw7" * 12
-    (out / "notes.txt").write_text(f"export HF_TOKEN={other}")
+    (out / "odd [name]*.txt").write_text(f"export HF_TOKEN={other}")
     result, _ = publish(out, hub.url, "--repo-id", "me/gqa-3")
-    assert_refused(result, 2, "notes.txt", "access token")
+    assert_refused(result, 2, "odd [name]*.txt", "access token")
     assert other not in result.stderr + result.stdout
     assert hub.puts == []

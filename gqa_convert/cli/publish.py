@@ -53,7 +53,7 @@ def publish(
     from functools import partial
 
     from gqa_convert.console.progress import byte_progress
-    from gqa_convert.console.publication import say_upload, show_publication
+    from gqa_convert.console.publication import show_arrival, show_checked
     from gqa_convert.console.screen import print_json
     from gqa_convert.publishing.publish import Options, publish
     from gqa_convert.publishing.remote import Place
@@ -61,9 +61,9 @@ def publish(
     options = Options(tuple(results or ()), tuple(evaluated_as or ()), base_model, licence, tuple(dataset or ()), overwrite_card)
     made = publish(
         out, Place(repo_id, revision, private, create_pr), options, dry_run=dry_run, reading=partial(byte_progress, "hashing", quiet=quiet),
-        on_send=lambda: None if quiet else say_upload(repo_id),
+        on_checked=lambda checked: None if quiet else show_checked(checked),
     )  # fmt: skip
     if as_json:
         print_json(made)
     if not quiet:
-        show_publication(made)
+        show_arrival(made)

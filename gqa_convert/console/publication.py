@@ -1,27 +1,33 @@
-"""What was published, or would be."""
+"""What will be published, and where it is."""
 
 from typing import Any
 
 from .screen import size, stderr_console
 
 
-def say_upload(repo_id: str) -> None:
-    """A line before the upload, whose bars are the Hub client's own."""
-    stderr_console().print(f"checked; sending to {repo_id}", soft_wrap=True, markup=False)
-
-
-def show_publication(made: dict[str, Any]) -> None:
-    """Files, warnings, and where it is."""
+def show_checked(made: dict[str, Any]) -> None:
+    """Files and notes, before anything is sent."""
     console = stderr_console()
-    verb = "would send" if made["dry_run"] else "sent"
+    verb = "would send" if made["dry_run"] else "sending"
     replaced = made["replaced"] or ()
     for file in made["files"]:
-        note = " (replaced)" if file["path"] in replaced else ""
-        console.print(f"{verb}  {file['path']}, {size(file['bytes'])}, sha256 {file['sha256'][:16]}{note}", soft_wrap=True, markup=False)
+        note = ", in place of another" if file["path"] in replaced else ""
+        line = f"{verb}  {file['path']}, {size(file['bytes'])}, sha256 {file['sha256'][:16]}{note}"
+        console.print(_safe(line), soft_wrap=True, markup=False)
     total = sum(file["bytes"] for file in made["files"])
     console.print(f"in all   {len(made['files'])} files, {size(total)}", soft_wrap=True, markup=False)
     for warning in made["warnings"]:
-        console.print(f"[yellow]note:[/yellow] {warning.replace('[', chr(92) + '[')}", soft_wrap=True)
+        console.print("[yellow]note:[/yellow] ", end="")
+        console.print(_safe(warning), soft_wrap=True, markup=False)
     console.print(f"card     {made['card']}", soft_wrap=True, markup=False)
+
+
+def show_arrival(made: dict[str, Any]) -> None:
+    """The address."""
     where = made["pull_request"] or made["url"]
-    console.print(f"{'to be at' if made['dry_run'] else 'it is at'} {where}", soft_wrap=True, markup=False)
+    stderr_console().print(f"{'to be at' if made['dry_run'] else 'it is at'} {where}", soft_wrap=True, markup=False)
+
+
+def _safe(line: str) -> str:
+    """Names of files may hold anything."""
+    return "".join(char if char.isprintable() else "?" for char in line)

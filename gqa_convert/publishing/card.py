@@ -199,16 +199,17 @@ def _origin(command: str | None, machine: str | None) -> list[str]:
 def _limitations(subject: Subject) -> list[str]:
     facts, measured = subject.facts, subject.measured
     lines = []
-    method = facts.record.text("method")
-    if method not in ("copy", "repeat"):
+    methods = {record.text("method") for record in facts.chain}
+    merged = not methods <= {"copy", "repeat"}
+    if merged:
         lines.append(
             "Merging heads changes what the model computes. What the source was tested for is not tested here unless it stands above."
         )
     if not measured.scored and not _losses(facts):
         lines.append("Its quality was not measured: evaluate it before use.")
-    if not facts.trainings and method not in ("copy", "repeat"):
+    if merged and not facts.trainings:
         lines.append("It was not uptrained after the conversion.")
-    if method == "fit" or facts.trainings:
+    if "fit" in methods or facts.trainings:
         lines.append("It was fitted to the texts named above; on texts of other kinds or languages it may have lost more.")
     lines.append("Biases, risks and limits of the source are those of this model too.")
     return ["## Limitations", "", *(f"- {each}" for each in lines)]

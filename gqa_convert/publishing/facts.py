@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE
@@ -15,6 +16,7 @@ from gqa_convert.reporting.records import Conversion
 
 README = "README.md"
 _LONGEST_CHAIN = 32
+_LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 """A folder in the Hub's cache: whose repository it is, and at what commit."""
 
@@ -90,8 +92,21 @@ class Facts:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Everything that is published, the card aside, by its path."""
-        return tuple(sorted(name for name in self.checkpoint.sizes if name not in {*self.checkpoint.left_behind, README}))
+        """Everything that is published, the card aside, by its path: what convert and uptrain wrote, and licences that were put beside it."""
+        written = {CONFIG, PROVENANCE, "tokenizer_config.json", *_modules(self.checkpoint)}
+        for record in self.chain:
+            written |= _source_files(record).record.keys()
+        return tuple(
+            name
+            for name in sorted(self.checkpoint.sizes)
+            if name not in (*self.checkpoint.left_behind, README)
+            and (name in written or formats.is_weight_file(name) or _LICENCE.fullmatch(name))
+        )
+
+    @property
+    def strangers(self) -> tuple[str, ...]:
+        """What lies in the folder and is not published, hidden files aside."""
+        return tuple(sorted(self.checkpoint.sizes.keys() - {*self.files, README}))
 
     @property
     def made(self) -> str:
@@ -102,8 +117,7 @@ class Facts:
         """SHA-256 of a file in the sources of all conversions, as far as they were recorded."""
         found = set[str]()
         for record in self.chain:
-            files = (record.part("source") or Fields({}, "")).part("files") or Fields({}, "")
-            entry = files.part(name)
+            entry = _source_files(record).part(name)
             if entry and (digest := entry.text("sha256")):
                 found.add(digest)
         return found
@@ -158,10 +172,20 @@ def _chain(content: dict[str, Any], path: Path) -> tuple[Fields, ...]:
     return tuple(chain)
 
 
-def _check_code(checkpoint: Checkpoint, out: Path) -> None:
-    """The files that the config sends transformers to are there."""
+def _source_files(record: Fields) -> Fields:
+    """The files of a conversion's source, by name, as far as they were recorded."""
+    return (record.part("source") or Fields({}, "")).part("files") or Fields({}, "")
+
+
+def _modules(checkpoint: Checkpoint) -> list[str]:
+    """The files that the config sends transformers to."""
     auto_map = checkpoint.config.get("auto_map")
-    for home in auto_map.values() if isinstance(auto_map, dict) else ():
-        for name in home if isinstance(home, list) else [home]:
-            if isinstance(name, str) and "--" not in name and f"{name.split('.')[0]}.py" not in checkpoint.sizes:
-                raise PublishError(f"{out} lacks {name.split('.')[0]}.py, which its config.json needs to load: convert again")
+    homes = auto_map.values() if isinstance(auto_map, dict) else ()
+    names = [name for home in homes for name in (home if isinstance(home, list) else [home])]
+    return [f"{name.split('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name]
+
+
+def _check_code(checkpoint: Checkpoint, out: Path) -> None:
+    for name in _modules(checkpoint):
+        if name not in checkpoint.sizes:
+            raise PublishError(f"{out} lacks {name}, which its config.json needs to load: convert again")

@@ -43,17 +43,14 @@ def find_licence(stated: dict[str, Any], given: str | None) -> tuple[Licence, li
     """The licence, and what the publisher should know.
 
     Args:
-        stated: the front matter of the README that came with the checkpoint.
+        stated: by the source's README, words and lists of words.
         given: by the user.
 
     Raises:
         OptionError: what was given is no identifier of a licence.
     """
-    named = stated.get("license")
-    ids = tuple(
-        str(each).strip().lower() for each in (named if isinstance(named, list) else [named]) if isinstance(each, str) and each.strip()
-    )
-    ids = tuple(each for each in ids if _ID.fullmatch(each))
+    named = stated.get("license", [])
+    ids = tuple(each.lower() for each in ([named] if isinstance(named, str) else named) if _ID.fullmatch(each.lower()))
     if given is not None:
         if not _ID.fullmatch(given.lower()):
             raise OptionError(f"--license {given!r} is no licence of the Hub: give an identifier such as apache-2.0, llama2 or other")

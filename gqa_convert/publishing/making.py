@@ -52,7 +52,7 @@ def _conversion(record: Fields) -> list[str]:
         if start is not None and end is not None:
             together = f", {number(start)} before all layers were trained on it together" if end < start else ""
             lines.append(
-                f"On other parts of that text its predictions diverge from the source's by {number(end)} nats per token{together}."
+                f"On other parts of that text its predictions diverged from the source's by {number(end)} nats per token{together}."
             )
     elif method not in ("repeat", "copy"):
         lines.append("No calibration text was used.")
@@ -62,11 +62,11 @@ def _conversion(record: Fields) -> list[str]:
 
 
 def _merge_errors(errors: dict[str, float]) -> list[str]:
-    """By the last word of what they are the error of: layers are many."""
+    """By the last word of what they are the error of, and by the last two of a bias: layers are many."""
     parts: dict[str, list[float]] = {}
     for name, value in errors.items():
         stem = name.removesuffix(".weight")
-        parts.setdefault(stem.rsplit(".", 1)[-1] if "." in stem else stem, []).append(value)
+        parts.setdefault(".".join(stem.split(".")[-2 if stem.endswith(".bias") else -1 :]), []).append(value)
     rows = [
         (code(part), number(len(values), 0), number(min(values)), number(sum(values) / len(values)), number(max(values)))
         for part, values in sorted(parts.items())

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from gqa_convert.reporting.fields import printable
 
 _LONGEST = 600
+_FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
+"""What comes before the last name of an absolute path: strangers need not know how somebody's folders are called."""
 
 
 def code(text: str) -> str:
     """The text as a code span, in which nothing is markup, on one line."""
-    line = printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+    line = _line(text)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith(("`", " ")) or line.endswith(("`", " ")) or not line else ""
     return f"{fence}{pad}{line}{pad}{fence}"
@@ -18,14 +20,31 @@ def code(text: str) -> str:
 
 def plain(text: str) -> str:
     """The text as running text on one line: punctuation that could be markup is escaped."""
-    line = printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+    line = _line(text)
     return re.sub(r"([\\`*_{}\[\]<>#|~&!])", r"\\\1", line)
 
 
 def fenced(text: str, language: str = "") -> list[str]:
     """The lines of a code block, which no line of the text can end."""
+    text = without_folders(text)
     fence = "`" * max(3, _longest_run(text) + 1)
     return [f"{fence}{language}", *text.split("\n"), fence]
+
+
+def without_folders(text: str) -> str:
+    """The text with absolute paths cut down to their last names."""
+    return _FOLDERS.sub("", text)
+
+
+def folders_in(text: str) -> str | None:
+    """The folders of the first absolute path, if there is one."""
+    match = _FOLDERS.search(text)
+    return match[0] if match else None
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -46,10 +65,15 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
     return number(value, digits) + (f" ± {error:.{digits}f}" if value is not None and error is not None else "")
 
 
+def _line(text: str) -> str:
+    text = without_folders(text)
+    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+
 def _longest_run(text: str) -> int:
     return max((len(run) for run in re.findall(r"`+", text)), default=0)
 
 
 def _cell(text: str) -> str:
-    """A cell's text, whose bars would end it even within a code span."""
-    return re.sub(r"(?<!\\)\|", r"\\|", text)
+    """A cell's text, whose bars would end it even within a code span; one after an odd number of backslashes is escaped already."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", text)

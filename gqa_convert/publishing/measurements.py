@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.publishing.facts import Facts
+from gqa_convert.publishing.markup import some
 from gqa_convert.reporting.fields import Fields, is_there
 from gqa_convert.reporting.finding import find
 from gqa_convert.reporting.records import Benchmark, Evaluation, Origin, Score, Timing
@@ -65,7 +66,7 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
         ours = [score for score in evaluation.scores if _is_ours(score.model, evaluation.origin, facts, names)]
         if not ours:
             warnings.append(
-                f"{evaluation.origin.path} is left out: it scores {_some([score.model for score in evaluation.scores])}, and not "
+                f"{evaluation.origin.path} is left out: it scores {some([score.model for score in evaluation.scores])}, and not "
                 f"{facts.folder}; if one of them is that, give its name with --evaluated-as"
             )
         elif _is_older(evaluation.origin, facts):
@@ -131,7 +132,3 @@ def _is_older(origin: Origin, facts: Facts) -> bool:
 
 def _when(origin: Origin) -> tuple[str, str]:
     return origin.created or "", str(origin.path)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

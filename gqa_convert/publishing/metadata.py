@@ -4,6 +4,7 @@ from typing import Any
 
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.licences import Licence
+from gqa_convert.publishing.markup import without_folders
 from gqa_convert.publishing.measurements import Measured
 from gqa_convert.reporting.fields import printable
 
@@ -19,15 +20,16 @@ def front_matter_of(
         base_model: id on the Hub, None if that is not known.
         licence: of the model.
         measured: numbers for the `model-index`.
-        stated: the front matter of the README that came with the checkpoint: its languages and its task stay true.
+        stated: by the source's README: its languages and its task stay true.
         datasets: ids on the Hub of what it was trained on.
     """
     from huggingface_hub import ModelCardData
 
-    results = eval_results(facts, measured)
+    task = pipeline_tag(facts, stated)
+    results = eval_results(measured, task or "text-generation")
     data = ModelCardData(
         base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
-        pipeline_tag=pipeline_tag(facts, stated), language=_languages(stated.get("language")),
+        pipeline_tag=task, language=_languages(stated.get("language")),
         license=list(licence.ids) if len(licence.ids) > 1 else licence.ids[0] if licence.ids else None, license_name=licence.name,
         license_link=licence.link, datasets=list(datasets) or None, tags=tags(facts),
         **({"model_name": repo_id.rsplit("/", 1)[-1], "eval_results": results} if results else {}),
@@ -50,11 +52,10 @@ def tags(facts: Facts) -> list[str]:
     return ["gqa-convert", attention, *(["uptrained"] if facts.trainings else [])]
 
 
-def eval_results(facts: Facts, measured: Measured) -> list[Any]:
+def eval_results(measured: Measured, task: str) -> list[Any]:
     """The `model-index`: losses and the figures made of them by text, lm-eval's metrics by task."""
     from huggingface_hub import EvalResult
 
-    task = pipeline_tag(facts, {}) or "text-generation"
     found = []
     for each in measured.scored:
         metrics = (
@@ -65,7 +66,7 @@ def eval_results(facts: Facts, measured: Measured) -> list[Any]:
             EvalResult(
                 task_type=task,
                 dataset_type="text",
-                dataset_name=each.evaluation.text,
+                dataset_name=without_folders(each.evaluation.text),
                 metric_type=kind,
                 metric_name=name,
                 metric_value=value,

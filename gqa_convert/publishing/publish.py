@@ -13,9 +13,10 @@ from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts
 from gqa_convert.publishing.hashing import Digest, digest_of, digests, refuse_tokens
 from gqa_convert.publishing.licences import duties, find_licence
+from gqa_convert.publishing.markup import folders_in, some
 from gqa_convert.publishing.measurements import read_measurements
 from gqa_convert.publishing.metadata import front_matter_of
-from gqa_convert.publishing.readme import check_replaceable, front_matter, read_readme, sign, write_card
+from gqa_convert.publishing.readme import check_replaceable, read_readme, sign, stated_by_source, write_card
 from gqa_convert.publishing.remote import Place, Repository, check_place, check_weights, differs, own_token
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
@@ -52,7 +53,7 @@ def publish(
     *,
     dry_run: bool = False,
     reading: Reading = lambda nbytes: nullcontext(lambda count: None),
-    on_send: Callable[[], None] = lambda: None,
+    on_checked: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Publish a converted checkpoint on the Hub.
 
@@ -62,7 +63,7 @@ def publish(
         options: what the card can't know otherwise.
         dry_run: write the card and send nothing; no network is used.
         reading: shows how far the files are read for their hashes.
-        on_send: called before the upload.
+        on_checked: called with the result as far as it is known before anything is sent.
 
     Returns:
         `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and `sha256`, `replaced`
@@ -93,8 +94,8 @@ def publish(
         "replaced": None if dry_run else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
         "card": str(write_card(facts.folder, card)), "warnings": warnings, "dry_run": dry_run,
     }  # fmt: skip
+    on_checked(result)
     if repository is not None:
-        on_send()
         commit = repository.send(facts.folder, [each.path for each in files], _message(facts))
         repository.check_arrived(str(commit.oid), files)
         result |= {"commit": str(commit.oid), "pull_request": commit.pr_url}
@@ -109,7 +110,7 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     """
     readme = read_readme(facts.folder)
     check_replaceable(facts, readme, overwrite=options.overwrite_card)
-    stated = front_matter(readme)
+    stated = stated_by_source(facts, readme)
     licence, warnings = find_licence(stated, options.licence)
     said, more = duties(licence, place.repo_id)
     measured = read_measurements(options.results, facts, [place.repo_id, *options.names])
@@ -118,9 +119,9 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     front = front_matter_of(facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options))
     branch = None if (place.revision or "").startswith("refs/") else place.revision
     subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, branch)
-    if facts.checkpoint.left_behind:
-        warnings.append(f"not published, being no part of the checkpoint: {', '.join(facts.checkpoint.left_behind[:6])}")
-    return sign(front, card_text(subject)), warnings
+    if facts.strangers:
+        warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(facts.strangers)}")
+    return sign(front, card_text(subject), stated), warnings
 
 
 def _check(options: Options) -> None:
@@ -155,9 +156,8 @@ def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
 
 def _paths(facts: Facts) -> list[str]:
     """A word on folders of this machine, which strangers will read."""
-    words = [word for record in (*facts.chain, *facts.trainings) for word in record.strings("command") or ()]
-    local = next((word for word in words if word.startswith(("/", "~"))), None)
-    return [f"the card and {PROVENANCE} show commands with folders of this machine, such as {local}"] if local else []
+    local = folders_in((facts.folder / PROVENANCE).read_text(encoding="utf-8"))
+    return [f"{PROVENANCE} is sent too, and names folders of this machine such as {local}; the card leaves them out"] if local else []
 
 
 def _strayed(facts: Facts, files: Sequence[Digest]) -> list[str]:

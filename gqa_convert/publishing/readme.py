@@ -1,6 +1,7 @@
 """OUT/README.md: whose it is, what its front matter states, and how a card takes its place."""
 
 import hashlib
+import json
 import re
 import secrets
 from pathlib import Path
@@ -12,10 +13,12 @@ from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.publishing.facts import README, Facts
 
-_MARKER = re.compile(r"^<!-- written by gqa-convert publish, sha256 ([0-9a-f]{64}) -->\n", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n", re.MULTILINE)
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _LARGEST = 4 << 20
 """Bytes of a README whose front matter is read."""
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+"""What of the source's front matter stays true."""
 
 
 def read_readme(folder: Path) -> str | None:
@@ -45,7 +48,7 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
     """
     if text is None or overwrite or is_our_card(text):
         return
-    if hashlib.sha256(text.encode()).hexdigest() not in facts.source_digest(README):
+    if not _came_with_source(facts, text):
         kind = "a card that was edited since publish wrote it" if _MARKER.search(text) else "neither the source's nor a card of publish"
         raise PublishError(f"{facts.folder / README} is {kind}: move it away, or replace it with --overwrite-card")
 
@@ -53,23 +56,47 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
 def is_our_card(text: str) -> bool:
     """Whether a text is a card as it was written."""
     match = _MARKER.search(text)
-    return match is not None and sign(text[: match.start()], text[match.end() :]) == text
+    return match is not None and _signed(text[: match.start()], match[1], text[match.end() :]) == text
 
 
-def sign(front: str, body: str) -> str:
-    """A card that says of itself, in a comment between front matter and body, what it was when it was written."""
-    digest = hashlib.sha256(f"{front}{body}".encode()).hexdigest()
-    return f"{front}<!-- written by gqa-convert publish, sha256 {digest} -->\n{body}"
+def sign(front: str, body: str, stated: dict[str, Any]) -> str:
+    """A card that says of itself, in a comment between front matter and body, what it was when it was written.
+
+    The comment also keeps what the source states: the card takes the place of the only file that did.
+    """
+    return _signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
 
 
-def front_matter(text: str | None) -> dict[str, Any]:
-    """The YAML between the first two lines of dashes; nothing if there is none that can be read."""
-    match = _FRONT.match(text or "")
+def _signed(front: str, stated: str, body: str) -> str:
+    digest = hashlib.sha256(f"{front}{stated}{body}".encode()).hexdigest()
+    return f"{front}<!-- written by gqa-convert publish from a source that states {stated}, sha256 {digest} -->\n{body}"
+
+
+def stated_by_source(facts: Facts, text: str | None) -> dict[str, Any]:
+    """What the source states of licence, languages and task, words and lists of words: by its README, or by the card that replaced it."""
+    if text is None:
+        return {}
+    match = _MARKER.search(text)
     try:
-        found = yaml.safe_load(match[1]) if match else None
+        if match:
+            found = json.loads(match[1])
+        else:
+            front = _FRONT.match(text) if _came_with_source(facts, text) else None
+            found = yaml.safe_load(front[1]) if front else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+    words = {key: _words(found.get(key)) for key in _INHERITED} if isinstance(found, dict) else {}
+    return {key: value for key, value in words.items() if value}
+
+
+def _words(value: object) -> str | list[str]:
+    if isinstance(value, list):
+        return [word for each in value if isinstance(word := _words(each), str) and word]
+    return "no" if value is False else value.strip() if isinstance(value, str) else ""  # YAML takes Norwegian, `no`, for False
+
+
+def _came_with_source(facts: Facts, text: str) -> bool:
+    return hashlib.sha256(text.encode()).hexdigest() in facts.source_digest(README)
 
 
 def write_card(folder: Path, card: str) -> Path:

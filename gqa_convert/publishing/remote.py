@@ -1,5 +1,6 @@
 """The repository on the Hub: what it holds, sending files to it, and looking whether they have arrived."""
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from gqa_convert.checkpoint import formats
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, PublishError, UploadError
 from gqa_convert.publishing.hashing import Digest
+from gqa_convert.publishing.markup import some
 
 _PATIENCE_SECONDS = 30
 
@@ -36,7 +38,7 @@ class Place:
     def url(self) -> str:
         from huggingface_hub import constants
 
-        return f"{constants.ENDPOINT}/{self.repo_id}"
+        return _public(f"{constants.ENDPOINT}/{self.repo_id}")
 
 
 def check_place(place: Place) -> None:
@@ -220,7 +222,13 @@ class Repository:
         return self._shown(text) or type(problem).__name__
 
     def _shown(self, text: str) -> str:
-        return " ".join(text.replace(self._token, "***").split())[:300]
+        return _public(" ".join(text.replace(self._token, "***").split()))[:300]
+
+
+def _public(text: str) -> str:
+    """The text without what addresses hold of names, passwords and signatures, and without the client's lesson on status codes."""
+    text = re.sub(r" ?For more information check: \S+", "", text)
+    return re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
 
 
 def differs(there: Digest, here: Digest) -> bool:
@@ -245,7 +253,7 @@ def check_weights(place: Place, there: dict[str, Digest], names: Sequence[str]) 
         raise PublishError(
             f"{place.url} holds {other[0]}, which would be loaded in place of {chosen}: delete it there, or name another repository"
         )
-    return [f"{place.url} also holds weights that are not this model's and stay: {', '.join(other[:4])}"] if other else []
+    return [f"{place.url} also holds weights that are not this model's and stay: {some(other)}"] if other else []
 
 
 def _files(info: Any) -> dict[str, Digest]:
