@@ -1,7 +1,6 @@
 """`gqa_conversion.json`: where a converted checkpoint comes from and how it was made."""
 
 import hashlib
-import json
 import time
 from pathlib import Path
 from threading import Event, Thread
@@ -9,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.machine import machine
 from gqa_convert.plan import Plan
 
@@ -80,6 +80,9 @@ def provenance(
 
     Returns:
         Plain data; the record of an earlier conversion of the source is kept under `previous`.
+
+    Raises:
+        CorruptCheckpointError: that record can't be read.
     """
     checkpoint = plan.checkpoint
     assert checkpoint.folder is not None
@@ -110,5 +113,5 @@ def provenance(
         "head_order": head_order or {},
         "merge_error": errors,
         "uptraining_tokens": 0,
-        "previous": json.loads(earlier.read_bytes()) if PROVENANCE in checkpoint.carried else None,
+        "previous": parse_object(earlier.read_bytes(), str(earlier)) if PROVENANCE in checkpoint.carried else None,
     }

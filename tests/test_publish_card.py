@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from gqa_convert.convert import convert_checkpoint
-from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError, ReportError
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, OutputError, PublishError, ReportError
 from gqa_convert.machine import measurement
 from gqa_convert.publishing.markup import code, plain, table
 from gqa_convert.publishing.publish import Options, publish
@@ -464,6 +464,15 @@ def test_places_that_there_are_not(out: Path, place: Place, match: str) -> None:
     with pytest.raises(PublishError, match=match):
         publish(out, place, dry_run=True)
     assert digests(out, ignore=()) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"groups": 3, "groups": 4}'])
+def test_an_earlier_record_that_can_t_be_read(tmp_path: Path, text: str) -> None:
+    source = write_llama(tmp_path / "source")
+    (source / "gqa_conversion.json").write_text(text)
+    with pytest.raises(CorruptCheckpointError, match=r"gqa_conversion\.json"):
+        convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_what_is_no_converted_checkpoint(out: Path, tmp_path: Path) -> None:
