@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
+
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 """transformers' auto classes for models with logits over a vocabulary."""
 
@@ -77,6 +79,31 @@ def auto_class(config: dict[str, Any]) -> str:
     if not config.get("is_encoder_decoder"):
         return TASKS[0]
     return TASKS[2] if model_type in tables[2] and model_type not in tables[1] else TASKS[1]
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error means that the memory, a GPU's or the machine's, is full."""
+    return isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem)
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """What transformers says about a checkpoint that it can't load, as one line; memory that does not suffice is left to the caller.
+
+    Raises:
+        CorruptCheckpointError: it can't load it.
+    """
+    try:
+        yield
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise
+        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
+        raise CorruptCheckpointError(
+            f"{name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files"
+        ) from problem
 
 
 def _register(folder: Path) -> None:

@@ -51,7 +51,7 @@ ALLOWED = {
     "uptrain": {"errors", "loading", "recipe", "training"},
     "calibration": {"checkpoint", "data", "errors", "lengths", "loading"},
     "evaluating": {"calibration", "checkpoint", "data", "errors", "lengths", "loading", "machine", "training"},
-    "loading": {"modeling"},
+    "loading": {"errors", "modeling"},
     "verify": {"checkpoint", "errors", "evaluating", "families", "loading"},
     "demo": {"checkpoint", "convert", "errors", "evaluating", "loading", "plan", "stdlib_text", "training", "uptrain", "verify"},
     "attention": {"errors"},

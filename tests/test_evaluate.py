@@ -214,6 +214,22 @@ def test_a_standard_error_is_that_of_many_texts(tmp_path: Path) -> None:
     assert result["loss_standard_error"] == pytest.approx(spread / math.sqrt(100_000), rel=0.15)
 
 
+def test_documents_of_which_nothing_is_scored_do_not_count_as_blocks(tmp_path: Path) -> None:
+    """Without a beginning-of-text token a document of one token has none to score."""
+    constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
+    texts = ["a" + "b" * 30 + "c" * 10, "c" + "a" * 25, "b", "a"]
+    losses = np.concatenate([np.repeat(-np.log([0.3, 0.1]), [30, 10]), np.repeat(-np.log(0.6), 25)])
+    for kept, error in (
+        (texts[::2], None),
+        (texts, 2**0.5 * math.hypot(*(40, 25) * (np.array([losses[:40].mean(), losses[40:].mean()]) - losses.mean())) / 65),
+    ):
+        write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in kept])
+        result, other = run(tmp_path, "letters", "letters", data="rows.jsonl")["results"]
+        assert result["loss_standard_error"] == (None if error is None else pytest.approx(error, rel=1e-5))
+        assert (result["bits_per_byte_standard_error"] is None) == (error is None)
+        assert other["difference"]["standard_error"] == (None if error is None else 0)
+
+
 def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(home: Path, tmp_path: Path) -> None:
     model = model_of(home / "one")
     model.resize_token_embeddings(2057, mean_resizing=False)

@@ -13,6 +13,7 @@ from gqa_convert.benchmarking.versions import Version, make_versions, plan_versi
 from gqa_convert.errors import DeviceMemoryError, OptionError
 from gqa_convert.inspecting.heatmap import check_picture
 from gqa_convert.lengths import stated_positions
+from gqa_convert.loading import is_out_of_memory
 from gqa_convert.machine import measurement
 from gqa_convert.plan import Plan
 
@@ -183,12 +184,10 @@ def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], in
 
 @contextmanager
 def _memory_told() -> Any:
-    import torch
-
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as problem:
-        if not isinstance(problem, torch.OutOfMemoryError | MemoryError) and "allocate" not in str(problem):
+    except Exception as problem:
+        if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
             f"the memory does not suffice ({problem}): time fewer --groups, a smaller --batch or --context, or fewer --layers"

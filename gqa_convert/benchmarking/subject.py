@@ -14,7 +14,7 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.convert import open_local
 from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.families import find_family
-from gqa_convert.loading import auto_class
+from gqa_convert.loading import auto_class, is_out_of_memory
 from gqa_convert.plan import make_plan
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
@@ -156,7 +156,6 @@ def build(config: dict[str, Any], where: str, **options: Any) -> Any:
         ConfigError: transformers can't make it.
         UnknownAttentionError: its class knows no such attention function.
     """
-    import torch
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -169,7 +168,7 @@ def build(config: dict[str, Any], where: str, **options: Any) -> Any:
     except KeyError as problem:
         raise ConfigError(f"{where}: this {config['model_type']} config lacks {problem}: repair it") from None
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as problem:
-        if isinstance(problem, torch.OutOfMemoryError) or "allocate" in str(problem):
+        if is_out_of_memory(problem):
             raise
         raise ConfigError(f"{where}: transformers can't build this {config['model_type']} ({problem}): repair the config") from None
     return model.eval()

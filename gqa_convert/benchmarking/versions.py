@@ -8,7 +8,7 @@ from typing import Any
 from gqa_convert.benchmarking.subject import Subject, build, refused_attention
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError
-from gqa_convert.loading import load_model
+from gqa_convert.loading import explained, load_model
 from gqa_convert.plan import Plan, make_plan
 
 _MOST_GROUPS = 7
@@ -82,7 +82,7 @@ def make_versions(subject: Subject, plans: Sequence[Plan], attention: str, dtype
 
 
 def _load(folder: Path, attention: str, dtype: Any) -> Any:
-    with refused_attention(attention):
+    with explained(str(folder)), refused_attention(attention):
         model, missing = load_model(folder, dtype, attn_implementation=attention)
     if missing:
         raise CorruptCheckpointError(f"{folder} lacks {len(missing)} tensors that its model has, {missing[0]} among them: copy it again")

@@ -6,12 +6,14 @@ from .screen import size, stderr_console
 
 
 def show_benchmark(result: dict[str, Any]) -> None:
-    """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own."""
+    """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own where that was timed."""
+    from rich.markup import escape
+
     console = stderr_console()
     machine = result["machine"]
     some = "" if result["layers"] == result["model_layers"] else f", {result['layers']} of {result['model_layers']} layers"
     console.print(
-        f"[bold]{result['model']}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, "
+        f"[bold]{escape(result['model'])}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, "
         f"{result['dtype']}; {machine['processor']}, {machine['device']}, {result['threads']} threads; attention: {result['attention']}",
         soft_wrap=True,
     )
@@ -61,13 +63,13 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
     )  # fmt: skip
     for column in table.columns:
         column.no_wrap = True
-    own = next((each for each in records if each["groups"] == result["kv_heads"]), records[-1])
+    own = next((each["decode_ms_per_token"] for each in records if each["groups"] == result["kv_heads"]), None)
     for each in records:
         bytes_per_token = each["kv_bytes_per_token"]
         cross = f" + {_bytes(each['cross_kv_bytes_per_encoder_token'])}" if "cross_kv_bytes_per_encoder_token" in each else ""
         table.add_row(
             str(each["groups"]), _short(each["decode_ms_per_token"]), f"{_short(each['decode_ms_low'])}-{_short(each['decode_ms_high'])}",
-            f"{own['decode_ms_per_token'] / each['decode_ms_per_token']:.2f}x", f"{each['decode_tokens_per_second']:,.1f}",
+            "" if own is None else f"{own / each['decode_ms_per_token']:.2f}x", f"{each['decode_tokens_per_second']:,.1f}",
             "" if each["prefill_ms"] is None else f"{each['prefill_ms']:.1f}", "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
             f"{_bytes(bytes_per_token)}{cross}", *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from .screen import stderr_console
 def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
     """A row for each model, then what needs saying, then lm-eval's tables."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     console = stderr_console()
@@ -30,11 +31,11 @@ def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
     for each in entries:
         if each["scored_nan"]:
             console.print(
-                f"[bold red]NaN[/bold red]  {each['scored_nan']:,} of {each['tokens']:,} tokens have no finite loss: {each['model']}",
+                f"[bold red]NaN[/bold red]  {each['scored_nan']:,} of {each['tokens']:,} tokens have no finite loss: {escape(each['model'])}",
                 soft_wrap=True,
             )
         if each["note"]:
-            console.print(f"[yellow]note:[/yellow] {each['model']}: {each['note']}", soft_wrap=True)
+            console.print(f"[yellow]note:[/yellow] {escape(each['model'])}: {escape(each['note'])}", soft_wrap=True)
         if each.get("tasks"):
             _show_tasks(each["model"], each["tasks"])
     if output is not None:
@@ -82,13 +83,14 @@ def _with_error(value: float | None, error: float | None, sign: str) -> str:
 def _show_tasks(model: str, tasks: dict[str, Any]) -> None:
     """lm-eval's own figures; everything else that it says is in the JSON."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     console = stderr_console()
-    table = Table("task", "metric", "value", "error", title=f"lm-eval: {model}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table("task", "metric", "value", "error", title=f"lm-eval: {escape(model)}", title_justify="left", box=box.SIMPLE_HEAD)
     for name, metrics in tasks.get("results", {}).items():
         for metric, value in metrics.items():
             if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric:
                 error = metrics.get(metric.replace(",", "_stderr,", 1))
                 table.add_row(name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
-    console.print(table)
+    console.print(table, markup=False)

@@ -10,11 +10,12 @@ _STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memor
 def show_recommendation(result: dict[str, Any]) -> None:
     """A row for each N, with what fails in red, then the N to take and the command that makes it."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     console = stderr_console()
     console.print(
-        f"[bold]{result['source']}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads",
+        f"[bold]{escape(result['source'])}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads",
         soft_wrap=True,
     )
     _show_origins(result)
@@ -29,7 +30,7 @@ def show_recommendation(result: dict[str, Any]) -> None:
         table.add_row(name, *cells, verdict)
     console.print(table)
     for note in result["notes"]:
-        console.print(f"[yellow]note:[/yellow] {note}", soft_wrap=True)
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
     if result["memory"]:
         console.print(f"[yellow]note:[/yellow] memory: {result['memory']['counted']}", soft_wrap=True)
     mark = "[yellow]no N fits[/yellow]" if result["groups"] is None else "[green]recommended[/green]"

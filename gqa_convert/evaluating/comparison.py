@@ -26,7 +26,7 @@ class Mean:
 
     Attributes:
         value: its value.
-        deviations: what each block adds to its error, [m].
+        deviations: what each block adds to its error, [m]; NaN for blocks of which nothing counts, which tell nothing of its spread.
     """
 
     value: float
@@ -39,15 +39,16 @@ class Mean:
 
 
 def standard_error(deviations: Doubles) -> float | None:
-    """Of a sum of deviations, one for each block; None for fewer than two blocks."""
-    count = len(deviations)
-    return math.sqrt(count / (count - 1) * float(np.square(deviations).sum())) if count > 1 else None
+    """Of a sum of deviations, one for each block; None for fewer than two blocks that are numbers."""
+    known = deviations[~np.isnan(deviations)]
+    count = len(known)
+    return math.sqrt(count / (count - 1) * float(np.square(known).sum())) if count > 1 else None
 
 
 def mean(sums: Doubles, sizes: Doubles) -> Mean:
     """The ratio of two sums over blocks: [m] and [m]."""
     value = float(sums.sum() / sizes.sum())
-    return Mean(value, (sums - value * sizes) / sizes.sum())
+    return Mean(value, np.where((sizes > 0) | (sums != 0), sums - value * sizes, np.nan) / sizes.sum())
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from gqa_convert.calibration.text import decoder_start, has_sentinels, usable_tokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, DataError, DeviceMemoryError, GQAConvertError, OptionError
+from gqa_convert.errors import CorruptCheckpointError, DataError, DeviceMemoryError, OptionError
 from gqa_convert.evaluating.material import Material
 from gqa_convert.lengths import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.loading import TASKS, auto_class, load_model, read_config
+from gqa_convert.loading import TASKS, auto_class, explained, is_out_of_memory, load_model, read_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
@@ -153,18 +153,10 @@ def _load(candidate: Candidate, dtype: str, device: str) -> Any:
     import torch
 
     own = "auto" if device != "cpu" else torch.float32
-    try:
-        with memory_explained(candidate.name):
-            model, missing = load_model(candidate.folder, own if dtype == "auto" else getattr(torch, dtype))
-            if not missing:
-                model = model.requires_grad_(False).to(device)
-    except GQAConvertError:
-        raise
-    except Exception as problem:
-        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
-        raise CorruptCheckpointError(
-            f"{candidate.name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files"
-        ) from problem
+    with memory_explained(candidate.name), explained(candidate.name):
+        model, missing = load_model(candidate.folder, own if dtype == "auto" else getattr(torch, dtype))
+        if not missing:
+            model = model.requires_grad_(False).to(device)
     if missing:
         raise CorruptCheckpointError(
             f"{candidate.name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
@@ -182,7 +174,7 @@ def memory_explained(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
-        if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+        if is_out_of_memory(problem):
             raise DeviceMemoryError(
                 f"out of memory with {name}: lower --batch or --context, use --dtype bfloat16, or a device with more memory"
             ) from None

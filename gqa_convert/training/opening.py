@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert import loading
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, GQAConvertError, MissingExtraError, RecipeError
+from gqa_convert.errors import DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
-from gqa_convert.loading import load_tokenizer
 from gqa_convert.recipe import Recipe
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
@@ -45,7 +45,7 @@ def open_recipe(recipe: Recipe) -> Opened:
     opened = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True)
     teacher = None if opened is None else opened.folder
     with explained(recipe.model, "the tokenizer of"):
-        tokenizer = load_tokenizer(student.folder)
+        tokenizer = loading.load_tokenizer(student.folder)
     if teacher is not None:
         from gqa_convert.training.teacher import shared_vocabulary
 
@@ -96,17 +96,13 @@ def check_trackers(recipe: Recipe) -> None:
 
 @contextmanager
 def explained(name: str, what: str = "") -> Iterator[None]:
-    """What transformers says about a checkpoint that it can't load, as one line."""
+    """What transformers says about a checkpoint that it can't load, or memory that does not suffice, as one line."""
     try:
-        yield
-    except GQAConvertError:
-        raise
+        with loading.explained(f"{what} {name}".strip()):
+            yield
     except Exception as problem:
         explain_memory(problem)
-        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
-        raise CorruptCheckpointError(
-            f"{what} {name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files".strip()
-        ) from problem
+        raise
 
 
 def explain_memory(problem: BaseException) -> None:
@@ -115,7 +111,7 @@ def explain_memory(problem: BaseException) -> None:
     Raises:
         DeviceMemoryError: it is.
     """
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+    if loading.is_out_of_memory(problem):
         raise DeviceMemoryError(
             "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml, and run the same "
             "command again, which goes on from the last checkpoint"
