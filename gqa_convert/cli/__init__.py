@@ -1,7 +1,9 @@
 """The commands. Each one reads like its help text; the work is done elsewhere and imported when it is called."""
 
+import inspect as inspection
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Never
 
@@ -55,8 +57,15 @@ def _root(
     del version
 
 
+def _help(command: Callable[..., None]) -> str:
+    """The docstring with a line per paragraph, for the terminal to break; indented lines stay as they are."""
+    paragraphs = inspection.cleandoc(command.__doc__ or "").split("\n\n")
+    first, *others = (text if text.startswith(" ") else " ".join(text.split("\n")) for text in paragraphs)
+    return "\n\n".join([first, "", *others])  # from the empty one typer sees that what follows is indented less than examples
+
+
 for command in (plan, inspect, recommend, convert, verify, check_serving, uptrain, evaluate, benchmark, report, publish, demo):
-    app.command()(command)
+    app.command(help=_help(command))(command)
 
 
 def main() -> Never:

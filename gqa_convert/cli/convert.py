@@ -58,15 +58,10 @@ def convert(
     alone, one layer in memory.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
-
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
-
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main
-
       gqa-convert convert ./flan-t5-xl ./flan-t5-xl-gqa8 --groups 8
-
       gqa-convert convert ./pythia-6.9b ./pythia-6.9b-gqa8 --groups 8 --no-native
-
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
     T5's decoder is converted, its encoder only with --encoder; the result loads with trust_remote_code=True. Pythia becomes a stock phi

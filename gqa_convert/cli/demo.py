@@ -14,12 +14,13 @@ def demo(
     uptraining: Annotated[bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")] = True,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """The whole story offline: convert a small bundled model to several N, by mean pooling and by fitting on calibration text, verify each,
-    measure what is lost and gained, uptrain one.
+    """Show the whole story on a small bundled model, offline.
 
-    gqa-convert demo
+    It is converted to several N, by mean pooling and by fitting on calibration text; each result is verified, what it loses and gains is
+    measured, and one of them is uptrained.
 
-    gqa-convert demo /tmp/gqa-demo --json
+      gqa-convert demo
+      gqa-convert demo /tmp/gqa-demo --json
     """
     from gqa_convert.console.demo import show_demo
     from gqa_convert.console.plan import show_plan

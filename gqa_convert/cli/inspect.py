@@ -34,9 +34,7 @@ def inspect(
     an upper bound, since [bold]convert --calibration[/bold] fits more closely. Without it only the weights are looked at: quick, and no prediction.
 
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
-
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --groups 4,8,16 --max-loss-increase 0.05 --plot errors.png
-
       gqa-convert inspect ./flan-t5-xl --json
     """
     from gqa_convert.console.inspection import show_inspection

@@ -12,7 +12,6 @@ def plan(
     Nothing is written; of a Hub id only the headers travel. Whatever would make [bold]convert[/bold] refuse is found here.
 
       gqa-convert plan ./Llama-2-7b --groups 8
-
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
     """
     from gqa_convert.checkpoint.source import open_checkpoint

@@ -11,7 +11,7 @@ from .options import Json, Quiet
 
 def uptrain(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what, for how long.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Replace keys of the recipe.", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe.", show_default=False)] = None,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Restore a converted checkpoint's quality by training, with its source as teacher if the recipe names one.
@@ -20,11 +20,8 @@ def uptrain(
     saved. The keys of a recipe are in docs/uptraining.md.
 
       gqa-convert uptrain recipes/tiny.yaml
-
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
-
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
-
       ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -m gqa_convert uptrain recipe.yaml
     """
     from gqa_convert.console.progress import training_progress

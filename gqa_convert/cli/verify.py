@@ -26,7 +26,6 @@ def verify(
     mean pooling would, on the text or on random tokens.
 
       gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
-
       gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits
     """
     from gqa_convert.console.progress import stage_progress
