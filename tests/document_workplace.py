@@ -34,7 +34,6 @@ NOT_RUN = {
     r"^python recipes/paper/figures.py": "test_the_papers_figures_are_those_of_the_measurements draws them",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/test_uptrain_resuming.py has one",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
-    r"^mkdocs ": "test_docs.py builds the site where mkdocs is installed",
 }
 """Commands that are parsed only, and why."""
 
