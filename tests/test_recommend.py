@@ -339,6 +339,17 @@ def test_results_stand_in_place_of_measuring(
     assert by_groups(nearer)[3]["speedup"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("batch", "context", "found"), [(5, 400, (8, 512)), (2, 400, (1, 512)), (1, 70, (1, 64)), (100, 100, (8, 64)), (8, 256, (8, 512))]
+)
+def test_the_nearest_times_count(llama: Path, tmp_path: Path, batch: int, context: int, found: tuple[int, int]) -> None:
+    made = benchmark(TIMES, contexts=(64, 512), model=str(llama), kv_heads=12)
+    made["results"] = [each | {"batch": size} for size in (1, 8) for each in made["results"]]
+    write_json(tmp_path / "benchmark.json", made)
+    result = recommend_groups(llama, Constraints(min_speedup=1.5, context=context, batch=batch), results=[tmp_path])
+    assert (result["speed"]["batch"], result["speed"]["context"]) == found
+
+
 def test_results_of_inspect_and_of_others(llama: Path, tmp_path: Path) -> None:
     losses = {"by_groups": [{"groups": 3, "loss": 2.0, "increase": 0.5}, {"groups": 4, "loss": None, "increase": None}]}
     inspected = {"source": str(llama), "layers": [], "heads": 12, "kv_heads": 12, "groups": [3, 4], "loss": losses}

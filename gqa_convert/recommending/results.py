@@ -118,7 +118,7 @@ def _difference(row: Row, base: Row) -> Loss | None:
 
 
 def _timed(material: Material, source: str, plan: Plan, constraints: Constraints, found: Found) -> None:
-    """Times of the benchmark's cell that is nearest to what is asked, then has the most N, then is the newest."""
+    """Times of the benchmark's cell that is nearest in batch, then in context, then has the most N, then is the newest."""
     best: tuple[Any, ...] | None = None
     for benchmark in material.benchmarks:
         fields = _fields(benchmark.origin.path)
@@ -136,8 +136,13 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
                     f"{plan.source_kv_heads} beside others"
                 )
                 continue
-            away = abs(math.log(max(context, 1) / constraints.context)) if constraints.context else 0.0
-            rank = (batch == constraints.batch, -away, len(timed), benchmark.origin.created or "", context)
+            rank = (
+                -_away(batch, constraints.batch),
+                -_away(context, constraints.context),
+                len(timed),
+                benchmark.origin.created or "",
+                context,
+            )
             if best is None or rank > best:
                 best, found.speeds = rank, timed
                 found.timing = {
@@ -151,6 +156,11 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
         if given[0] != asked[0] or asked[1] not in (None, given[1]):
             wanted = f"batch {asked[0]}" if asked[1] is None else f"batch {asked[0]}, context {asked[1]:,}"
             found.notes.append(f"{found.timing['from']} was timed at batch {given[0]}, context {given[1]:,}, and {wanted} is asked for")
+
+
+def _away(given: int, asked: int | None) -> float:
+    """How far a batch or a context is from the one that is asked for: the logarithm of their ratio."""
+    return abs(math.log(max(given, 1) / asked)) if asked else 0.0
 
 
 def _cells(fields: Fields) -> Iterator[tuple[tuple[int, int], list[dict[str, Any]]]]:
