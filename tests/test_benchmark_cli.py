@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from safetensors.numpy import load_file, save_file
+
 from tests.checkpoints import write_llama
 from tests.test_cli import assert_mistake, run
 
@@ -29,6 +31,16 @@ def test_json_table_and_picture(tmp_path: Path) -> None:
     assert "gqa-convert benchmark" in help_text.stdout
 
 
+def test_without_the_own_number_there_is_no_speed_to_compare_with(tmp_path: Path) -> None:
+    """In a folder whose name looks like a mark of the console."""
+    source = write_llama(tmp_path / "so[/red]urce")
+    shown = run("benchmark", source, "-n", "3,4", *QUICK)
+    assert shown.returncode == 0, shown.stderr
+    assert "so[/red]urce: llama" in shown.stderr
+    assert "x " not in shown.stderr.split("K/V/token")[1].split("note:")[0]
+    assert "1.00x" in run("benchmark", source, "-n", "3,12", *QUICK).stderr
+
+
 def test_mistakes_take_one_line(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     assert_mistake(run("benchmark"), "MODEL", "--config")
@@ -36,3 +48,10 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     assert_mistake(run("benchmark", source, "--batch", "two"), "--batch 'two'")
     assert_mistake(run("benchmark", source, "--memory", "plenty"), "--memory 'plenty'")
     assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][1:]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    broken = run("benchmark", source, "-n", "3,12", *QUICK)
+    assert broken.returncode == 2
+    assert "Traceback" not in broken.stderr
+    assert f"gqa-convert: {source} can't be loaded by transformers" in broken.stderr.splitlines()[-1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gqa_convert.console.evaluation import show_evaluation
 from gqa_convert.evaluating.results import write_results
 from gqa_convert.evaluating.tasks import plain
 from tests.data_helpers import demo_tokenizer
@@ -213,3 +214,16 @@ def test_a_mistake_ends_both_processes_with_one_line(home: Path, tmp_path: Path)
     job = Job(work, (str(home / "one"), "--data", str(home / "empty.txt"), "--device", "cpu"), tmp_path / "logs", 2)
     assert job.wait() == [2, 2], job.text()
     assert len(job.complaints()) == 1
+
+
+def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {
+        "model": "a[/red]b", "loss": None, "loss_standard_error": None, "perplexity": None, "bits_per_byte": None, "tokens": 9, "bytes": 12,
+        "scored_nan": 3, "difference": None, "kl": None, "kl_standard_error": None, "top1_agreement": None, "note": "not of c[/bold]d",
+        "tasks": {"results": {"t[/i]": {"acc,none": 0.5}}},
+    }  # fmt: skip
+    told = {"reference": None, "results": [entry], "data": {"source": "x[/b]"}, "objective": "causal", "context": 5, "stride": 5}
+    show_evaluation(told, None)
+    shown = capsys.readouterr().err
+    for words in ("finite loss: a[/red]b", "a[/red]b: not of c[/bold]d", "of x[/b], windows", "lm-eval: a[/red]b", "t[/i]"):
+        assert words in shown

@@ -426,6 +426,12 @@ def test_the_command_line(llama: Path) -> None:
     assert_mistake(run("recommend", llama, "--memory", "1GB", "--context", "long"), "--context 'long'", "32k")
 
 
+def test_a_name_that_looks_like_a_mark_of_the_console(tmp_path: Path) -> None:
+    shown = run("recommend", write_llama(tmp_path / "so[/red]urce"), "--memory", "600kB", "--context", 1024)
+    assert shown.returncode == 0, shown.stderr
+    assert "so[/red]urce: llama" in shown.stderr
+
+
 def test_a_real_timing(llama: Path) -> None:
     result = recommend_groups(llama, Constraints(min_speedup=1.0001, context=6), groups=[3])
     json.dumps(result, allow_nan=False)
