@@ -181,6 +181,7 @@ def test_results_are_those_of_the_files(out: Path, tmp_path: Path) -> None:
     tasks = {"results": {"piqa": {"acc,none": 0.625, "acc_stderr,none": 0.0125, "alias": "piqa"}}}
     scores = evaluation({"org/model": LOSSES[12], str(out): LOSSES[3], "another": LOSSES[4]})
     scores["results"][1]["tasks"] = tasks
+    scores["reference"] = "org/model"
     write_json(tmp_path / "results" / "evaluate.json", scores)
     write_json(tmp_path / "results" / "benchmark.json", benchmark(TIMES, model="org/model"))
     text, front, warnings = card(out, results=(tmp_path / "results",))
@@ -190,6 +191,7 @@ def test_results_are_those_of_the_files(out: Path, tmp_path: Path) -> None:
     assert "another" not in text.split("```sh")[0]
     assert "| `piqa` | `acc,none` |  | 0.6250 ± 0.0125 |" in text or "| `piqa` | `acc,none` | 0.6250 ± 0.0125 |" in text
     assert "Paired difference in loss to the source: 0.1250 ± 0.0078" in text
+    assert "The reference is the source." in text
     assert "| 12 | 2 | 512 | 10.000 | 9.500 | 10.750 | 200.0 |" in text
     assert "| 3 | 2 | 512 | 5.000 | 4.750 | 5.500 | 400.0 |" in text
     assert "| 4 |" not in text
@@ -374,8 +376,9 @@ def test_the_base_model_is_what_is_known(out: Path) -> None:
     text, front, _ = card(out)
     assert front["base_model"] == "org/cached"
     assert text.count("**Conversion**") == 2
-    with pytest.raises(OptionError, match="--base-model"):
-        card(out, base_model="no id: at all")
+    for name in ("no id: at all", "", "org/", "/home/me/model"):
+        with pytest.raises(OptionError, match="--base-model"):
+            card(out, base_model=name)
 
 
 HOSTILE = (

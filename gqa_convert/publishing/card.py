@@ -154,13 +154,17 @@ def _evaluation(scored: Scored) -> list[str]:
                 )
             )  # fmt: skip
     header = ("", "loss, nats per token", "perplexity", "bits per byte", "KL from the reference", "same first choice", "tokens")
+    names = {scored.source.model: "the source"} if scored.source else {}
     lines = []
     if any(any(row[1:]) for row in rows):
         lines += [f"On {code(evaluation.text)}, plus or minus one standard error:", "", *table(header, rows), ""]
         to = scored.ours.difference
         if to is not None and to[1] is not None:
-            of = "the source" if scored.source and to[0] == scored.source.model else code(to[0])
+            of = names.get(to[0], code(to[0]))
             lines += [f"Paired difference in loss to {of}: {with_error(to[1], to[2])} nats per token.", ""]
+        reference = evaluation.reference
+        if reference is not None and scored.ours.kl is not None:
+            lines += [f"The reference is {names.get(reference, code(reference))}.", ""]
     if scored.ours.nan:
         lines += [f"{scored.ours.nan:,} losses were not finite.", ""]
     if scored.ours.note:

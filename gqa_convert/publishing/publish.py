@@ -125,7 +125,7 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
 
 
 def _check(options: Options) -> None:
-    for option, names in (("--base-model", filter(None, [options.base_model])), ("--dataset", options.datasets)):
+    for option, names in (("--base-model", [] if options.base_model is None else [options.base_model]), ("--dataset", options.datasets)):
         for name in names:
             if not _HUB_ID.fullmatch(name):
                 raise OptionError(f"{option} {name!r} is no id of the Hub: write it like org/name")
