@@ -70,6 +70,9 @@ def write_uptraining(folder: Path, model: Path) -> None:
     ]
     figures = {"start": CURVE[0][1], "source": SOURCE_LOSS, "final": CURVE[-1][1], "recovered_share": 0.8}
     summary = {
+        "kind": "uptrain",
+        **HEAD,
+        "command": ["gqa-convert", "uptrain", "recipe.yaml", "seed=3"],
         "model": str(folder / "model"),
         "steps": 3,
         "tokens": CURVE[-1][0],

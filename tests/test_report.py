@@ -93,7 +93,7 @@ def test_every_figure_is_drawn_with_its_commands_and_machine(runs: Path, made: d
         assert "gqa-convert benchmark source" in captions[name]
         assert "Example Processor 9; 4 cores; 16.0 GB; Linux 6.1; torch 2.13.0" in captions[name]
     assert "gqa-convert convert 3" in captions["merge-error"]
-    assert f"gqa-convert uptrain {(runs / 'uptraining').resolve()}/resolved_recipe.yaml" in captions["recovery"]
+    assert "gqa-convert uptrain recipe.yaml seed=3</code>. Machine: cpu; Example Processor 9" in captions["recovery"]
     assert "80.0% of the gap" in captions["recovery"]
 
 
@@ -348,6 +348,8 @@ def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path)
     assert rows_of(page, "tasks") == [{"model": "m", "task": "lambada", "metric": "acc,none", "value": "0.5000 ± 0.2500"}]
     assert {row["model"] for row in rows_of(page, "quality")} >= {"m", "teacher"}
     assert "Quality on t.txt, tokens limit 9, causal, context 512, stride 256" in page.words
+    command = f"gqa-convert uptrain {(tmp_path / 'run').resolve()}/resolved_recipe.yaml"
+    assert f"Command: {command}. Machine: not recorded." in page.words
     (row,) = rows_of(page, "uptraining")
     assert (row["state"], row["loss at the end"], row["loss of the source"]) == ("unfinished", f"{CURVE[-1][1]:.4f}", "not measured")
 

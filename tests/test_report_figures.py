@@ -140,6 +140,24 @@ def test_series_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     assert {"N = 3, a/run", "N = 3, b/run"} <= set(texts(figures["recovery"]))
 
 
+def test_many_series_and_long_ones(tmp_path: Path) -> None:
+    """The legend stands beside the axes, where it hides no point; a long curve is a line."""
+    write_json(tmp_path / "b.json", benchmark(TIMES, contexts=tuple(range(1, 31))))
+    lines = [{"step": step, "tokens": step, "evaluation_loss": 2 + 1 / step} for step in range(1, 102)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = {each["name"]: ET.fromstring(Path(each["file"]).read_bytes()) for each in make_report([tmp_path])["figures"]}
+    assert markers(figures["recovery"], "series-run-0") == []
+    points = [place for number in range(30) for place in markers(figures["time-groups"], f"series-time-{number}")]
+    (legend,) = (
+        each for each in figures["time-groups"].iter(f"{SVG}g") if "30" in "".join(each.itertext()) and "legend" in str(each.get("id"))
+    )
+    entries = [float(each.get("x", "nan")) for each in legend.iter(f"{SVG}use")]
+    width, height = (float(each) for each in figures["time-groups"].get("viewBox", "").split()[2:])
+    assert len(entries) == 30
+    assert max(x for x, _ in points) < min(entries)
+    assert all(0 < float(each.get("y", "nan")) < height and float(each.get("x", "nan")) < width for each in legend.iter(f"{SVG}use"))
+
+
 def test_bytes_from_shapes_and_sources_apart(runs: Path, tmp_path: Path) -> None:
     """Without a benchmark bytes are those of the weights, a series and a heat map per source; two models may have the same loss."""
     other = json.loads((runs / "gqa-4" / "gqa_conversion.json").read_bytes())

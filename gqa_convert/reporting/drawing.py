@@ -11,6 +11,11 @@ from gqa_convert.errors import MissingExtraError
 from gqa_convert.reporting.theme import GRID, GROUND, INK, MARKERS, MUTED, SERIES
 
 _LONGEST = 44
+"""Characters of a name in a figure."""
+_MARKED = 100
+"""Points of a series up to which each has a marker."""
+_INSIDE, _COLUMN = 6, 20
+"""Entries up to which a legend stands among the series, and those of a column of one that stands beside them."""
 
 _STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "path.simplify": False, "font.size": 10.0, "figure.facecolor": GROUND, "axes.facecolor": GROUND,
@@ -80,9 +85,10 @@ Point = tuple[float, float]
 def series(axes: Any, name: str, number: int, points: Sequence[Point], *, label: str, line: bool = True) -> Any:
     """A line with markers whose group in the SVG has the id `series-NAME`; returns it for the legend, which takes its `label`."""
     colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+    shown = marker if len(points) <= _MARKED else ""
     style_ = ("-", "--", ":", "-.")[number // len(SERIES) % 4] if line else "none"
     return axes.plot(
-        *zip(*points, strict=True), color=colour, marker=marker, markersize=6, markeredgewidth=0, linewidth=1.6, linestyle=style_,
+        *zip(*points, strict=True), color=colour, marker=shown, markersize=6, markeredgewidth=0, linewidth=1.6, linestyle=style_,
         label=label, gid=f"series-{name}", zorder=3, clip_on=False,
     )[0]  # fmt: skip
 
@@ -107,5 +113,7 @@ def note(axes: Any, text: str, point: Point) -> None:
     axes.annotate(text, point, xytext=(6, 6), textcoords="offset points", fontsize=9, color=INK, zorder=4)
 
 
-def legend(axes: Any, lines: Sequence[Any], **options: Any) -> None:
-    axes.legend(list(lines), [line.get_label() for line in lines], **options)
+def legend(axes: Any, lines: Sequence[Any]) -> None:
+    """Names the series, beside the axes where they are many."""
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "ncols": -(-len(lines) // _COLUMN)} if len(lines) > _INSIDE else {}
+    axes.legend(list(lines), [line.get_label() for line in lines], **beside)

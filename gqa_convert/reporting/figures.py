@@ -150,7 +150,8 @@ def recovery(runs: Sequence[Run], name: str) -> Figure | None:
         drawing.legend(axes, lines)
         drawn = drawing.svg(figure)
     ends = [_recovered(run) for run in drawable]
-    caption = f"Loss on held-out text over the tokens of uptraining, from the converted model on; dashed: the source. {' '.join(ends)}"
+    dashed = "; dashed: the source" if levels else ""
+    caption = f"Loss on held-out text over the tokens of uptraining{dashed}. {' '.join(ends)}"
     return Figure(name, "Recovery by uptraining", caption, tuple(run.origin for run in drawable), drawn)
 
 

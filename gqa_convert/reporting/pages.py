@@ -19,14 +19,14 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { DARK } }
 body { margin: 0 auto; max-width: 78rem; padding: 1.5rem; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
-figure { margin: 1rem 0; } figure svg { display: block; max-width: 100%; min-width: 34rem; height: auto; }
+figure { margin: 1rem 0; } figure svg { display: block; max-width: 100%; height: auto; }
 figcaption, .note { max-width: 60rem; font-size: .9rem; }
 .origins { color: var(--muted); font-size: .85rem; overflow-wrap: anywhere; margin: .5rem 0; padding: 0; list-style: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .55rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
 th { border-bottom-color: var(--muted); vertical-align: bottom; }
-td.words, th.words { text-align: left; overflow-wrap: anywhere; min-width: 6rem; }
+td.words, th.words { text-align: left; overflow-wrap: anywhere; min-width: 9rem; }
 td.none { color: var(--muted); font-style: italic; }
 code { font-family: ui-monospace, monospace; font-size: .95em; }
 """
@@ -107,7 +107,9 @@ def _html_origins(origins: Sequence[Origin]) -> str:
 
 
 def _html_figure(figure: Figure) -> str:
-    drawn = inline(figure.svg, figure.name).replace("<svg ", f'<svg role="img" aria-label="{_text(figure.title)}" ', 1)
+    width = figure.svg.partition('width="')[2].partition("pt")[0]
+    tag = f'<svg role="img" aria-label="{_text(figure.title)}" style="min-width: {width}px" '  # three quarters of its size; then scrolled
+    drawn = inline(figure.svg, figure.name).replace("<svg ", tag, 1)
     return "\n".join(
         [
             "<section>", f"<h2>{_text(figure.title)}</h2>", f'<figure id="{figure.name}" aria-label="{_text(figure.title)}">',

@@ -40,7 +40,7 @@ def tables_of(material: Material, joined: Sequence[Joined]) -> list[Table]:
 
 
 def _figure(value: float | None, form: str = ".4f") -> str:
-    return NOT_MEASURED if value is None else format(value, form)
+    return NOT_MEASURED if value is None else format(value, form if abs(value) < 1e9 else ".4g")
 
 
 def _with_error(value: float | None, error: float | None, form: str = "+.4f") -> str:
