@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,9 @@ import pytest
 from gqa_convert.errors import GQAConvertError, MissingExtraError, OptionError, OutputError, ReportError
 from gqa_convert.reporting import drawing, report
 from gqa_convert.reporting.report import make_report
+from tests.report_pages import Page, page_of, rows_of
 from tests.report_runs import CURVE, LOSSES, TIMES, benchmark, evaluation, write_json, write_runs
 from tests.test_cli import assert_mistake, run
-
-
-class Page(HTMLParser):
-    """Tables as text, attributes of all tags, and whether every tag is closed."""
-
-    EMPTY = ("meta",)
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self.words = ""
-        self._section = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-        if tag == "section":
-            self._section = dict(attrs).get("id") or ""
-        if tag == "tr":
-            self.tables.setdefault(self._section, []).append([])
-        if tag in ("td", "th"):
-            self.tables[self._section][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[self._section][-1][-1] += data.replace("\xa0", " ")
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +25,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(runs: Path) -> dict[str, Any]:
     return make_report([runs])
-
-
-def page_of(made: dict[str, Any]) -> Page:
-    return Page(Path(made["html"]).read_text(encoding="utf-8"))
-
-
-def rows_of(page: Page, name: str) -> list[dict[str, str]]:
-    header, *rows = page.tables[f"table-{name}"]
-    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def test_every_figure_is_drawn_with_its_commands_and_machine(runs: Path, made: dict[str, Any]) -> None:
@@ -207,103 +159,6 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
     assert "<script" not in markdown
     assert made["notes"]
     assert "its N is not known" in made["notes"][0]
-
-
-def test_a_model_is_found_by_its_folder_wherever_the_file_lies(runs: Path, tmp_path: Path) -> None:
-    """By provenance outside of what is reported on, by the config alone, and not at all."""
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    shutil.copyfile(runs / "gqa-4" / "config.json", plain / "config.json")
-    models = {str(runs / "gqa-3"): (3.0, 0.1), "plain": (2.9, 0.1), "org/unknown": (2.0, 0.1), str(runs.parent / "source"): (1.0, 0.1)}
-    write_json(tmp_path / "e.json", evaluation({name: models[name] for name in models}))
-    made = make_report([tmp_path / "e.json"])
-    assert Path(made["out"]) == tmp_path / "e-report"
-    rows = {row["model"]: (row["N"], row["method"]) for row in rows_of(page_of(made), "quality")}
-    assert rows == {
-        str(runs / "gqa-3"): ("3", "mean"), "plain": ("4", "converted"), "org/unknown": ("not known", "not known"),
-        str(runs.parent / "source"): ("12", "source"),
-    }  # fmt: skip
-    assert [note for note in made["notes"] if "org/unknown" in note]
-
-
-def test_contradictions_are_named_and_the_newer_counts(runs: Path, tmp_path: Path) -> None:
-    for number, (loss, decode) in enumerate(((2.0, 7.0), (3.0, 8.0))):
-        created = {"created": f"2026-05-0{2 - number}T00:00:00Z"}
-        write_json(tmp_path / f"e{number}.json", evaluation({str(runs / "gqa-3"): (loss, 0.1)}, **created))
-        write_json(tmp_path / f"b{number}.json", benchmark({3: (decode, decode, decode)}, **created))
-    made = make_report([tmp_path])
-    (row,) = rows_of(page_of(made), "quality")
-    assert row["loss, nats per token"].startswith("2.0000")
-    assert row["decode ms per token"].startswith("7.000")
-    words = " ".join(made["notes"])
-    for name in ("e0.json", "e1.json", "b0.json", "b1.json"):
-        assert name in words
-
-
-def test_times_of_another_shape_are_not_joined(runs: Path, tmp_path: Path) -> None:
-    write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.0, 0.1)}))
-    write_json(tmp_path / "b.json", benchmark({3: (7.0, 7.0, 7.0)}, heads=16))
-    made = make_report([tmp_path])
-    rows = rows_of(page_of(made), "quality")
-    assert [(row["loss, nats per token"], row["decode ms per token"]) for row in rows] == [
-        ("2.0000 ± 0.1000", "not measured"),
-        ("not measured", "7.000 (7.000 to 7.000)"),
-    ]
-    assert "12 query heads" in made["notes"][0]
-    assert made["missing"][0]["title"] == "Quality against time"
-
-
-def test_times_of_another_model_are_not_joined_with_a_source(runs: Path, tmp_path: Path) -> None:
-    """As many heads, and another type or another size."""
-    source, models = runs.parent / "source", {}
-    for name, change in (
-        ("same", {}),
-        ("typed", {"model_type": "other"}),
-        ("sized", {"num_hidden_layers": 3}),
-        ("counted", {"num_attention_heads": 24}),
-    ):
-        shutil.copytree(source, tmp_path / name)
-        config = json.loads((source / "config.json").read_bytes()) | {"num_key_value_heads": 12} | change
-        write_json(tmp_path / name / "config.json", config)
-        models[name] = (2.5, 0.1)
-    write_json(tmp_path / "e.json", evaluation(models))
-    write_json(tmp_path / "b.json", benchmark(TIMES, model=str(source)))
-    made = make_report([tmp_path])
-    rows = [row for row in rows_of(page_of(made), "quality") if row["method"] == "source"]
-    assert {row["model"] for row in rows if row["decode ms per token"] != "not measured"} == {"same"}
-    assert {row["model"]: row["N"] for row in rows} == dict.fromkeys(models, "12")
-    words = " ".join(made["notes"])
-    assert "typed is not joined" in words
-    assert "sized is not joined" in words
-    assert "its num_hidden_layers is 3, that of what was timed 2" in words
-    assert "it has 24 query heads" in words
-
-
-def test_one_name_in_two_places_is_two_models(runs: Path, tmp_path: Path) -> None:
-    for name, loss in (("first", 2.0), ("second", 3.0)):
-        shutil.copytree(runs / "gqa-3", tmp_path / name / "out")
-        write_json(tmp_path / name / "e.json", evaluation({"out": (loss, 0.1)}))
-    made = make_report([tmp_path / "first", tmp_path / "second"])
-    rows = {row["model"]: row["loss, nats per token"] for row in rows_of(page_of(made), "quality")}
-    assert rows == {str(tmp_path / "first" / "out"): "2.0000 ± 0.1000", str(tmp_path / "second" / "out"): "3.0000 ± 0.1000"}
-    assert made["notes"] == []
-
-
-def test_bytes_of_a_model_that_was_timed_in_part_are_computed(runs: Path, tmp_path: Path) -> None:
-    write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.5, 0.1)}))
-    write_json(tmp_path / "b.json", benchmark(TIMES, layers=2, model_layers=24))
-    made = make_report([tmp_path])
-    page = page_of(made)
-    sizes = json.loads((runs / "gqa-3" / "gqa_conversion.json").read_bytes())["kv_bytes_per_token"]
-    rows = {row["N"]: (row["K/V bytes per token"], row["K/V ratio"], row["speed-up"]) for row in rows_of(page, "quality")}
-    assert rows["3"] == (f"{sizes['after']:,} (computed)", "0.250", "2.00x")
-    assert rows["4"] == ("not measured", "not measured", "1.67x")
-    assert "<code>gqa-convert convert 3</code>" in Path(made["html"]).read_text(encoding="utf-8")
-    assert all(row["how"].startswith("2 of the model's 24 layers") for row in rows_of(page, "times"))
-    (figure,) = (each for each in made["figures"] if each["name"] == "time-groups")
-    drawn = Path(figure["file"]).read_text(encoding="utf-8")
-    assert "series-computed-0" in drawn
-    assert "series-bytes-0" not in drawn
 
 
 def test_what_is_missing_degrades(tmp_path: Path) -> None:
