@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gqa_convert.reporting.joining import join
+from gqa_convert.reporting.records import Benchmark, Material, Origin, Timing
 from gqa_convert.reporting.report import make_report
 from tests.report_pages import page_of, rows_of
 from tests.report_runs import TIMES, benchmark, evaluation, write_json, write_runs
@@ -111,3 +113,24 @@ def test_bytes_of_a_model_that_was_timed_in_part_are_computed(runs: Path, tmp_pa
     drawn = Path(figure["file"]).read_text(encoding="utf-8")
     assert "series-computed-0" in drawn
     assert "series-bytes-0" not in drawn
+
+
+def test_which_times_are_joined() -> None:
+    """Those of the most N, then the newest, then of the longest context, then of the largest batch; the others are named."""
+
+    def timed(name: str, created: str, *cells: tuple[int, int, int]) -> Benchmark:
+        timings = tuple(Timing(groups, batch, context, 1.0) for groups, batch, context in cells)
+        return Benchmark(Origin(Path(name), created=created), "model", None, None, "", "", timings)
+
+    more = timed("more.json", "2026-01-01", (1, 1, 64), (2, 1, 64))
+    newer = timed("newer.json", "2026-01-03", (1, 1, 16))
+    longer = timed("longer.json", "2026-01-02", (1, 1, 512))
+    several = timed("several.json", "2026-01-04", (1, 9, 32), (1, 1, 128), (1, 4, 128), (1, 2, 128))
+    for benchmarks, name, setting in (
+        ([newer, more, longer], "more.json", (1, 64)), ([newer, longer], "newer.json", (1, 16)), ([longer, several], "several.json", (4, 128)),
+    ):  # fmt: skip
+        (table,), notes = join(Material(benchmarks=benchmarks))
+        assert table.benchmark is not None
+        assert (table.benchmark.origin.path.name, table.setting) == (name, setting)
+        assert len(notes) == len(benchmarks) - 1
+        assert all(f"beside the times in {name}" in note for note in notes)
