@@ -16,7 +16,7 @@ from gqa_convert.evaluating.examples import span_material
 from gqa_convert.evaluating.run import Settings, evaluate
 from gqa_convert.evaluating.texts import byte_ends, encode, text_material
 from gqa_convert.evaluating.windows import cut_windows, longest_first
-from tests.data_helpers import demo_tokenizer
+from tests.data_helpers import demo_tokenizer, span_tokenizer
 from tests.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
@@ -127,12 +127,14 @@ def test_bytes_of_tokens_add_up_to_the_text() -> None:
     _, ends = encode(tokenizer, TEXT)
     assert np.array_equal(byte_ends(TEXT, ends), [len(TEXT[:end].encode()) for end in ends])
     assert ends[-1] == len(TEXT)
-    pieces = [Piece("ab\n", last=False), Piece(TEXT * 40), Piece("x" * 9)]
+    _, ends = encode(span_tokenizer(), "w1 w2  ")  # which has no token for the spaces
+    assert ends.tolist() == [2, 7]
+    pieces = [Piece("é" * 3000, last=False), Piece(TEXT * 40), Piece("x" * 9)]
     made = text_material(pieces, tokenizer, context=16, stride=16, batch=2)
     assert made.byte_count == sum(len(piece.text.encode()) for piece in pieces)
     blocks = made.by_block(made.sizes)  # type: ignore[arg-type]
     assert blocks.sum() == made.byte_count
-    assert len(blocks) == made.block_count == -(-(3 + len((TEXT * 40).encode())) // 2048) + 1
+    assert len(blocks) == made.block_count == -(-(6000 + len((TEXT * 40).encode())) // 2048) + 1
     assert all(abs(size - 2048) < 20 for size in blocks[:-2])
 
 

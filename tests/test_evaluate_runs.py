@@ -108,6 +108,8 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
         (("t5", "--data", "text.txt", "--stride", "3"), "--stride is for causal models"),
         (("t5", "--data", "rows.jsonl"), "name more text"),
+        (("t5", "--data", "text.txt", "--context", "2"), "--context is too short"),
+        (("t5", "--data", "text.txt", "--context", "5000"), "--context"),
         (("bart", "--data", "text.txt"), "--source-field"),
         (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "are for encoder-decoders"),
         (("t5", "--data", "rows.jsonl", "--source-field", "a"), "go together"),

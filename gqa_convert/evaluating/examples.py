@@ -29,9 +29,13 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
         seed: of the choice of spans.
 
     Raises:
-        DataError: the text has not enough tokens for one example; what is left over at its end is not used.
+        DataError: no span fits the length, or the tokenizer has too few sentinels for it; or the text has not enough tokens for one
+            example: what is left over at its end is not used.
     """
-    sampler = make_sampler(tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=start)
+    try:
+        sampler = make_sampler(tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=start)
+    except DataError as problem:  # in the words of a recipe
+        raise DataError(str(problem).replace("sequence_length", "--context")) from None
     encoder = TextEncoder(tokenizer, closed=False)
     text = np.concatenate([np.empty(0, np.int64), *(encoder.encode(some, begins=True)[0] for some in batches(pieces))])
     tokens = _Tokens(text)
