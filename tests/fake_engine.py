@@ -1,6 +1,7 @@
 """An engine for tests of check-serving: it repeats the answer that the environment names, right or with one thing wrong."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def answer(request: Request) -> Answer:
         os.abort()
     elif mode == "exits":
         os._exit(0)
+    elif mode == "hangs":
+        time.sleep(600)
+    elif mode == "asks":
+        input("Do you trust this checkpoint? ")
+    elif mode == "chatters":
+        print('{"status": "failed"}')
     elif mode == "unsupported":
         raise NotSupportedError("no such architecture")
     elif mode == "absent":

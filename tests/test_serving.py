@@ -1,6 +1,11 @@
 """check-serving finds what an engine computes wrongly. The engines here are fakes; tests/test_serving_engines.py runs real ones."""
 
+import json
+import os
+import signal
 import sys
+import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,7 @@ import numpy as np
 import pytest
 
 from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
-from gqa_convert.serving import checking, installing
+from gqa_convert.serving import checking, installing, process
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.serving.client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from gqa_convert.serving.comparing import compare
@@ -18,8 +23,8 @@ from gqa_convert.serving.worker import write_answer
 from tests.checkpoints import VOCABULARY, write_llama
 from tests.test_cli import run
 
-FAKE = Client("fake", "tests.fake_engine", "numpy", ("numpy",))
-ABSENT = Client("absent", "tests.fake_engine", "no-such-package-as-this", ("no-such-package-as-this",), needs="luck")
+FAKE = Client("fake", "tests.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",))
+ABSENT = Client("absent", "tests.fake_engine", ("no-such-package-as-this",), ("no-such-package-as-this",), needs="luck")
 
 
 def random_answer(prompts: list[list[int]]) -> Answer:
@@ -47,15 +52,16 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> tuple[str, str, bool]:
+def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> tuple[str, str, bool]:
     monkeypatch.setenv("FAKE_MODE", mode)
-    report = check_serving(out, known=(FAKE,))
+    report = check_serving(out, known=(FAKE,), **options)
     (entry,) = report["clients"]
     return entry["status"], entry["detail"], report["passed"]
 
 
-def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, detail, passed = verdict(out, monkeypatch, "right")
+@pytest.mark.parametrize("mode", ["right", "chatters"])
+def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    status, detail, passed = verdict(out, monkeypatch, mode)
     assert (status, passed) == ("ok", True)
     assert "48 of 48 tokens equal" in detail
 
@@ -67,13 +73,14 @@ def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("first token", "prompt of 5 tokens: new token 1 is"),
         ("stops", "stopped after 7 of 24 new tokens"),
         ("logit", "logits differ by up to"),
-        ("nan", "logits differ by up to inf"),
+        ("nan", "logits that are not finite"),
         ("fewer rows", "showed logits of shape"),
         ("fewer prompts", "answered 1 of 2 prompts"),
         ("text", "its tokenizer makes other tokens"),
         ("raises", "RuntimeError: no tensor"),
         ("dies", "killed by SIGABRT"),
         ("exits", "ended with exit code 0"),
+        ("asks", "EOFError"),
     ],
 )
 def test_a_wrong_engine_fails(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, words: str) -> None:
@@ -81,6 +88,50 @@ def test_a_wrong_engine_fails(out: Path, monkeypatch: pytest.MonkeyPatch, mode: 
     assert (status, passed) == ("failed", False)
     assert words in detail
     assert "\n" not in detail
+
+
+def test_an_engine_that_hangs_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(out, monkeypatch, "hangs", minutes=0.03) == ("failed", "not done when its time was up", False)
+    with pytest.raises(OptionError, match="allow more"):
+        check_serving(out, known=(FAKE,), minutes=float("nan"))
+
+
+@pytest.mark.parametrize(("then", "seconds", "code"), [("exit 3", None, 3), ("wait", 2.0, None), ("kill -9 $$", None, -9)])
+def test_a_process_leaves_nothing_behind(tmp_path: Path, then: str, seconds: float | None, code: int | None) -> None:
+    reader = fifo(tmp_path / "fifo")
+    ended = process.run(["sh", "-c", f"exec 3> fifo; sleep 600 & echo started; {then}"], folder=tmp_path, seconds=seconds)
+    assert (ended.code, ended.output) == (code, ["started"])
+    assert closed(reader)
+
+
+def test_a_process_ends_with_this_program(tmp_path: Path) -> None:
+    reader = fifo(tmp_path / "fifo")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            process.run(["sh", "-c", "exec 3> fifo; sleep 600 & sleep 1; kill -USR1 $PPID; wait"], folder=tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert closed(reader)
+
+
+def fifo(path: Path) -> int:
+    os.mkfifo(path)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
+def closed(reader: int) -> bool:
+    """Whether no process has the other end open, soon."""
+    for _ in range(100):
+        try:
+            return os.read(reader, 1) == b""
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
 
 
 @pytest.mark.parametrize(("mode", "status"), [("unsupported", "not supported"), ("absent", "skipped")])
@@ -103,6 +154,21 @@ def test_an_absent_engine_is_skipped_loudly_and_counts_if_it_was_named(out: Path
         assert word in report["clients"][1]["detail"]
     assert not check_serving(out, ["fake", "absent"], known=(FAKE, ABSENT))["passed"]
     assert not check_serving(out, ["absent"], known=(FAKE, ABSENT))["passed"]
+    for clients in ([], ["fake"]):
+        report = check_serving(out, clients, pythons={"absent": sys.executable}, known=(FAKE, ABSENT))
+        assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
+        assert sys.executable in report["clients"][1]["detail"]
+        assert not report["passed"]
+
+
+def test_code_in_a_checkpoint_is_no_obstacle_where_it_is_not_needed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}))
+    assert verdict(out, monkeypatch, "right")[0] == "ok"
+    (out / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}))
+    status, detail, passed = verdict(out, monkeypatch, "right")
+    assert (status, passed) == ("not supported", False)
+    assert "own modelling file" in detail
 
 
 def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
@@ -136,7 +202,7 @@ def test_prompts_fill_what_the_context_leaves() -> None:
         assert len(places(length)) == len(set(places(length)))
 
 
-def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
+def test_what_can_not_be_checked_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceNotFoundError, match="holds no config"):
         check_serving(tmp_path)
     folder = write_llama(tmp_path / "out", config={"vocab_size": 999})
@@ -144,6 +210,9 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="choose from transformers"):
         check_serving(folder, ["tgi"])
     with pytest.raises(CorruptCheckpointError, match="transformers"):
+        check_serving(folder, known=(FAKE,))
+    monkeypatch.setattr(checking, "load_model", lambda *_, **__: (None, []))
+    with pytest.raises(CorruptCheckpointError, match=r"can't run .*: AttributeError"):
         check_serving(folder, known=(FAKE,))
     own = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
     report = check_serving(own)
@@ -158,6 +227,34 @@ def test_an_installation_is_whole_or_not_there(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(MissingExtraError, match="pip says"):
         installing.install(replace(ABSENT, requirements=(str(tmp_path / "no-such-file.whl"),)))
     assert list((tmp_path / "gqa-convert" / "clients").iterdir()) == []
+    with pytest.raises(MissingExtraError, match="needs luck"):
+        installing.install(replace(ABSENT, requirements=()))
+
+
+def test_an_installation_takes_what_only_the_source_archive_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = replace(FAKE, distributions=("numpy",), sources=("vendor/engine/convert.py", "vendor/engine/conversion"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = installing.client_folder(client)
+    folder.mkdir(parents=True)
+    (folder / "stale").touch()
+
+    def pip(_: Client, command: list[str]) -> None:
+        if "--target" in command:
+            Path(command[command.index("--target") + 1]).mkdir()
+            return
+        assert command[-1] == f"numpy=={np.__version__}"
+        (tmp_path / "file").write_text("text")
+        with tarfile.open(Path(command[command.index("--dest") + 1]) / "numpy.tar.gz", "w:gz") as archive:
+            for name in ("convert.py", "conversion/a/b.py", "conversions.py", "c.py"):
+                archive.add(tmp_path / "file", f"numpy-9/vendor/engine/{name}")
+
+    monkeypatch.setattr(installing, "_run_pip", pip)
+    installing.install(client)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "vendor/engine/conversion/a/b.py",
+        "vendor/engine/convert.py",
+    ]
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +263,19 @@ def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.M
     place = installing.find_place(FAKE, sys.executable)
     assert place is not None
     assert (place.python, place.version) == (sys.executable, np.__version__)
+    monkeypatch.chdir(tmp_path)
+    for word in (os.path.relpath(sys.executable), Path(sys.executable).name):
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        found = installing.find_place(FAKE, word)
+        assert found is not None
+        assert Path(found.python).is_absolute()
+    for word, code in (("mute", "true"), ("chatty", f'echo "Hello"; exec {sys.executable} "$@"')):
+        (tmp_path / word).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / word).chmod(0o755)
+    assert installing.find_place(FAKE, "./mute") is None
+    found = installing.find_place(FAKE, "./chatty")
+    assert found is not None
+    assert found.version == np.__version__
     assert installing.find_place(replace(FAKE, version="0.9")) is None
     assert installing.find_place(replace(FAKE, beside=("torch",))) == place
     assert installing.find_place(replace(FAKE, beside=("no-such-package-as-this",))) is None

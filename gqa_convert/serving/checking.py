@@ -1,8 +1,6 @@
 """Ask transformers, then each client, and tell what differs."""
 
 import shlex
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,21 +14,23 @@ from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import compare
 from .generation import greedy_tokens, logits_at
 from .installing import Place, find_place, install, install_command
+from .process import run
 from .prompts import has_tokenizer, make_prompts, make_text, places
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, boot_code, read_answer, read_outcome, write_request
 
 
 def check_serving(
     out: Path, clients: Collection[str] = (), *, pythons: Mapping[str, str] | None = None, install_absent: bool = False,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None, known: tuple[Client, ...] = CLIENTS,
+    minutes: float = 60.0, progress: Callable[[str, int, int], None] = lambda stage, done, total: None, known: tuple[Client, ...] = CLIENTS,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare what serving engines compute from a checkpoint with what transformers computes, all in float32 on the CPU.
 
     Args:
         out: a checkpoint folder.
         clients: names of engines; empty for all that are installed.
-        pythons: by name of an engine, the interpreter that has it.
+        pythons: by name of an engine, the interpreter that has it; that names the engine, too.
         install_absent: make a folder for each engine named in `clients` that is nowhere; this needs the package index.
+        minutes: the time that each engine has.
         progress: told (stage, done, total).
         known: the engines there are.
 
@@ -40,22 +40,23 @@ def check_serving(
         at least was right, and none that was named was skipped.
 
     Raises:
-        OptionError: a name that is no client's.
+        OptionError: a name that is no client's, or no time.
         SourceNotFoundError: `out` is no checkpoint.
         CorruptCheckpointError: transformers itself can't load it.
         MissingExtraError: an engine can't be installed.
     """
     import transformers
 
-    by_name = {client.name: client for client in known}
     pythons = pythons or {}
-    for name in (*clients, *pythons):
-        if name not in by_name:
-            raise OptionError(f"there is no client {name!r}: choose from {', '.join(by_name)}")
+    named = {*clients, *pythons}
+    if unknown := sorted(named - {client.name for client in known}):
+        raise OptionError(f"there is no client {unknown[0]!r}: choose from {', '.join(client.name for client in known)}")
+    if not minutes > 0:
+        raise OptionError(f"engines can't answer within {minutes:g} minutes: allow more")
     config = read_config(out)
     if not config:
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a converted checkpoint")
-    chosen = [client for client in known if not clients or client.name in clients]
+    chosen = [client for client in known if not clients or client.name in named]
     report: dict[str, Any] = {
         "out": str(out), "model_type": config.get("model_type"), "transformers": transformers.__version__, "prompts": [],
         "new_tokens": NEW_TOKENS, "clients": [],
@@ -63,13 +64,14 @@ def check_serving(
     if reason := _unfit(config):
         report["clients"] = [_entry(client, None, UNSUPPORTED, reason) for client in chosen]
         return report | {"passed": False}
-    if install_absent:
-        for client in chosen:
-            if client.name in clients and find_place(client, pythons.get(client.name)) is None:
-                progress(f"installing {client.name}", 0, 1)
-                install(client)
-    steps = len(chosen) + 1
     found = {client.name: find_place(client, pythons.get(client.name)) for client in chosen}
+    for client in chosen if install_absent else ():
+        if client.name in clients and client.name not in pythons and found[client.name] is None:
+            progress(f"installing {client.name}", 0, 1)
+            install(client)
+            found[client.name] = find_place(client)
+            progress(f"installing {client.name}", 1, 1)
+    steps = len(chosen) + 1
     if any(found.values()):
         progress("asking", 0, steps)
         request, reference = _ask_transformers(out, config)
@@ -80,24 +82,28 @@ def check_serving(
         if place is None:
             report["clients"].append(_entry(client, None, SKIPPED, _how_to_get(client, pythons.get(client.name))))
             continue
-        report["clients"].append(_check(client, place, request, reference))
+        report["clients"].append(_check(client, place, request, reference, minutes * 60))
     progress("asking", steps, steps)
     states = {entry["client"]: entry["status"] for entry in report["clients"]}
-    named_ones_ran = not any(states[name] == SKIPPED for name in clients)
+    named_ones_ran = not any(states[name] == SKIPPED for name in named)
     return report | {"passed": FAILED not in states.values() and OK in states.values() and named_ones_ran}
 
 
 def _unfit(config: dict[str, Any]) -> str:
     """Why no client here can take it, empty if there is no reason."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     model_type = str(config.get("model_type"))
-    if model_type.startswith("gqa_") or "auto_map" in config:
+    if model_type.startswith("gqa_") or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} brings its own modelling file, which no engine but transformers 5 runs"
     return "" if auto_class(config) == TASKS[0] else f"{model_type} is an encoder-decoder, decoders alone are compared"
 
 
 def _how_to_get(client: Client, python: str | None) -> str:
     if python is not None:
-        return f"{python} has no {' '.join(filter(None, (client.distribution, client.version)))}"
+        return f"{python} is no interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
+    if not client.requirements:
+        return f"not installed: it needs {client.needs}"
     needs = f", and {client.needs}" if client.needs else ""
     return f"not installed: add --install --client {client.name}, or run {shlex.join(install_command(client))}{needs}"
 
@@ -110,41 +116,36 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
         model, absent = load_model(out, torch.float32, attn_implementation="eager")
         text = make_text() if has_tokenizer(out) else ""
         ids = list(load_tokenizer(out)(text, verbose=False)["input_ids"]) if text else None
+        if absent:
+            raise CorruptCheckpointError(
+                f"{out}: transformers finds no fitting tensor for {len(absent)} parameters, the first is {absent[0]}"
+            )
+        prompts = make_prompts(model.config.get_text_config().to_dict(), ids)
+        tokens = greedy_tokens(model, prompts)
+        sequences = [[*prompt, *made[:-1]] for prompt, made in zip(prompts, tokens, strict=True)]
+        positions = [places(len(prompt)) for prompt in prompts]
+        logits = logits_at(model, sequences, positions)
     except GQAConvertError:
         raise
     except Exception as problem:
-        raise CorruptCheckpointError(f"transformers can't load {out}: {type(problem).__name__}: {problem}") from problem
-    if absent:
-        raise CorruptCheckpointError(f"{out}: transformers finds no fitting tensor for {len(absent)} parameters, the first is {absent[0]}")
-    prompts = make_prompts(model.config.get_text_config().to_dict(), ids)
-    tokens = greedy_tokens(model, prompts)
-    sequences = [[*prompt, *made[:-1]] for prompt, made in zip(prompts, tokens, strict=True)]
-    positions = [places(len(prompt)) for prompt in prompts]
-    logits = logits_at(model, sequences, positions)
+        raise CorruptCheckpointError(f"transformers can't run {out}: {type(problem).__name__}: {problem}") from problem
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(f"{out}: transformers computes logits that are not finite, with which nothing can be compared")
     return Request(out.resolve(), config, prompts, sequences, positions, Path(), text), Answer(tokens, logits, ids)
 
 
-def _check(client: Client, place: Place, request: Request, reference: Answer) -> dict[str, Any]:
+def _check(client: Client, place: Place, request: Request, reference: Answer, seconds: float) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gqa-convert-serving-") as made:
         folder = Path(made)
         write_request(request, folder)
-        command = [place.python, "-c", boot_code(), str(folder), client.module]
-        done = subprocess.run(command, env=place.environment(), cwd=folder, capture_output=True, text=True, errors="replace", check=False)
-        status, detail = read_outcome(folder) or (FAILED, _death(done))
+        ended = run([place.python, "-c", boot_code(), str(folder), client.module], place.environment(), folder, seconds)
+        status, detail = read_outcome(folder) or (FAILED, str(ended))
         found: dict[str, Any] = {}
         if status == OK:
             found = compare(reference, read_answer(folder), request.prompts, client.tolerance)
             status, detail = (FAILED, "; ".join(found["problems"])) if found["problems"] else (OK, _agreement(found, request))
     return _entry(client, place.version, status, detail) | found | {"seconds": round(time.monotonic() - begun, 1)}
-
-
-def _death(done: subprocess.CompletedProcess[str]) -> str:
-    how = f"killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"ended with exit code {done.returncode}"
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    return ": ".join((how, *last))
 
 
 def _agreement(found: dict[str, Any], request: Request) -> str:

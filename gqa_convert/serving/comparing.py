@@ -54,7 +54,9 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
                 continue
             difference = float(np.abs(theirs_[:, :width].astype(np.float64) - ours_).max())
             largest, compared = max(largest, difference if np.isfinite(difference) else np.inf), compared + ours_.size
-        if largest > allowed:
+        if not np.isfinite(largest):
+            problems.append("logits that are not finite")
+        elif largest > allowed:
             problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
     if answer.text_ids is not None and answer.text_ids != reference.text_ids:
         problems.append("its tokenizer makes other tokens of the same text")

@@ -3,14 +3,18 @@
 import os
 import shlex
 import shutil
-import subprocess
 import sys
+import tarfile
+import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gqa_convert.errors import MissingExtraError
 
 from .client import Client
+from .process import run
+
+_PROBE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Place:
 def client_folder(client: Client) -> Path:
     """Where `--install` puts it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "gqa-convert" / "clients" / f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(cache).absolute() / "gqa-convert" / "clients" / f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def find_place(client: Client, python: str | None = None) -> Place | None:
@@ -49,7 +53,8 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
         python: an interpreter that the user named; then no other counts.
     """
     if python is not None:
-        candidates = [Place(python, "")]
+        path = shutil.which(python) or shutil.which(Path(python).expanduser())
+        candidates = [Place(str(Path(path).absolute()), "")] if path else []  # links stay: they lead out of a virtual environment
     else:
         folder = client_folder(client)
         candidates = [Place(sys.executable, "", folder)] if folder.is_dir() else []
@@ -62,13 +67,15 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
 
 
 def _version(client: Client, place: Place) -> str | None:
-    names = [client.distribution, *client.beside]
-    code = f"from importlib.metadata import version; print(*map(version, {names}))"
-    try:
-        done = subprocess.run([place.python, "-c", code], env=place.environment(), capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.split()[0] if done.returncode == 0 else None
+    for distribution in client.distributions:
+        code = f"from importlib.metadata import version; print(*map(version, {[distribution, *client.beside]}))"
+        try:
+            ended = run([place.python, "-c", code], place.environment(), seconds=_PROBE_SECONDS)
+        except OSError:
+            return None
+        if ended.code == 0 and ended.output:
+            return ended.output[-1].split()[0]
+    return None
 
 
 def install_command(client: Client) -> list[str]:
@@ -82,23 +89,45 @@ def _pip(client: Client, folder: Path) -> list[str]:
 
 
 def install(client: Client) -> None:
-    """Make the client's folder, whole or not at all.
+    """Make the client's folder, whole or not at all; one that was there is replaced.
 
     Raises:
-        MissingExtraError: pip failed.
+        MissingExtraError: pip failed, or the client can't be installed so.
     """
+    if not client.requirements:
+        raise MissingExtraError(f"{client.name} can't be installed beside this program: it needs {client.needs}")
     folder = client_folder(client)
-    if folder.is_dir():
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        done = subprocess.run(_pip(client, staged), capture_output=True, text=True, check=False)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            reason = errors[-1] if errors else f"exit code {done.returncode}"
-            raise MissingExtraError(f"{client.name} was not installed, pip says: {reason}; try {shlex.join(install_command(client))}")
-        if not folder.is_dir():
-            staged.rename(folder)
+        _run_pip(client, _pip(client, staged))
+        if client.sources:
+            _add_sources(client, staged)
+        shutil.rmtree(folder, ignore_errors=True)
+        staged.rename(folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _run_pip(client: Client, command: list[str]) -> None:
+    ended = run(command)
+    if ended.code:
+        reason = next((line for line in reversed(ended.errors) if line.startswith("ERROR")), str(ended))
+        raise MissingExtraError(f"{client.name} was not installed, pip says: {reason}; try {shlex.join(install_command(client))}")
+
+
+def _add_sources(client: Client, folder: Path) -> None:
+    """What of the package's source archive its wheel leaves out."""
+    name = client.distributions[0]
+    exactly = f"{name}=={_version(client, Place(sys.executable, '', folder))}"
+    with tempfile.TemporaryDirectory(prefix="gqa-convert-sources-") as made:
+        options = ["--quiet", "--no-deps", "--no-binary", name, "--dest", made]
+        _run_pip(client, [sys.executable, "-m", "pip", "download", *options, exactly])
+        (archive,) = Path(made).glob("*.tar.gz")
+        with tarfile.open(archive) as members:
+            for member in members:
+                inside = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+                content = members.extractfile(member)  # None for folders
+                if content is not None and any(inside.is_relative_to(wanted) for wanted in client.sources):
+                    (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / inside).write_bytes(content.read())

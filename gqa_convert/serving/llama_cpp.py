@@ -6,7 +6,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .client import NEW_TOKENS, AbsentError, Answer, NotSupportedError, Request
+from .client import LLAMA_CPP, NEW_TOKENS, AbsentError, Answer, NotSupportedError, Request
+
+_SCRIPT = "convert_hf_to_gguf.py"
+_NO_TOKENIZER = """
+import runpy, sys
+script, size = sys.argv[1], int(sys.argv[2])
+sys.argv = [script, *sys.argv[3:]]
+sys.path.insert(0, script.rpartition("/")[0])
+import conversion
+known = conversion.get_model_class
+def set_vocab(model):
+    model._set_vocab_none()
+    model.gguf_writer.add_vocab_size(size)
+def get_model_class(*args, **options):
+    found = known(*args, **options)
+    found.set_vocab = set_vocab
+    return found
+conversion.get_model_class = get_model_class
+runpy.run_path(script, run_name="__main__")
+"""
+"""The converter wants a tokenizer; this runs it on a checkpoint that has none."""
 
 
 def answer(request: Request) -> Answer:
@@ -14,12 +34,12 @@ def answer(request: Request) -> Answer:
 
     Raises:
         AbsentError: there is no converter.
-        NotSupportedError: the converter does not know this architecture.
+        NotSupportedError: the converter does not know this architecture, or this tokenizer.
     """
     import llama_cpp
 
     file = request.scratch / "model.gguf"
-    _convert(request, file)
+    _convert(request, _script(Path(llama_cpp.__file__)), file)
     longest = max(map(len, request.sequences))
     model = llama_cpp.Llama(
         str(file), n_ctx=longest + NEW_TOKENS, n_batch=longest, logits_all=True, verbose=False,
@@ -29,16 +49,25 @@ def answer(request: Request) -> Answer:
     return Answer(tokens, [_logits(model, *each) for each in zip(request.sequences, request.positions, strict=True)])
 
 
-def _convert(request: Request, file: Path) -> None:
-    script = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
+def _script(package: Path) -> Path:
+    """In the checkout that the environment names, or else in what `--install` put beside the package."""
+    named = os.environ.get("LLAMA_CPP")
+    script = (Path(named) if named else package.parent.parent / LLAMA_CPP) / _SCRIPT
     if not script.is_file():
         raise AbsentError(f"{script} is no file: let the environment variable LLAMA_CPP name a checkout of llama.cpp")
-    command = [sys.executable, str(script), str(request.folder), "--outtype", "f32", "--outfile", str(file)]
+    return script
+
+
+def _convert(request: Request, script: Path, file: Path) -> None:
+    command = [str(script)] if request.text else ["-c", _NO_TOKENIZER, str(script), str(request.config["vocab_size"])]
+    command = [sys.executable, *command, str(request.folder), "--outtype", "f32", "--outfile", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         if "is not supported" in done.stderr:
             raise NotSupportedError(f"its converter says: {last}")
+        if "BPE pre-tokenizer was not recognized" in last:
+            raise NotSupportedError("its converter knows tokenizers by a list of them, in which this one is not")
         raise ValueError(f"its converter failed: {last}")
 
 

@@ -1,11 +1,19 @@
 """vLLM, in this process."""
 
-from .client import NEW_TOKENS, Answer, Request
+import os
+from typing import Any
+
+from .client import NEW_TOKENS, Answer, NotSupportedError, Request
 
 
 def answer(request: Request) -> Answer:
-    """Load the checkpoint in float32 and decode; only tokens are compared, since vLLM shows log-probabilities alone."""
-    from vllm import LLM, SamplingParams
+    """Load the checkpoint in float32 and ask it; logits are those with which vLLM chooses the token after each beginning of a sequence.
+
+    Raises:
+        NotSupportedError: its attention has no kernel for heads of this width.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an error is raised here, instead of told in a log of another process
+    from vllm import LLM
 
     engine = LLM(
         str(request.folder),
@@ -13,7 +21,32 @@ def answer(request: Request) -> Answer:
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=max(map(len, request.sequences)) + 1,
+        logprobs_mode="raw_logits",
+        max_logprobs=-1,
     )
-    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    made = engine.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], greedy, use_tqdm=False)
-    return Answer([list(each.outputs[0].token_ids) for each in made], None)
+    try:
+        tokens = [list(each.token_ids) for each in _complete(engine, request.prompts, NEW_TOKENS)]
+    except RuntimeError as problem:
+        if "Unsupported CPU attention configuration: head_dim" in str(problem):
+            raise NotSupportedError(f"it says: {problem}") from None
+        raise
+    return Answer(tokens, [_logits(engine, *each) for each in zip(request.sequences, request.positions, strict=True)])
+
+
+def _complete(engine: Any, prompts: list[list[int]], new: int, logits: int | None = None) -> list[Any]:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logits)
+    made = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    return [each.outputs[0] for each in made]
+
+
+def _logits(engine: Any, sequence: list[int], positions: list[int]) -> Any:
+    import numpy as np
+
+    rows = []
+    for position in positions:  # one by one: a vocabulary of Python objects is large
+        (made,) = _complete(engine, [sequence[: position + 1]], 1, -1)
+        row = made.logprobs[0]
+        rows.append([row[token].logprob for token in range(len(row))])
+    return np.array(rows, np.float32)
