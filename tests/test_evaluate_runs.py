@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gqa_convert.console.evaluation import show_evaluation
+from gqa_convert.errors import OutputError
 from gqa_convert.evaluating.results import write_results
 from gqa_convert.evaluating.tasks import plain
 from tests.data_helpers import demo_tokenizer
@@ -71,6 +72,13 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     assert "exists already" in err
     assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
     assert json.loads(file.read_text())["kind"] == "evaluate"
+
+
+def test_a_file_that_came_into_being_meanwhile_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("mine")
+    with pytest.raises(OutputError, match="exists already"):
+        write_results(tmp_path / "results.json", {"loss": 1.0}, overwrite=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "mine")]
 
 
 def test_nothing_half_written_is_left(tmp_path: Path) -> None:
