@@ -217,6 +217,12 @@ def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path)
         ("huge.json", b'{"kind": "evaluate", "results": [{"model": "m", "loss": 1e999}]}', "it holds 1e999"),
         ("deep.json", b"[" * 100_000, "not valid JSON"),
         ("bytes.json", b"\xff\xfe", "not valid JSON"),
+        (
+            "task.json",
+            b'{"kind": "evaluate", "results": [{"model": "m", "tasks": {"t": {"acc,none": 1%s}}}]}' % (b"0" * 400),
+            "acc,none of t of",
+        ),
+        ("uptrain.json", b'{"kind": "uptrain", "steps": 1}', "uptrain.json names no model"),
         ("kind.json", b'{"kind": "telepathy", "machine": {}}', "'telepathy'"),
         ("text.json", b'{"kind": "evaluate", "results": [{"model": "m", "loss": "low"}]}', "loss of results[0] of"),
         ("none.json", b'{"kind": "evaluate", "results": []}', "holds no results"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert.errors import ReportError
 from gqa_convert.provenance import PROVENANCE
-from gqa_convert.reporting.fields import is_there, parse_json, told_apart
+from gqa_convert.reporting.fields import Fields, is_there, parse_json, told_apart
 from gqa_convert.reporting.reading import (
     kind_of,
     read_benchmark,
@@ -114,8 +114,8 @@ def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any],
         expected = (path.parent / "config.json").is_file() or RunFolder(path.parent).recipe.is_file()
         return why if named or not expected else None
     if kind == "uptrain":
-        return _take_summary(content, path, material, runs)
-    if kind == "demo":
+        _take_summary(content, path, material, runs)
+    elif kind == "demo":
         evaluation, conversions = read_demo(content, path)
         material.evaluations.append(evaluation)
         material.conversions += conversions
@@ -128,19 +128,22 @@ def _take(path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any],
     return None
 
 
-def _take_summary(
-    content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]
-) -> str | None:
+def _take_summary(content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]) -> None:
     """A run's `summary.json`, or what `uptrain --json` printed: the same object, which names the model in the run's folder."""
-    named = Path(str(content["model"])).parent
+    model = Fields(content, str(path)).text("model")
+    if model is None:
+        raise ReportError(f"{path} names no model: write the file again, or move it away")
+    named = Path(model).parent
     place = (path.parent if path.name == "summary.json" or not is_there(named) else named).resolve()
     earlier = runs.get(place)
     if earlier is None:
         runs[place] = (content, path)
     elif earlier[0] != content:
-        material.conflicts.append(f"{earlier[1]} and {path} speak of the same uptraining and differ: the first is used")
-        return f"another account of the run in {earlier[1]}"
-    return None
+        own = path.name == "summary.json"  # of a run that was trained anew, what was printed before is old
+        used, left = (path, earlier[1]) if own else (earlier[1], path)
+        runs[place] = (content, path) if own else earlier
+        material.conflicts.append(f"{used} and {left} speak of the same uptraining and differ: the former is used")
+        material.ignored.append((left, f"another account of the run in {used}"))
 
 
 def _drop_copies(material: Material) -> None:

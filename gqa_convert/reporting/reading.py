@@ -242,13 +242,18 @@ def _tasks(fields: Fields) -> list[tuple[str, str, float, float | None]]:
     results = (tasks.part("results") if tasks and "results" in tasks.record else tasks) or Fields({}, "")
     rows = []
     for task, metrics in results.record.items():
-        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)} if isinstance(metrics, dict) else {}
+        part = Fields(numbers, f"{task} of {fields.where}")
+        for name in numbers:
             metric, _, variant = name.partition(",")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not variant or metric.endswith("_stderr"):
-                continue
-            error = metrics.get(f"{metric}_stderr,{variant}")
-            rows.append((printable(task), printable(name), float(value), float(error) if isinstance(error, int | float) else None))
+            value = part.number(name)
+            if value is not None and variant and not metric.endswith("_stderr"):
+                rows.append((printable(task), printable(name), value, part.number(f"{metric}_stderr,{variant}")))
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_benchmark(content: dict[str, Any], path: Path) -> Benchmark:
