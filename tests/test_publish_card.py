@@ -16,6 +16,8 @@ from huggingface_hub import ModelCard
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, OutputError, PublishError, ReportError
 from gqa_convert.machine import measurement
+from gqa_convert.publishing.hashing import digests as read_digests
+from gqa_convert.publishing.hashing import refuse_tokens
 from gqa_convert.publishing.markup import code, plain, table
 from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.readme import is_our_card
@@ -113,6 +115,7 @@ def test_a_native_one(out: Path) -> None:
     assert "Loss and tasks: not measured." in text
     assert "Decode speed: not measured." in text
     assert "not uptrained" in text
+    assert "It was fitted" not in text
     assert f"python {json.loads((out / 'gqa_conversion.json').read_bytes())['machine']['versions']['python']}" in text
     assert warnings == []
 
@@ -128,6 +131,7 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     text, _, warnings = card(tmp_path / "fitted")
     content = json.loads((tmp_path / "fitted" / "gqa_conversion.json").read_bytes())
     assert "method `fit`" in text
+    assert "It was fitted to the texts named above" in text
     assert content["calibration"]["text"].startswith(f"480 tokens of {words}: ")
     assert "Calibration text: `480 tokens of calibration words.txt: " in text
     divergence = content["calibration"]["kl"]
@@ -143,9 +147,12 @@ def test_a_fitted_one(tmp_path: Path) -> None:
 def test_one_with_a_file_of_its_own(tmp_path: Path) -> None:
     from tests.own_files import make_source
 
-    convert_checkpoint(make_source("t5", tmp_path / "source"), tmp_path / "out", 4, method="first")
+    source = make_source("t5", tmp_path / "source")
+    (source / "preprocessor_config.json").write_text("{}")
+    convert_checkpoint(source, tmp_path / "out", 4, method="first")
     text, front, _ = card(tmp_path / "out", licence="apache-2.0")
     assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
+    assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
     assert "`gqa_t5.py`" in text
     assert "encoder is unchanged" in text
     sizes = {key: f"{2 * 2 * heads * 16 * 4:,}" for key, heads in (("before", 12), ("after", 4))}
@@ -235,8 +242,15 @@ def test_the_source_is_known_by_its_files_from_elsewhere(tmp_path: Path, monkeyp
     text = card(tmp_path / "out", results=(path,))[0]
     assert "| source | 2.5000" in text
     assert "Paired difference in loss to the source: 0.1250" in text
-    (tmp_path / "work" / "models" / "source" / "tokenizer.json").write_text('{"version": "2.0"}')
-    assert "| source | 2.5000" not in card(tmp_path / "out", results=(path,))[0]
+    for name in ("tokenizer.json", "model.safetensors"):
+        file = tmp_path / "work" / "models" / "source" / name
+        before = file.read_bytes()
+        file.write_bytes(before[:-2] + b"x\n" if name == "tokenizer.json" else before + b"x")  # by its hash, and by its size
+        assert "| source | 2.5000" not in card(tmp_path / "out", results=(path,))[0]
+        file.write_bytes(before)
+    (tmp_path / "work" / "models" / "source").rename(tmp_path / "work" / "models" / "another")
+    scores = evaluation({str(tmp_path / "work" / "models" / "another"): LOSSES[12], "out": LOSSES[3]}, created="2999-01-01T00:00:00Z")
+    assert "| source | 2.5000" not in card(tmp_path / "out", results=(write_json(path, scores),))[0]
 
 
 @pytest.mark.parametrize(
@@ -348,6 +362,33 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path, tmp_path: Path) 
     assert front["model-index"][0]["results"][0]["dataset"]["name"].startswith("held.txt, ")
     assert any("gqa_conversion.json" in each and "/home/jane/" in each for each in warnings)
     assert "Decode time of `llama/`" in text
+
+
+def test_files_that_are_not_what_they_were(out: Path) -> None:
+    from_hub(out)
+    (out / "tokenizer.json").write_text('{"version": "2.0"}')
+    assert "changed since the conversion, or by it: tokenizer.json" in card(out)[2]
+    record(out, route="translated", model_type="gpt_neox")
+    assert "rewritten from `gpt_neox` to `llama`" in card(out)[0]
+
+    def write(count: int) -> None:
+        with (out / "tokenizer.json").open("ab") as file:
+            file.write(b"x" * (1 if count > 1 else 0))
+
+    with pytest.raises(PublishError, match="being written to"):
+        read_digests(out, ["tokenizer.json"], write)
+    with pytest.raises(PublishError, match="an access token"):
+        refuse_tokens(out, ["config.json"], "hidden_act", "card")  # a token of another form is known if it is the user's
+    with pytest.raises(PublishError, match="the model card holds an access token"):
+        refuse_tokens(out, [], None, "hf_" + "Qw7" * 12)
+
+
+def test_losses_that_are_not_finite(out: Path, tmp_path: Path) -> None:
+    record(out, created="2026-01-01T00:00:00Z")
+    scores = evaluation({"org/model": LOSSES[12], str(out): (None, None)})
+    text, front, _ = card(out, results=(write_json(tmp_path / "e.json", scores),))
+    assert "17 losses were not finite." in text
+    assert "loss" not in [metric["type"] for metric in front["model-index"][0]["results"][0]["metrics"]]
 
 
 def test_what_was_merged_once_stays_merged(out: Path) -> None:
