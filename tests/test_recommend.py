@@ -339,6 +339,17 @@ def test_results_stand_in_place_of_measuring(
     assert by_groups(nearer)[3]["speedup"] == 1.0
 
 
+def test_differences_from_another_model_are_not_those_from_the_source(llama: Path, tmp_path: Path) -> None:
+    """An evaluation in which SOURCE is not the first model."""
+    runs = write_runs(tmp_path / "runs", llama)
+    record = json.loads((runs / "evaluate.json").read_text())
+    for each in record["results"]:
+        each["difference"] = {"to": str(runs / "a3"), "loss": each["loss"] - 4.0, "standard_error": 0.5}
+    write_json(runs / "evaluate.json", record)
+    found = by_groups(recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs]))
+    assert [(found[groups]["loss_increase"], found[groups]["loss_standard_error"]) for groups in (3, 4)] == [(0.25, None), (0.125, None)]
+
+
 @pytest.mark.parametrize(
     ("batch", "context", "found"), [(5, 400, (8, 512)), (2, 400, (1, 512)), (1, 70, (1, 64)), (100, 100, (8, 64)), (8, 256, (8, 512))]
 )
