@@ -350,6 +350,21 @@ def test_differences_from_another_model_are_not_those_from_the_source(llama: Pat
     assert [(found[groups]["loss_increase"], found[groups]["loss_standard_error"]) for groups in (3, 4)] == [(0.25, None), (0.125, None)]
 
 
+def test_conversions_of_another_source_and_copies_do_not_count(llama: Path, tmp_path: Path) -> None:
+    runs = write_runs(tmp_path / "runs", llama)
+    record = json.loads((runs / "evaluate.json").read_text())
+    for name, groups, source in (("other", 3, "elsewhere"), ("copy", 12, str(llama))):
+        write_json(runs / name / "config.json", {"model_type": "llama", "num_key_value_heads": groups})
+        stated = json.loads((runs / "b3" / "gqa_conversion.json").read_text())
+        write_json(runs / name / "gqa_conversion.json", stated | {"groups": groups, "source": {"id": source}})
+        record["results"].append(record["results"][-1] | {"model": str(runs / name), "loss": 2.515625, "difference": None})
+    write_json(runs / "evaluate.json", record)
+    result = recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs])
+    found = by_groups(result)
+    assert [(found[groups]["loss_increase"], found[groups]["model"]) for groups in (3, 12)] == [(0.25, str(runs / "b3")), (0.0, None)]
+    assert not any("N = 12" in note for note in result["notes"])
+
+
 @pytest.mark.parametrize(
     ("batch", "context", "found"), [(5, 400, (8, 512)), (2, 400, (1, 512)), (1, 70, (1, 64)), (100, 100, (8, 64)), (8, 256, (8, 512))]
 )
