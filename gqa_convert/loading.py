@@ -155,6 +155,39 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: A
     return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code, **options)
 
 
+def outline_model(folder: Path, dtype: Any) -> Any:
+    """What `load_model` returns, with parameters and buffers that hold anything: for a process that another one sends them to.
+
+    Their memory is set aside and not touched, so that it is not taken before somebody writes to it.
+
+    Args:
+        folder: a local checkpoint; of its weights nothing is read.
+        dtype: a torch type.
+
+    Raises:
+        ValueError: a model of this class can't be made without its numbers.
+        Exception: whatever transformers raises.
+    """
+    import torch
+    import transformers
+
+    _register(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model = getattr(transformers, auto_class(read_config(folder))).from_config(config, dtype=dtype, trust_remote_code=False)
+    made: dict[int, Any] = {}  # tied parameters stay one
+    for module in model.modules():
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
+            raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    kind = isinstance(tensor, torch.nn.Parameter)
+                    tensors[name] = made.setdefault(id(tensor), torch.nn.Parameter(empty, tensor.requires_grad) if kind else empty)
+    return model.eval()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's own tokenizer, for which no code of a modelling file is needed.
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from gqa_convert.errors import CorruptCheckpointError
-from gqa_convert.loading import load_model
 from gqa_convert.recipe import Recipe
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
@@ -21,7 +20,7 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
     """
     with explained(recipe.model):
-        model, missing = load_model(folder, torch.float32)
+        model, missing = sharding.load(folder, torch.float32)
     if missing:
         raise CorruptCheckpointError(f"{recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
     if recipe.document_mask:

@@ -12,7 +12,6 @@ import torch
 from gqa_convert.checkpoint.publication import sweep
 from gqa_convert.data.samples import evaluation_blocks, open_samples
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.loading import load_model
 from gqa_convert.machine import measurement
 from gqa_convert.provenance import PROVENANCE
 from gqa_convert.recipe import Recipe
@@ -198,7 +197,7 @@ class Run:
         source = teacher
         if source is None and self.opened.source_folder is not None:
             with self.together():
-                source, _ = load_model(self.opened.source_folder, "auto")
+                source, _ = sharding.load(self.opened.source_folder, "auto")
             source = place_fixed(source.requires_grad_(False), self.accelerator)
         if source is not None:
             progress.evaluations["source"] = trainer.evaluate(source, batches)

@@ -5,7 +5,11 @@ accelerate's own FSDP switch becomes plain DDP on CPUs without a word, so that s
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from gqa_convert.loading import load_model, outline_model, read_config
 
 _TRUE = ("1", "true", "yes", "on")
 
@@ -13,6 +17,22 @@ _TRUE = ("1", "true", "yes", "on")
 def wanted() -> bool:
     """Whether the launcher's configuration asks for FSDP (`distributed_type: FSDP` of accelerate) and there is more than one process."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
+    """As `loading.load_model`. Where models are sharded, the first process alone reads weights, and `shard` sends them to the others.
+
+    Otherwise a machine with eight GPUs would hold eight whole copies before there is a shard.
+    """
+    import torch
+
+    if wanted() and torch.distributed.get_rank():
+        config = read_config(folder)
+        stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
+        if isinstance(stated, torch.dtype):
+            with suppress(Exception):  # a class that can't be made without its weights, or what the first process will say
+                return outline_model(folder, stated), []
+    return load_model(folder, dtype)
 
 
 def replicate(model: Any, device: Any) -> Any:
@@ -27,15 +47,17 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     """Split a model in place over all processes; matrix products in bfloat16 if asked for, sums of gradients in float32.
 
     Args:
-        model: whole, on every process; best on the CPU, so that the device holds one whole layer at a time.
+        model: on the CPU, so that the device holds one whole layer at a time; its numbers are those of the first process.
         device: of this process.
         processes: how many there are.
         bf16: compute in bfloat16; parameters and optimizer state stay as they are.
     """
     import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
     mesh = init_device_mesh(device.type, (processes,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
@@ -43,7 +65,11 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     # what lies outside the layers is needed again at once in a backward pass; without one it is freed
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
+    model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
+    set_model_state_dict(model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in model.buffers():  # those that no checkpoint holds are not among the numbers
+        torch.distributed.broadcast(buffer, src=0)
+    return model
 
 
 def layers(model: Any) -> Iterator[Any]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, RecipeError
-from gqa_convert.loading import load_model, load_tokenizer, read_config
+from gqa_convert.loading import load_tokenizer, read_config
+from gqa_convert.training import sharding
 
 _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}
 
@@ -28,7 +29,7 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
     """
     if dtype not in _DTYPES:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
-    model, missing = load_model(folder, _DTYPES[dtype])
+    model, missing = sharding.load(folder, _DTYPES[dtype])
     if missing:
         raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): it cannot teach")
     return model.requires_grad_(False).to(device)
