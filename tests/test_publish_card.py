@@ -18,7 +18,7 @@ from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionEr
 from gqa_convert.machine import measurement
 from gqa_convert.publishing.hashing import digests as read_digests
 from gqa_convert.publishing.hashing import refuse_tokens
-from gqa_convert.publishing.markup import code, plain, table
+from gqa_convert.publishing.markup import code, fenced, plain, table
 from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.readme import is_our_card
 from gqa_convert.publishing.remote import Place
@@ -228,6 +228,13 @@ def test_results_of_other_models_and_of_older_weights_stay_out(out: Path, tmp_pa
     text, _, warnings = card(out, results=(timed,))
     assert "Decode speed: not measured." in text
     assert any("another" in each for each in warnings)
+    from_hub(out)
+    timed = write_json(tmp_path / "timed.json", benchmark({12: TIMES[12]}, model="org/model"))
+    assert any("no time at N = 3" in each for each in card(out, results=(timed,))[2])
+    uptrained(out, created="2026-05-05T00:00:00Z")  # after the evaluation
+    text, front, warnings = card(out, results=(strange,), names=("somewhere/gqa-3",))
+    assert "model-index" not in front
+    assert "older" in " ".join(warnings)
     with pytest.raises(ReportError, match="does not exist"):
         card(out, results=(tmp_path / "nothing",))
 
@@ -306,11 +313,12 @@ def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
     source_readme(out, '---\nlicense: llama2\nlanguage: [no, en]\npipeline_tag: fill-mask\nlicense_name: "--><b>"\n---\n')
     _, front, _ = card(out)
     assert (front["language"], front["pipeline_tag"]) == (["no", "en"], "fill-mask")
-    (out / "README.md").write_text((out / "README.md").read_text().replace("llama2", "mit") + "\nMine.\n")
-    with pytest.raises(PublishError, match="edited"):
-        card(out)
-    text = (out / "README.md").read_text().replace('"license": "mit"', '"license": "llama2"')
-    (out / "README.md").write_text(text)
+    written = (out / "README.md").read_text()
+    for edited in (written.replace('"license": "llama2"', '"license": "mit"'), written.replace("\nlicense: llama2", "\nlicense: mit")):
+        assert edited != written
+        (out / "README.md").write_text(edited)
+        with pytest.raises(PublishError, match="edited"):
+            card(out)
     assert card(out, overwrite_card=True)[1]["license"] == "llama2"
     (out / "README.md").write_text("---\nlicense: mit\n---\nMy own.\n")
     assert "license" not in card(out, overwrite_card=True)[1]
@@ -416,6 +424,9 @@ def test_the_base_model_is_what_is_known(out: Path) -> None:
     record(out, previous=earlier)
     text, front, _ = card(out)
     assert front["base_model"] == "org/cached"
+    record(out, source=source | {"id": "org/nearer", "revision": COMMIT})
+    assert card(out)[1]["base_model"] == "org/nearer"
+    record(out, source=source | {"id": "./looks/like"})
     assert text.count("**Conversion**") == 2
     for name in ("no id: at all", "", "org/", "/home/me/model"):
         with pytest.raises(OptionError, match="--base-model"):
@@ -457,7 +468,10 @@ def test_names_stay_names(out: Path, tmp_path: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", after))
 
 
-def test_bars_do_not_end_a_cell() -> None:
+def test_bars_and_backticks_end_nothing() -> None:
+    assert code("a``b") == "```a``b```"
+    assert code("`") == "`` ` ``"
+    assert fenced("x\n````\ny", "sh") == ["`````sh", "x", "````", "y", "`````"]
     cells = ["|", r"\|", r"\\|", r"\\\|", "a||b"]
     for line in table(("", "x"), [(code(each), plain(each)) for each in cells])[2:]:
         assert len(re.findall(r"(?:\\.|[^|\\])+", line)) == 2, line  # as cmark-gfm reads a row
