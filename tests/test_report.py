@@ -81,6 +81,7 @@ def test_other_tables(runs: Path, made: dict[str, Any]) -> None:
     errors = json.loads((runs / "gqa-4" / "gqa_conversion.json").read_bytes())["merge_error"].values()
     row = next(row for row in rows_of(page, "conversions") if row["N"] == "4")
     assert row["mean error"] == f"{sum(errors) / len(errors):.4f}"
+    assert row["highest"] == f"{max(errors):.4f}"
     assert len(rows_of(page, "times")) == len(TIMES)
     (ignored,) = rows_of(page, "ignored")
     assert ignored["file"].endswith("notes.json")
@@ -123,13 +124,18 @@ def test_colours_are_variables_that_both_schemes_define(made: dict[str, Any]) ->
         assert "#ffffff" in standalone
 
 
+def assert_tables_have_columns(markdown: str) -> None:
+    """All rows of a table as many."""
+    for block in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
 def test_markdown_holds_the_tables_and_links_the_figures(made: dict[str, Any]) -> None:
     text = Path(made["markdown"]).read_text(encoding="utf-8")
     linked = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
     assert [str(Path(made["out"]) / name) for name in linked] == [figure["file"] for figure in made["figures"]]
     assert "| 2.7500 ± 0.0500 |" in text
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+    assert_tables_have_columns(text)
     assert "Example Processor 9" in text
 
 
@@ -142,7 +148,7 @@ def test_same_input_same_bytes(runs: Path, made: dict[str, Any], tmp_path: Path)
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
     model = '<b>"&\\x| `$x$`\u202e\ud800'
-    write_json(tmp_path / "a.json", evaluation({model: (2.5, 0.5)}))
+    write_json(tmp_path / "a\x1b\udcff.json", evaluation({model: (2.5, 0.5)}))
     timed = benchmark({3: (1.0, 0.5, 1.5)}, model=model, attention='</svg><script>alert("1")</script>')
     write_json(tmp_path / "b.json", timed)
     write_json(
@@ -154,7 +160,9 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
     assert "<b>" not in text
     assert "<script" not in text
     assert '<b>"&\\x| `$x$`\\u202e\\ud800' in page.words
+    assert "a\\x1b\\udcff.json" in page.words
     markdown = Path(made["markdown"]).read_text(encoding="utf-8")
+    assert_tables_have_columns(markdown)
     assert "<b>" not in markdown
     assert "<script" not in markdown
     assert made["notes"]
