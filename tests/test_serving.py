@@ -16,7 +16,7 @@ import pytest
 from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
 from gqa_convert.serving import checking, installing, process
 from gqa_convert.serving.checking import check_serving
-from gqa_convert.serving.client import CLIENTS, NEW_TOKENS, Answer, Client, Request
+from gqa_convert.serving.client import CLIENTS, NEW_TOKENS, Answer, Client, NotSupportedError, Request, head_width_from_hidden_size
 from gqa_convert.serving.comparing import compare
 from gqa_convert.serving.prompts import make_prompts, places
 from gqa_convert.serving.worker import write_answer
@@ -117,6 +117,31 @@ def test_a_process_ends_with_this_program(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert closed(reader)
+
+
+def test_heads_of_another_width_excuse_errors_about_dimensions_alone() -> None:
+    config = {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 12}
+    for problem, width, raised in (
+        (ValueError("axis 2 has dimension 288"), 16, NotSupportedError),
+        (ValueError("axis 2 has dimension 288"), 8, ValueError),
+        (OSError("no tokenizer"), 16, OSError),
+    ):
+        with pytest.raises(raised), head_width_from_hidden_size(config | {"head_dim": width}):
+            raise problem
+
+
+def test_a_process_finds_nobody_to_ask() -> None:
+    """Where this program's own stdin is open, and silent."""
+    reader, writer = os.pipe()
+    before = os.dup(0)
+    os.dup2(reader, 0)
+    try:
+        ended = process.run(["sh", "-c", "read answer; echo $?"], seconds=20.0)
+    finally:
+        os.dup2(before, 0)
+        for number in (before, reader, writer):
+            os.close(number)
+    assert (ended.code, ended.output) == (0, ["1"])
 
 
 def fifo(path: Path) -> int:

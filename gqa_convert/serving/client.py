@@ -43,9 +43,9 @@ class Request:
 
 @contextmanager
 def head_width_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
-    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error in here says that it knows no others.
+    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error about dimensions says that it knows no others.
 
-    A wrong answer without an error stays a failure.
+    Any other error, and a wrong answer without one, stays a failure.
 
     Args:
         config: what config.json holds.
@@ -57,7 +57,14 @@ def head_width_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
         yield
     except Exception as problem:
         width, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-        if isinstance(problem, NotSupportedError) or not width or not hidden or not heads or width * heads == hidden:
+        if (
+            isinstance(problem, NotSupportedError)
+            or "dimension" not in str(problem)
+            or not width
+            or not hidden
+            or not heads
+            or width * heads == hidden
+        ):
             raise
         lines = str(problem).strip().splitlines()
         raise NotSupportedError(

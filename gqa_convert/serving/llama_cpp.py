@@ -28,6 +28,11 @@ runpy.run_path(script, run_name="__main__")
 """
 """The converter wants a tokenizer; this runs it on a checkpoint that has none."""
 
+_GGML_ERROR = 4
+"""Level of a line in ggml's log."""
+_kept: list[Any] = []
+"""What C code calls until the process ends."""
+
 
 def answer(request: Request) -> Answer:
     """Convert the checkpoint to GGUF in float32, load that and ask it.
@@ -36,17 +41,35 @@ def answer(request: Request) -> Answer:
         AbsentError: there is no converter.
         NotSupportedError: the converter does not know this architecture, or this tokenizer.
     """
+    model = _load(request)
+    tokens = [_greedy(model, prompt) for prompt in request.prompts]
+    return Answer(tokens, [_logits(model, *each) for each in zip(request.sequences, request.positions, strict=True)])
+
+
+def _load(request: Request) -> Any:
     import llama_cpp
 
     file = request.scratch / "model.gguf"
     _convert(request, _script(Path(llama_cpp.__file__)), file)
     longest = max(map(len, request.sequences))
-    model = llama_cpp.Llama(
-        str(file), n_ctx=longest + NEW_TOKENS, n_batch=longest, logits_all=True, verbose=False,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-    )  # fmt: skip
-    tokens = [_greedy(model, prompt) for prompt in request.prompts]
-    return Answer(tokens, [_logits(model, *each) for each in zip(request.sequences, request.positions, strict=True)])
+    said: list[str] = []
+
+    def log(level: int, text: bytes, _: Any) -> None:
+        if level == _GGML_ERROR:
+            said.append(text.decode(errors="replace").strip())
+
+    _kept.append(llama_cpp.llama_log_callback(log))
+    llama_cpp.llama_log_set(_kept[-1], None)
+    try:
+        return llama_cpp.Llama(
+            str(file), n_ctx=longest + NEW_TOKENS, n_batch=longest, logits_all=True, verbose=False,
+            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        )  # fmt: skip
+    except ValueError:
+        heads, kv_heads = (request.config.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        if request.config["model_type"] == "phi" and heads != kv_heads:
+            raise NotSupportedError("its converter takes phi to have as many K/V heads as heads") from None
+        raise ValueError(f"its own file did not load: {said[0] if said else 'it does not say why'}") from None
 
 
 def _script(package: Path) -> Path:
