@@ -198,6 +198,12 @@ def test_missing_figures_say_which_command_makes_them(runs: Path, tmp_path: Path
     assert row["K/V ratio"] == "0.250"
 
 
+def test_no_report_lands_in_a_checkpoint(runs: Path, tmp_path: Path) -> None:
+    """It is published as it is."""
+    shutil.copytree(runs / "gqa-3", tmp_path / "gqa-3")
+    assert Path(make_report([tmp_path / "gqa-3"])["out"]) == tmp_path / "gqa-3-report"
+
+
 def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path) -> None:
     scored = evaluation(
         {"m": (2.0, 0.1)}, reference={"model": "teacher", "loss": 1.5}, data={"source": "t.txt", "split": "train", "tokens_limit": 9}
