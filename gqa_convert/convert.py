@@ -16,7 +16,7 @@ from gqa_convert.errors import RemoteHeadersError
 from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, default_method
 from gqa_convert.fitting.merging import LayerDone, merge_heads
 from gqa_convert.plan import Plan, make_plan
-from gqa_convert.provenance import PROVENANCE, FileHasher, provenance
+from gqa_convert.provenance import PROVENANCE, FileHasher, earlier_record, provenance, record_files
 from gqa_convert.writing import Progress, write_weights
 
 
@@ -63,7 +63,7 @@ def convert_checkpoint(
         revision: branch, tag or commit on the Hub.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
         overwrite: replace an existing checkpoint folder once the new one is complete.
-        hash_weights: record the SHA-256 of the source's weight files too, which means reading them whole.
+        hash_weights: record the SHA-256 of the source's weight files, and of the result's in any case, which means reading them whole.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
         on_layer: called as each layer is merged by a method that works on whole layers.
@@ -82,17 +82,23 @@ def convert_checkpoint(
     checkpoint = open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
     plan = _checked_plan(checkpoint, groups, text, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
+    previous = earlier_record(checkpoint)
     on_plan(plan)
     sweep(Path(os.path.realpath(out)).parent)
     with ExitStack() as stack:
         staged = stack.enter_context(StagedFolder(out))
         merged = merge_heads(plan, out, text, stack, on_layer)
         with FileHasher(checkpoint, weights=hash_weights) as hasher:
-            errors = write_weights(merged.plan, staged.path, progress)
+            written = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
-        errors = errors if merged.errors is None else merged.errors
+        errors = written if merged.errors is None else merged.errors
         write_companions(plan, staged.path)
-        write_json(staged.path / PROVENANCE, provenance(plan, errors, digests, command, merged.calibration, merged.head_order))
+        # methods that work on whole layers take so long that reading their result again is nothing beside it
+        result = record_files(staged.path, (shard.file for shard in plan.shards)) if hash_weights or merged.errors is not None else None
+        record = provenance(
+            plan, errors, digests, command, calibration=merged.calibration, head_order=merged.head_order, result=result, previous=previous
+        )  # fmt: skip
+        write_json(staged.path / PROVENANCE, record)
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -63,9 +64,32 @@ class FileHasher:
             self._problem = problem
 
 
+def earlier_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The record that a local checkpoint brings along, if it was made by this program.
+
+    Raises:
+        CorruptCheckpointError: it can't be read.
+    """
+    if PROVENANCE not in checkpoint.carried:
+        return None
+    assert checkpoint.folder is not None
+    path = checkpoint.folder / PROVENANCE
+    return parse_object(path.read_bytes(), str(path))
+
+
+def record_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """What is recorded of files by which they are known again: `{"files": {name: {"bytes": ..., "sha256": ...}}}`; reads them whole."""
+    found = {}
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            found[name] = {"bytes": (folder / name).stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"files": found}
+
+
 def provenance(
-    plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, calibration: dict[str, Any] | None = None,
-    head_order: dict[str, list[int]] | None = None,
+    plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, *,
+    calibration: dict[str, Any] | None = None, head_order: dict[str, list[int]] | None = None, result: dict[str, Any] | None = None,
+    previous: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a conversion.
 
@@ -77,16 +101,13 @@ def provenance(
         calibration: what text was measured on, if any was.
         head_order: of the modules whose K/V heads, with the query heads that read them, have changed places: the source's heads, [K], in
             the result's order before those of a group became one.
+        result: of `record_files`, for the weights that were written, if they were read again.
+        previous: the record of the conversion that made the source.
 
     Returns:
-        Plain data; the record of an earlier conversion of the source is kept under `previous`.
-
-    Raises:
-        CorruptCheckpointError: that record can't be read.
+        Plain data.
     """
     checkpoint = plan.checkpoint
-    assert checkpoint.folder is not None
-    earlier = checkpoint.folder / PROVENANCE
     return {
         "format_version": 1,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -113,5 +134,6 @@ def provenance(
         "head_order": head_order or {},
         "merge_error": errors,
         "uptraining_tokens": 0,
-        "previous": parse_object(earlier.read_bytes(), str(earlier)) if PROVENANCE in checkpoint.carried else None,
+        "result": result,
+        "previous": previous,
     }

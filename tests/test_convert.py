@@ -141,7 +141,7 @@ def test_ranges_of_every_size_and_place(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(seen) == len(written)
 
 
-def test_hashes_of_the_source(source: Path, tmp_path: Path) -> None:
+def test_hashes(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "some", 4, method="mean")
     convert_checkpoint(source, tmp_path / "all", 4, hash_weights=True, method="mean")
     some = json.loads((tmp_path / "some" / "gqa_conversion.json").read_text())["source"]["files"]
@@ -150,6 +150,10 @@ def test_hashes_of_the_source(source: Path, tmp_path: Path) -> None:
     assert "sha256" not in some["model-00001-of-00003.safetensors"]
     for name, record in every.items():
         assert record == {"bytes": (source / name).stat().st_size, "sha256": hashlib.sha256((source / name).read_bytes()).hexdigest()}
+    records = {name: json.loads((tmp_path / name / "gqa_conversion.json").read_text())["result"] for name in ("some", "all")}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "all").glob("*.safetensors")}
+    expected = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in written.items()}
+    assert records == {"some": None, "all": {"files": expected}}
     assert verify_checkpoint(tmp_path / "all", source, logits=False).passed
     record = json.loads((tmp_path / "all" / "gqa_conversion.json").read_text())
     record["source"]["files"]["model-00001-of-00003.safetensors"]["sha256"] = "0" * 64

@@ -36,7 +36,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("card")
     source = write_llama(base / "source")
     (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# The source's own card\n")
-    convert_checkpoint(source, base / "out", 3, method="mean", command=COMMAND)
+    convert_checkpoint(source, base / "out", 3, method="mean", hash_weights=True, command=COMMAND)
     return base / "out"
 
 
@@ -389,6 +389,24 @@ def test_files_that_are_not_what_they_were(out: Path) -> None:
         refuse_tokens(out, ["config.json"], "hidden_act", "card")  # a token of another form is known if it is the user's
     with pytest.raises(PublishError, match="the model card holds an access token"):
         refuse_tokens(out, [], None, "hf_" + "Qw7" * 12)
+
+
+def test_weights_that_changed_are_not_published(out: Path, tmp_path: Path) -> None:
+    record(out, result=None)
+    notes = publish(out, Place(REPO), dry_run=True)["warnings"]
+    assert any("model.safetensors: their hashes were not recorded" in note for note in notes)
+    made = tmp_path / "made"
+    convert_checkpoint(write_llama(tmp_path / "source"), made, 3)
+    assert not any("hashes" in note for note in publish(made, Place(REPO), dry_run=True)["warnings"])
+    (made / "README.md").unlink()
+    with (made / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    with pytest.raises(PublishError, match=r"model\.safetensors has SHA-256 \w+ where \w+ was written: it has changed since"):
+        publish(made, Place(REPO), dry_run=True)
+    assert not (made / "README.md").exists()
 
 
 def test_losses_that_are_not_finite(out: Path, tmp_path: Path) -> None:

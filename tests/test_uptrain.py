@@ -1,8 +1,10 @@
 """Runs of a few steps with every objective and option, against transformers' own losses and against one another."""
 
+import hashlib
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,17 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
     run(home, tmp_path / "second", model=str(made), tokens=64, save_every=1)
     again = json.loads((tmp_path / "second" / "model" / "gqa_conversion.json").read_text())
     assert (again["uptraining_tokens"], [each["tokens"] for each in again["uptraining"]]) == (448, [384, 64])
+    for folder, written in ((made, record), (tmp_path / "second" / "model", again)):
+        raw = (folder / "model.safetensors").read_bytes()
+        assert written["result"] == {"files": {"model.safetensors": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}}
+
+
+def test_a_broken_record_of_the_conversion_is_found_before_training(home: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(home / "student", tmp_path / "student")
+    (student / "gqa_conversion.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match=r"gqa_conversion\.json"):
+        run(home, tmp_path / "run", model=str(student))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The verifier on methods whose maps queries and outputs absorb: good conversions pass, and whatever only claims to be one fails."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -487,3 +488,35 @@ def test_alignment_claims_neither_text_nor_order(made: Made, tmp_path: Path) -> 
     bad = shutil.copytree(out, tmp_path / "bad")
     edit_json(bad / "gqa_conversion.json", calibration={"tokens": 5}, head_order={STEM: [1, 0, *range(2, 12)]})
     assert set(failed(verify_checkpoint(bad, source, logits=False))) == {"provenance", *FUNCTIONS}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "neox"])
+@pytest.mark.parametrize("method", ["factor", "fit"])
+def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, name: str, method: str) -> None:
+    """No other check sees it; the hash that was recorded does."""
+    good, source = made(name, 3, method)
+    out = shutil.copytree(good, tmp_path / "out")
+    record = json.loads((out / "gqa_conversion.json").read_text())["result"]["files"]
+    assert set(record) == {path.name for path in out.glob("*.safetensors")}
+    for file in out.glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        if output := next((entry for key, entry in header.items() if key.endswith(("o_proj.weight", "self_attn.dense.weight"))), None):
+            break
+    assert output is not None
+    raw[8 + length + output["data_offsets"][0]] ^= 1
+    file.write_bytes(raw)
+    found = failed(verify_checkpoint(out, source, logits=False))
+    assert set(found) == {"hashes"}
+    assert f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()} where {record[file.name]['sha256']} was written" in found["hashes"]
+
+
+@pytest.mark.parametrize(
+    "result", [[], {"files": [1]}, {"files": {"model.safetensors": 3}}, {"files": {"other.safetensors": {"sha256": "0"}}}]
+)
+def test_records_of_files_that_are_odd(made: Made, tmp_path: Path, result: object) -> None:
+    good, source = made("qwen2", 3, "factor")
+    out = shutil.copytree(good, tmp_path / "out")
+    edit_json(out / "gqa_conversion.json", result=result)
+    assert set(failed(verify_checkpoint(out, source, logits=False))) == {"hashes"}

@@ -113,6 +113,12 @@ class Facts:
         """When the weights were last changed, as ISO 8601; empty if that was not recorded."""
         return max((each.text("created") or "" for each in (*self.chain, *self.trainings)), default="")
 
+    def written_digest(self, name: str) -> str | None:
+        """SHA-256 of a weight file as convert or uptrain wrote it, if it was recorded."""
+        files = (self.record.part("result") or Fields({}, "")).part("files")
+        entry = files.part(name) if files else None
+        return entry.text("sha256") if entry else None
+
     def source_digest(self, name: str) -> set[str]:
         """SHA-256 of a file in the sources of all conversions, as far as they were recorded."""
         found = set[str]()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import OptionError
+from gqa_convert.checkpoint import formats
+from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.provenance import PROVENANCE
 from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts
@@ -87,7 +88,7 @@ def publish(
         warnings += repository.check_card(card)
     with reading(sum(facts.checkpoint.sizes[name] for name in facts.files)) as progress:
         files = sorted([*digests(facts.folder, facts.files, progress), digest_of(README, card.encode())], key=lambda each: each.path)
-    warnings += _strayed(facts, files)
+    warnings += [*_unrecorded(facts, files), *_strayed(facts, files)]
     result: dict[str, Any] = {
         "repo_id": place.repo_id, "url": place.url, "revision": place.revision, "commit": None, "pull_request": None,
         "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in files],
@@ -158,6 +159,29 @@ def _paths(facts: Facts) -> list[str]:
     """A word on folders of this machine, which strangers will read."""
     local = folders_in((facts.folder / PROVENANCE).read_text(encoding="utf-8"))
     return [f"{PROVENANCE} is sent too, and names folders of this machine such as {local}; the card leaves them out"] if local else []
+
+
+def _unrecorded(facts: Facts, files: Sequence[Digest]) -> list[str]:
+    """A word on weights of which no hash was recorded when they were written.
+
+    Raises:
+        PublishError: one is not what was written.
+    """
+    unknown = []
+    for each in files:
+        if formats.is_weight_file(each.path):
+            written = facts.written_digest(each.path)
+            if written is None:
+                unknown.append(each.path)
+            elif written != each.sha256:
+                raise PublishError(
+                    f"{facts.folder / each.path} has SHA-256 {each.sha256} where {written} was written: it has changed since; convert or copy "
+                    "it again"
+                )
+    hint = (
+        f"their hashes were not recorded, so that changes since would go unnoticed: gqa-convert verify {facts.folder} --source SOURCE tells"
+    )
+    return [f"{some(unknown)}: {hint}"] if unknown else []
 
 
 def _strayed(facts: Facts, files: Sequence[Digest]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.publication import StagedFolder, sync
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.provenance import PROVENANCE
+from gqa_convert.provenance import PROVENANCE, earlier_record, record_files
 
 _SHARD = "5GB"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -35,10 +35,10 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
                 target = staged.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.folder / name, target)
-        earlier = source.folder / PROVENANCE
-        conversion = json.loads(earlier.read_bytes()) if earlier.is_file() else {}
+        conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
+        conversion["result"] = record_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
         (staged.path / PROVENANCE).write_text(json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in staged.path.rglob("*"):
             if path.is_file():

@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.publication import sweep
 from gqa_convert.data.samples import evaluation_blocks, open_samples
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.machine import measurement
-from gqa_convert.provenance import PROVENANCE
+from gqa_convert.provenance import PROVENANCE, earlier_record
 from gqa_convert.recipe import Recipe
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
@@ -67,7 +67,8 @@ class Run:
         progress = self._progress(record)
         with self.together():
             self.opened = open_recipe(self.recipe)
-        if not (self.opened.student_folder / PROVENANCE).is_file():
+            converted = earlier_record(self.opened.student)
+        if converted is None:
             self.say(f"{self.recipe.model} has no {PROVENANCE}, so that gqa-convert has not converted it: it is trained as it is")
         samples, evaluation = self._data()
         self.fingerprint = samples.fingerprint

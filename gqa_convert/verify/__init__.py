@@ -95,6 +95,11 @@ def verify_checkpoint(
         geometry = _check_translated_data(run, out, family, weights, translation, progress)
     else:
         geometry = _check_data(run, out, family, original, weights, progress)
+    claims: dict[str, Any] = {}
+    with suppress(Failure):  # reported by the check on provenance
+        claims = folders.read_provenance(out)
+    if claims.get("result") is not None:
+        run.check("hashes", lambda: folders.check_hashes(out, claims))
     if logits and not _has_classes(family):
         run.check(
             "behaviour", lambda: f"not run: transformers has no class of type {family.model_type}, and a checkpoint's own code never runs"

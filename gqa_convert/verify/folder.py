@@ -223,6 +223,20 @@ def check_provenance(
     return f"{truth['method']}, {geometry.before} -> {geometry.after} K/V heads{ending}"
 
 
+def check_hashes(out: Path, claims: dict[str, Any]) -> str:
+    """The weight files against the SHA-256 that was recorded when they were written: changes that no other check can see."""
+    result = claims.get("result")
+    files = result.get("files") if isinstance(result, dict) else None
+    if not isinstance(files, dict):
+        raise Failure(f"{PROVENANCE} claims result = {result!r}, which lists no files")
+    for name, stated in files.items():
+        if not isinstance(stated, dict) or not (out / name).is_file():
+            raise Failure(f"{PROVENANCE} claims {stated!r} for {name}, which is missing")
+        if stated.get("sha256") != (found := _sha256(out / name)):
+            raise Failure(f"{name} has SHA-256 {found} where {stated.get('sha256')} was written: it has changed since")
+    return f"{len(files)} weight file(s) as they were written"
+
+
 def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
     if not isinstance(claimed, dict) or set(claimed) != set(errors):
         raise Failure(f"{PROVENANCE} has no merge_error for each of the {len(errors)} merged tensors, or has more")
