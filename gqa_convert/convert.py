@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.companions import write_companions, write_json
-from gqa_convert.errors import RemoteHeadersError
 from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, default_method
 from gqa_convert.fitting.merging import LayerDone, merge_heads
 from gqa_convert.plan import Plan, make_plan
@@ -109,15 +108,3 @@ def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationO
     plan = make_plan(checkpoint, groups, **options)
     check_calibration(plan.method, calibration)
     return plan
-
-
-def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
-    """The source as a local folder; one on the Hub is downloaded only once its headers show that it can be converted."""
-    try:
-        remote = open_checkpoint(source, revision=revision)
-    except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
-        return open_checkpoint(source, revision=revision, download=True)
-    if remote.folder is not None:
-        return remote
-    check(remote)
-    return open_checkpoint(source, revision=revision, download=True)

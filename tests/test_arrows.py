@@ -31,7 +31,7 @@ ALLOWED = {
     "provenance": {"checkpoint", "machine", "plan"},
     "companions": {"checkpoint", "plan", "provenance"},
     "convert": {"checkpoint", "companions", "errors", "fitting", "plan", "provenance", "writing"},
-    "inspecting": {"absorbing", "calibration", "checkpoint", "convert", "errors", "fitting", "geometry", "plan"},
+    "inspecting": {"absorbing", "calibration", "checkpoint", "errors", "fitting", "geometry", "plan"},
     "data": {"errors", "stdlib_text"},
     "recipe": {"errors"},
     "training": {
@@ -58,7 +58,6 @@ ALLOWED = {
     "benchmarking": {
         "attention",
         "checkpoint",
-        "convert",
         "errors",
         "families",
         "inspecting",

@@ -9,9 +9,8 @@ from typing import Any
 
 from gqa_convert.checkpoint.formats import refuse_quantised_config
 from gqa_convert.checkpoint.headers import Header, TensorEntry
-from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
 from gqa_convert.checkpoint.strict_json import parse_object
-from gqa_convert.convert import open_local
 from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.families import find_family
 from gqa_convert.loading import auto_class, is_out_of_memory

@@ -1,7 +1,7 @@
 """Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is read."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,24 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         folder = store.download(_survey(store, str(source)).others)
         store, commit = FolderStore(folder), folder.name
     return read_checkpoint(store, str(source), commit)
+
+
+def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
+    """A checkpoint as a local folder; one on the Hub is downloaded only once its headers have passed a check.
+
+    Args:
+        source: as for `open_checkpoint`.
+        revision: branch, tag or commit on the Hub.
+        check: called with a checkpoint on the Hub; what it raises stops the download.
+    """
+    try:
+        remote = open_checkpoint(source, revision=revision)
+    except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
+        return open_checkpoint(source, revision=revision, download=True)
+    if remote.folder is not None:
+        return remote
+    check(remote)
+    return open_checkpoint(source, revision=revision, download=True)
 
 
 def _local_path(source: str | Path) -> Path | None:

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.convert import open_local
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.fitting.calibrated import CalibrationOptions, calibrate, check_calibration
 from gqa_convert.fitting.layers import SourceTensors, attention_of
