@@ -70,7 +70,7 @@ ALLOWED = {
     "reporting": {"errors", "provenance", "training"},
     "recommending": {"benchmarking", "checkpoint", "errors", "inspecting", "lengths", "machine", "plan", "reporting"},
     "publishing": {"checkpoint", "errors", "plan", "provenance", "reporting"},
-    "serving": {"errors", "loading", "stdlib_text"},
+    "serving": {"errors", "lengths", "loading", "stdlib_text"},
     "console": {"families", "plan"},
     "cli": {
         "",

@@ -129,7 +129,7 @@ def test_signals_before_and_between_the_steps(home: Path, whole: Path, tmp_path:
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_load_teacher", "_publish"):
+    for name in ("_data", "_publish"):
         with monkeypatch.context() as patch:
             patch.setattr(Run, name, during(name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):

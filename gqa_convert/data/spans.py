@@ -6,6 +6,7 @@ is never padded. What differs between UL2's denoisers (Tay et al. 2022, table 1)
 at its end to the longest of the batch, where a causal decoder needs no mask and the labels are ignored.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,16 +77,20 @@ def shape_for(denoiser: Denoiser, length: int, most_spans: int | None = None) ->
     Returns:
         The shape, or None if nothing is that short.
     """
-    best = None
-    for raw in range(2, 4 * length + 2):
+
+    def cut(raw: int) -> tuple[int, Shape]:
+        """The encoder input of a block, and its shape."""
         noise = min(max(round(raw * denoiser.density), 1), raw - 1)
         spans = 1 if denoiser.mean_length is None else max(round(noise / denoiser.mean_length), 1)
         spans = min(spans, raw - noise, spans if most_spans is None else most_spans)
-        inputs = raw - noise + spans + 1
-        if inputs > length:
-            break
-        best = Shape(raw, noise, spans) if inputs == length else None
-    return best
+        return raw - noise + spans + 1, Shape(raw, noise, spans)
+
+    blocks = range(2, 4 * length + 2)
+    at = bisect_right(blocks, length, key=lambda raw: cut(raw)[0]) - 1  # the input grows with the block, or stays
+    if at < 0:
+        return None
+    inputs, shape = cut(blocks[at])
+    return shape if inputs == length else None
 
 
 def segmented(total: int, parts: int, keys: Keys) -> Integers:

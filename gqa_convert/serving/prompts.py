@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import ConfigError
+from gqa_convert.lengths import stated_positions
 from gqa_convert.stdlib_text import read_texts, source_files
 
 from .client import NEW_TOKENS
@@ -32,9 +33,7 @@ def make_prompts(config: dict[str, Any], ids: list[int] | None) -> list[list[int
     """
     import numpy as np
 
-    context = next(
-        (config[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if isinstance(config.get(key), int)), None
-    )
+    context = stated_positions(config)
     room = max(_LENGTHS) if context is None else context - NEW_TOKENS
     if room < 1:
         raise ConfigError(f"a context of {context} tokens leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked")

@@ -86,7 +86,9 @@ class Run:
             self.inner = load_student(self.recipe, self.opened.student_folder)
         self.model = place_student(self.inner, self.accelerator, bf16=self.recipe.precision == "bf16")
         self.optimizer = build_optimizer(self.inner, self.recipe)
-        teacher = self._load_teacher()
+        teacher = None
+        if self.opened.teacher_folder is not None:
+            teacher = self._load_fixed(self.opened.teacher_folder, str(self.recipe.teacher), self.recipe.teacher_dtype)
         if self.recipe.compile:
             self.model.compile()
         trainer = Trainer(
@@ -175,12 +177,11 @@ class Run:
         )  # fmt: skip
         return memory.shown(memory.plan(architecture, setting), memory.available(self.accelerator.device, local_processes()))
 
-    def _load_teacher(self) -> Any:
-        if self.opened.teacher_folder is None:
-            return None
-        with self.together(), explained(str(self.recipe.teacher)):
-            teacher = load_teacher(self.opened.teacher_folder, self.recipe.teacher_dtype, "cpu")
-        return place_fixed(teacher, self.accelerator)
+    def _load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
+        """A model that is asked and does not learn."""
+        with self.together(), explained(name):
+            model = load_teacher(folder, dtype, "cpu")
+        return place_fixed(model, self.accelerator)
 
     def _begin_files(self) -> None:
         """From here on the folder is this run's, and not complete."""
@@ -197,9 +198,7 @@ class Run:
         self.say(f"loss at the start: {progress.evaluations['start']:.4f} nats per token of the evaluation data")
         source = teacher
         if source is None and self.opened.source_folder is not None:
-            with self.together():
-                source, _ = sharding.load(self.opened.source_folder, "auto")
-            source = place_fixed(source.requires_grad_(False), self.accelerator)
+            source = self._load_fixed(self.opened.source_folder, str(self.opened.source_folder), "auto")
         if source is not None:
             progress.evaluations["source"] = trainer.evaluate(source, batches)
             self.say(f"loss of the source: {progress.evaluations['source']:.4f}")

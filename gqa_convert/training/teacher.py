@@ -31,7 +31,7 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
     model, missing = sharding.load(folder, _DTYPES[dtype])
     if missing:
-        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): it cannot teach")
+        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): check its files")
     return model.requires_grad_(False).to(device)
 
 
