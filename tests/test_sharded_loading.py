@@ -9,11 +9,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from gqa_convert.convert import convert_checkpoint
+from gqa_convert.errors import LaunchError
 from gqa_convert.loading import load_model, outline_model
 from tests.ranks import Job
 from tests.tiny import make_checkpoint
 
-TYPES = ("llama", "gemma2", "phi", "mixtral", "starcoder2")
+TYPES = ("llama", "gemma2", "phi", "mixtral", "starcoder2", "dots1")
+"""The last keeps a buffer in float32 whatever it is loaded in."""
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 
@@ -76,6 +78,22 @@ def test_the_first_process_reads_and_all_have_its_numbers(folders: list[Path], t
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
         assert len(found) == 2 * len(folders)
         assert not any(found.values()), found
+
+
+def share(folder: str) -> None:
+    from gqa_convert.training import sharding
+    from gqa_convert.training.distributed import join, taking_part
+
+    with taking_part():
+        accelerator = join()
+        model, _ = sharding.load(Path(folder), torch.float32)
+        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two apart"):
+            sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+
+
+def test_layers_that_share_parameters_are_not_trained_apart(tmp_path: Path) -> None:
+    job = Job(share, (str(make_checkpoint("zamba2", tmp_path / "zamba2")),), tmp_path / "logs", 2, **FSDP)
+    assert job.wait(120) == [0, 0], job.text()
 
 
 def test_an_outline_takes_no_memory_and_keeps_ties(tmp_path: Path) -> None:

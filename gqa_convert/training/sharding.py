@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.errors import CorruptCheckpointError, LaunchError
 from gqa_convert.loading import load_model, outline_model, read_config
 
 _TRUE = ("1", "true", "yes", "on")
@@ -51,12 +52,18 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
         device: of this process.
         processes: how many there are.
         bf16: compute in bfloat16; parameters and optimizer state stay as they are.
+
+    Raises:
+        CorruptCheckpointError: the processes have different models.
+        LaunchError: layers of the model share parameters.
     """
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _take_types_of_the_first(model)
+    names = {name for name, _ in model.named_parameters()}
     numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
     mesh = init_device_mesh(device.type, (processes,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -66,10 +73,34 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     # what lies outside the layers is needed again at once in a backward pass; without one it is freed
     learns = any(parameter.requires_grad for parameter in model.parameters())
     model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
+    if apart := [name for name, _ in model.named_parameters() if name not in names]:
+        raise LaunchError(
+            f"{apart[0]} is shared with another layer, and FSDP2 would train the two apart ({len(apart)} in all): launch with "
+            "recipes/accelerate/multi_gpu.yaml"
+        )
     set_model_state_dict(model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in model.buffers():  # those that no checkpoint holds are not among the numbers
         torch.distributed.broadcast(buffer, src=0)
     return model
+
+
+def _take_types_of_the_first(model: Any) -> None:
+    """transformers keeps some tensors in float32 whatever is asked for, as it reads weights, which the first process alone may have done.
+
+    Raises:
+        CorruptCheckpointError: the processes have different models.
+    """
+    import torch
+
+    own = {name: tensor for tensors in (model.named_parameters(), model.named_buffers()) for name, tensor in tensors}
+    layouts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(layouts, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+    shapes = [{name: shape for name, (shape, _) in layout.items()} for layout in layouts]
+    if any(each != shapes[0] for each in shapes):
+        raise CorruptCheckpointError("the processes of this run have different models: give all of them the same files and packages")
+    for name, (_, dtype) in layouts[0].items():
+        if own[name].dtype != dtype:  # numbers that are replaced at once
+            own[name].data = torch.empty_like(own[name], dtype=dtype)
 
 
 def layers(model: Any) -> Iterator[Any]:
