@@ -34,6 +34,27 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }  # fmt: skip
 
 
+def available_memory(device: Any, local_processes: int = 1) -> int | None:
+    """Bytes that each process of this machine may take: free memory of its GPU, or its share of what Linux calls available.
+
+    Args:
+        device: of torch.
+        local_processes: how many share this machine.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    return kibibytes * 1024 // max(1, local_processes)
+
+
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> dict[str, Any]:
     """The head of a measurement's JSON: what it is, when and by which command it was made, and on what.
 

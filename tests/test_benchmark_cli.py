@@ -1,10 +1,16 @@
 """`gqa-convert benchmark` as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from gqa_convert.benchmarking.memory import check_room
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import DeviceMemoryError
+from gqa_convert.plan import make_plan
 from tests.checkpoints import write_llama
 from tests.test_cli import assert_mistake, run
 
@@ -55,3 +61,20 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     assert broken.returncode == 2
     assert "Traceback" not in broken.stderr
     assert f"gqa-convert: {source} can't be loaded by transformers" in broken.stderr.splitlines()[-1]
+
+
+def test_caches_that_the_memory_can_t_hold_are_refused(tmp_path: Path) -> None:
+    """By the exact bytes, one more token than there is room for."""
+    source = write_llama(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), 3)
+    token = plan.cache_bytes_per_token(True)
+    check_room([plan, plan], 5, 1000, None, 2 * 5 * 1000 * token)
+    with pytest.raises(
+        DeviceMemoryError, match=rf"the caches of 2 version\(s\) take {2 * 5 * 1001 * token:,} bytes at batch 5 and context 1001"
+    ):
+        check_room([plan, plan], 5, 1001, None, 2 * 5 * 1000 * token)
+    check_room([plan], 5, 1000, None, None)
+    check_room([replace(plan, config=plan.config | {"sliding_window": 8})], 5, 1000, None, 1)
+    refused = run("benchmark", source, "--groups", "12", *QUICK, "--batch", "999999999")
+    assert refused.returncode == 1
+    assert "gqa-convert: the caches of 1 version(s) take" in refused.stderr.splitlines()[-1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gqa_convert.families import FAMILIES
+from gqa_convert.machine import available_memory
 from gqa_convert.recipe import read_recipe
 from gqa_convert.training import memory
 from gqa_convert.training.memory import Architecture, Setting, plan, read_architecture
@@ -187,11 +188,11 @@ def test_lengths_of_targets(objective: str, length: int) -> None:
 
 def test_what_is_free_is_said() -> None:
     cpu = torch.device("cpu")
-    one, two = memory.available(cpu, 1), memory.available(cpu, 2)
+    one, two = available_memory(cpu, 1), available_memory(cpu, 2)
     assert one is not None
     assert two is not None
     assert one > 1.5 * two > 0
-    assert memory.available(SimpleNamespace(type="xpu"), 1) is None
+    assert available_memory(SimpleNamespace(type="xpu"), 1) is None
     parts = {"weights": 3 * 10**9, "moments": 2 * 10**9, "logits": 10**6}
     assert memory.shown(parts, None) == "memory per process (estimate): 5.0 GB (weights 3.0 GB, moments 2.0 GB)"
     assert memory.shown(parts, 6 * 10**9).endswith("moments 2.0 GB), of 6.0 GB free")

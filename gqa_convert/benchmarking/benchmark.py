@@ -14,7 +14,7 @@ from gqa_convert.errors import DeviceMemoryError, OptionError
 from gqa_convert.inspecting.heatmap import check_picture
 from gqa_convert.lengths import stated_positions
 from gqa_convert.loading import is_out_of_memory
-from gqa_convert.machine import measurement
+from gqa_convert.machine import available_memory, measurement
 from gqa_convert.plan import Plan
 
 Progress = Callable[[str, int, int], None]
@@ -79,12 +79,15 @@ def _measure(
     import torch
 
     from gqa_convert.benchmarking.cells import Cell, measure_cell
+    from gqa_convert.benchmarking.memory import check_room
 
     progress("building models", 0, 1)
     versions, own, used = _versions(subject, plans, options.attention, getattr(torch, dtype), device)
     progress("building models", 1, 1)
     layers = decoder_layers(versions[0].model.config)
     cells = [Cell(batch, tokens, encoder_tokens) for batch, tokens in itertools.product(options.batch, context)]
+    for cell in cells:
+        check_room([version.plan for version in versions], cell.batch, cell.context, cell.encoder_tokens, available_memory(device))
     results = []
     for number, cell in enumerate(cells):
 

@@ -1,8 +1,10 @@
 """What fits into a memory budget."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import DeviceMemoryError, OptionError
+from gqa_convert.plan import Plan
 
 ASSUMED: Final = (
     "weights (exact, from the shapes) and K/V cache (bytes per token as measured in the live cache) fill the budget; activations, the "
@@ -19,6 +21,32 @@ def check_budget(budget: int, weight_bytes: dict[int, int]) -> None:
     groups, least = min(weight_bytes.items(), key=lambda item: item[1])
     if budget <= least:
         raise OptionError(f"--memory {budget:,} bytes: the weights alone take {least:,} with {groups} K/V heads: give more")
+
+
+def check_room(plans: Sequence[Plan], batch: int, context: int, encoder_tokens: int | None, room: int | None) -> None:
+    """Refuse caches that the memory can't hold: some systems end a process that takes more, without a word.
+
+    Args:
+        plans: of the versions, which are timed in turns and keep their caches.
+        batch: sequences.
+        context: tokens in the cache.
+        encoder_tokens: of an encoder-decoder's input.
+        room: bytes that may be taken; None if that is not known.
+
+    Raises:
+        DeviceMemoryError: they are larger.
+    """
+    if room is None or any(plan.config.get("sliding_window") for plan in plans):  # what a window leaves of a cache is the model's affair
+        return
+    needed = sum(
+        batch * (plan.cache_bytes_per_token(True) * context + plan.cache_bytes_per_token(True, "cross") * (encoder_tokens or 0))
+        for plan in plans
+    )
+    if needed > room:
+        raise DeviceMemoryError(
+            f"the caches of {len(plans)} version(s) take {needed:,} bytes at batch {batch} and context {context}, and {room:,} are free: time "
+            "fewer --groups, or a smaller --batch or --context"
+        )
 
 
 def fitting(

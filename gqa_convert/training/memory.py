@@ -7,7 +7,6 @@ Not counted: the program itself, CUDA's and NCCL's own memory, fragmentation, an
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
@@ -259,22 +258,6 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         micro_batch_size=recipe.micro_batch_size, optimizer=recipe.optimizer, bf16=recipe.precision == "bf16",
         gradient_checkpointing=recipe.gradient_checkpointing, **known,
     )  # fmt: skip
-
-
-def available(device: Any, local_processes: int) -> int | None:
-    """Bytes that each process of this machine may take: free memory of its GPU, or its share of what Linux calls available."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type != "cpu":
-        return None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
-    return kibibytes * 1024 // max(1, local_processes)
 
 
 def shown(parts: Mapping[str, int], free: int | None) -> str:

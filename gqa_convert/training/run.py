@@ -12,7 +12,7 @@ import torch
 from gqa_convert.checkpoint.publication import sweep
 from gqa_convert.data.samples import evaluation_blocks, open_samples
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.machine import measurement
+from gqa_convert.machine import available_memory, measurement
 from gqa_convert.provenance import PROVENANCE, earlier_record
 from gqa_convert.recipe import Recipe
 from gqa_convert.training import memory, sharding
@@ -175,7 +175,7 @@ class Run:
             target_length=memory.target_length(opened.objective, opened.sequence_length), processes=self.accelerator.num_processes,
             sharded=sharding.wanted(), device=self.accelerator.device.type,
         )  # fmt: skip
-        return memory.shown(memory.plan(architecture, setting), memory.available(self.accelerator.device, local_processes()))
+        return memory.shown(memory.plan(architecture, setting), available_memory(self.accelerator.device, local_processes()))
 
     def _load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
         """A model that is asked and does not learn."""
