@@ -344,7 +344,11 @@ def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[..., Path]
     folder = converted(source, SOURCE_HEADS.get(case, HEADS))
     assert not list(folder.glob("*.py"))
     before, after = (json.loads((each / "config.json").read_text()) for each in (source, folder))
-    assert {key: value for key, value in after.items() if key not in ("multi_query_attention", "multi_query_group_num")} == before
+    nested = before.get("rope_parameters") or {}
+    base, part = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    older = {"torch_dtype": before["dtype"], base: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
+    words = {key: value for key, value in older.items() if value is not None}
+    assert after == before | words | {"multi_query_attention": True, "multi_query_group_num": SOURCE_HEADS.get(case, HEADS)}
     ours, theirs = tensors(folder), tensors(source)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())

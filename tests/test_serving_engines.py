@@ -1,23 +1,30 @@
 """Converted and uptrained checkpoints in engines of other makers: transformers 4.57 and CTranslate2, both as users install them."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.families import FAMILIES
 from gqa_convert.plan.older_words import older_words
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.serving.client import CLIENTS
 from gqa_convert.serving.installing import find_place, install
 from gqa_convert.verify import verify_checkpoint
-from tests.tiny import make_checkpoint, randomise
+from gqa_convert.verify.config import check_config
+from gqa_convert.verify.geometry import read_geometry
+from gqa_convert.verify.reading import Weights
+from gqa_convert.verify.report import Failure
+from tests.own_files import make_source_model
+from tests.tiny import HEADS, make_checkpoint, randomise
 from tests.uptrain_runs import DEMO
 from tests.uptrain_runs import run as uptrain
 
@@ -111,6 +118,71 @@ def test_an_uptrained_checkpoint(tmp_path: Path) -> None:
     assert {status[:2] for status in found.values()} == {"ok"}, found
 
 
+def longrope(width: int, **more: Any) -> dict[str, Any]:
+    """Positions beyond 16 turn by other factors."""
+    factors = {"short_factor": [1.0 + number for number in range(width // 2)], "long_factor": [3.0] * (width // 2)}
+    return {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0} | factors | more}
+
+
+LINEAR = rope(500.0, rope_type="linear", factor=4.0)
+KINDS = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}, "full_attention": LINEAR["rope_parameters"]}
+ONE_BASE = KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+
+SPECIAL: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "apertus": (rope(500.0) | {"hidden_act": "silu"}, {"rope_theta", "rope_scaling"}),
+    "falcon": (rope(500.0), {"rope_theta"}),
+    "gemma3n_text": ({"rope_parameters": KINDS}, {"rope_theta", "rope_local_base_freq", "rope_scaling"}),
+    "gpt_neox": (rope(500.0, rope_type="linear", factor=4.0, partial_rotary_factor=0.5), {"rotary_emb_base", "rotary_pct", "rope_scaling"}),
+    "gpt_oss": (rope(500.0), {"rope_theta", "rope_scaling"}),
+    "llama": (longrope(16, original_max_position_embeddings=16), {"rope_theta", "rope_scaling", "original_max_position_embeddings"}),
+    "olmo": (LINEAR, {"rope_theta", "rope_scaling"}),
+    "olmo3": ({"rope_parameters": ONE_BASE}, {"rope_theta", "rope_scaling"}),
+    "persimmon": (rope(500.0, partial_rotary_factor=0.75), {"rope_theta", "partial_rotary_factor"}),
+    "phi3": (longrope(8) | {"original_max_position_embeddings": 16}, {"rope_theta", "partial_rotary_factor", "rope_scaling"}),
+    "qwen3_moe": (rope(500.0), {"rope_theta", "num_experts"}),
+}
+"""Model types with words of their own: config values, and what transformers 4.57 must find in config.json."""
+
+ASK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.save(model(torch.arange(3, 43)[None]).logits, folder + ".pt")
+"""
+
+
+def test_types_with_words_of_their_own(tmp_path: Path) -> None:
+    """All in one process: the same logits as in transformers 5, and a config whose every word is demanded."""
+    outs = []
+    for model_type, (values, words) in SPECIAL.items():
+        source, out = tmp_path / f"{model_type} source", tmp_path / model_type
+        if FAMILIES[model_type].native:
+            make_checkpoint(model_type, source, **values)
+        else:
+            make_source_model(model_type, **values).save_pretrained(source)
+        convert_checkpoint(source, out, 3 if FAMILIES[model_type].native else HEADS, method="mean")
+        assert AutoConfig.from_pretrained(out).rope_parameters.items() >= AutoConfig.from_pretrained(source).rope_parameters.items()
+        config, original = (json.loads((folder / "config.json").read_text()) for folder in (out, source))
+        assert set(config) - set(original) - {"multi_query_attention", "multi_query_group_num"} == words | {"torch_dtype"}
+        assert verify_checkpoint(out, str(source), logits=False).passed
+        geometry = read_geometry(FAMILIES[model_type], original, Weights(source, Failure), Weights(out, Failure))
+        for word in words:
+            less = {key: value for key, value in config.items() if key != word}
+            with pytest.raises(Failure, match=f"lacks {word}"):
+                check_config(less, original, FAMILIES[model_type], geometry, encoder=False)
+        outs.append(str(out))
+    place = find_place(next(client for client in CLIENTS if client.name == OLDER))
+    assert place is not None
+    subprocess.run([place.python, "-c", ASK, *outs], env=place.environment(), check=True)
+    for out in outs:
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            ours = model(torch.arange(3, 43)[None]).logits
+        assert (torch.load(f"{out}.pt") - ours).abs().max() < 1e-5 * (ours.max() - ours.min()), out
+
+
 def test_older_words() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     assert older_words({"rope_parameters": scaled, "dtype": "bfloat16"}) == {
@@ -122,5 +194,9 @@ def test_older_words() -> None:
     assert older_words({"model_type": "gemma3_text", "rope_parameters": kinds}) == {
         "rope_local_base_freq": 1e4, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }  # fmt: skip
-    assert older_words({"model_type": "olmo3", "rope_parameters": kinds | {"rope_theta": 1e6}}) == {}
+    assert older_words({"model_type": "olmo3", "rope_parameters": kinds}) == {}  # one base can't say both
+    assert older_words({"model_type": "lfm3", "rope_parameters": ONE_BASE}) == {}
+    truncated = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+    assert older_words({"model_type": "olmo2", "rope_parameters": truncated}) == {"rope_scaling": truncated}  # it has no other place
+    assert older_words({"rope_parameters": {"type": "linear", "factor": 4.0}}) == {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert older_words({"rope_parameters": None, "dtype": None}) == {}

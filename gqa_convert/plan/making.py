@@ -113,9 +113,9 @@ def _converted_config(config: dict[str, Any], family: Family, modeling: Modeling
             result[family.encoder_kv_heads_key] = groups
     result["multi_query_attention"] = True
     result["multi_query_group_num"] = groups
-    if family.modeling is None:
+    if modeling is None:  # else transformers 5 alone loads it
         result |= older_words(result)
-    if modeling is not None:
+    else:
         names = [name for _, name in modeling.classes]
         stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
         result["architectures"] = [name for name in stated if name in names] or [names[min(2, len(names) - 1)]]

@@ -46,7 +46,7 @@ def check_config(config: dict[str, Any], original: dict[str, Any], family: Famil
     if modeling is not None:
         changes |= _leads_to(modeling, original)
     expected = copy.deepcopy(original)
-    if family.modeling is None:
+    if modeling is None:
         expected |= _restated(original)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -65,19 +65,42 @@ def check_config(config: dict[str, Any], original: dict[str, Any], family: Famil
 
 
 def _restated(original: dict[str, Any]) -> dict[str, Any]:
-    """Clients before transformers 5 look for the type of the numbers and for rotary positions elsewhere in the config."""
-    nested = original.get("rope_parameters")
+    """Clients before transformers 5 look for the type of the numbers, for rotary positions and for experts elsewhere in the config."""
+    model_type, nested = original.get("model_type"), original.get("rope_parameters")
     nested = nested if isinstance(nested, dict) else {}
     renamed = {"torch_dtype": original.get("dtype")}
-    if original.get("model_type") == "gemma3_text" and isinstance(nested.get("sliding_attention"), dict):
-        renamed["rope_local_base_freq"] = nested["sliding_attention"].get("rope_theta")
-        nested = nested.get("full_attention") or {}
+    if model_type == "qwen3_moe":
+        renamed["num_experts"] = original.get("num_local_experts")
+    sliding, full = nested.get("sliding_attention"), nested.get("full_attention")
+    if isinstance(sliding, dict) and model_type in ("gemma3_text", "gemma3n_text"):
+        renamed["rope_local_base_freq"] = sliding.get("rope_theta")
+        nested = full or {}
+    elif model_type == "olmo3" and isinstance(full, dict) and sliding == {"rope_theta": full.get("rope_theta"), "rope_type": "default"}:
+        nested = full
     if {type(value) for value in nested.values()} & {dict}:  # by kind of layer, which had no words in common before
         nested = {}
-    renamed |= {key: nested.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    if nested.get("rope_type") not in (None, "default"):
-        renamed["rope_scaling"] = {key: nested[key] for key in nested if key not in renamed}
-    return {key: value for key, value in renamed.items() if value is not None and original.get(key) is None}
+    theta, part = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    renamed |= {theta: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
+    scaling = {key: nested[key] for key in nested if key not in ("rope_theta", "partial_rotary_factor")}
+    scaled = scaling.get("rope_type") or scaling.get("type") or "default"
+    if scaled != "default":
+        renamed["rope_scaling"] = _as_older_classes_take_it(original, scaling, scaled)
+    if scaled == "longrope":  # which was looked for beside it
+        renamed["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
+    absent = {key: value for key, value in renamed.items() if value is not None and original.get(key) is None}
+    if nested and scaled == "default" and model_type in ("apertus", "gpt_oss") and original.get("rope_scaling") is None:
+        absent["rope_scaling"] = None  # they scale by themselves unless told
+    return absent
+
+
+def _as_older_classes_take_it(original: dict[str, Any], scaling: dict[str, Any], scaled: str) -> dict[str, Any]:
+    """Some count the entries, of which transformers 5 has added some that it needn't have here."""
+    counted = {"olmo": {"factor"}, "olmo2": {"factor"}, "phi3": {"short_factor", "long_factor"}}
+    counted["phi4_multimodal"] = counted["phi3"]
+    told = {key for key in scaling if key in original and same_json(original[key], scaling[key])} | {"rope_type", "type"}
+    if scaling.keys() - told == counted.get(str(original.get("model_type"))):
+        return {"type": scaled} | {key: scaling[key] for key in scaling if key not in told}
+    return scaling
 
 
 def _leads_to(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
