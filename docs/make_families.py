@@ -1,9 +1,10 @@
-"""Writes families.md from the table in gqa_convert/families.py. With --check: says whether the file is up to date."""
+"""Writes families.md from the tables in gqa_convert/. With --check: says whether the file is up to date."""
 
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+from gqa_convert.engines import listed_in
 from gqa_convert.families import FAMILIES, REFUSALS, Family
 from gqa_convert.translation import homes
 
@@ -12,8 +13,8 @@ DOCUMENT = Path(__file__).with_name("families.md")
 HEAD = """\
 # Model families
 
-Written by `docs/make_families.py` from `gqa_convert/families.py` and `gqa_convert/translation/homes.py`; edit the tables there, then run
-the script.
+Written by `docs/make_families.py` from `families.py`, `engines.py` and `translation/homes.py` in `gqa_convert/`; edit the tables there,
+then run the script.
 
 {native} model types (`model_type` in `config.json`) have a grouped-query form that stock classes of their own type load, {own} get a
 modelling file, and one brings code of its own. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
@@ -23,8 +24,28 @@ is tested against its own source: logits, decoding with and without a cache, hea
 - Key norm: `shared` normalises each head by itself, with one gain for all or none; `per head` has a gain for each head, in one
   tensor or in a list of them; `full` runs over all heads at once. Some types have it only where their config says so.
 - Rotary: which numbers of a head form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types leave out layers.
-- Engines: transformers is tested for every type. vLLM and llama.cpp are named from their lists of architectures, without having
-  been run here; others may load a type too. Try the engine on a converted checkpoint before you rely on it.
+- Engines: transformers is tested for every type. vLLM and llama.cpp stand where a tiny random checkpoint of the type, converted from 12 to 3
+  K/V heads, gave transformers' tokens and logits; *in italics* where only their lists of architectures name it. `gqa-convert plan` says
+  "yes" and "by its list"; "not known to" is what failed or was not tried. Try the engine on your own: `gqa-convert check-serving`.
+
+## What engines compute otherwise
+
+Found with vLLM 0.32.0 on a CPU (with transformers 5.19) and llama.cpp's converter and library as of llama-cpp-python 0.3.36; none of it comes
+from fewer K/V heads, unless that is said.
+
+- **Sliding windows.** llama.cpp attends to everything in mistral, mixtral, phi3 and starcoder2, and in qwen2 and qwen3 with
+  `use_sliding_window`: from the window on, other tokens. vLLM lets cohere2 see one token more than the window. `plan` says up to how many
+  tokens the result is the same.
+- **gpt_oss in llama.cpp** has other logits, by up to 5% of their spread: it rounds the bounds of YaRN (`truncate: false` is not heard).
+- **dots1 in llama.cpp** is taken to have as many K/V heads as heads, and a converted one does not load. So it is with **phi**.
+- **ernie4_5_moe in llama.cpp** does not load: the converter computes the width of the shared experts from the number of K/V heads.
+- **olmoe in llama.cpp** loads with as many K/V heads as heads only: its norm of keys is taken to be as wide as that of queries.
+- **lfm2_moe in vLLM** gave other tokens, **phimoe in vLLM** logits that are not finite, **bamba** and **solar_open in llama.cpp** other tokens.
+- **glm and nemotron in llama.cpp** load where heads are hidden size / heads wide; granitemoehybrid is right there without rotary positions,
+  and wrong with them.
+- llama.cpp's converter and vLLM's own classes want config keys that transformers 5 does not write (`rotary_pct` of cohere2, `rotary_dim`
+  and `scoring_func` of minimax_m2, `score_func` of afmoe, `conv_dim` of lfm2, "attention" and "mamba" as layer types of granitemoehybrid):
+  `convert` keeps them where the source has them.
 
 ## Native
 
@@ -38,7 +59,8 @@ Stock classes of another type compute the same function and have a K/V-head coun
 the other order, missing biases filled with zeros. With as many K/V heads as before, logits are the source's up to rounding (tested to
 1e-5 in float32). This route is taken where it is open, unless `--no-native` is given; `--native` says why it is closed.
 
-phi with fewer K/V heads than query heads is known to transformers (4.57 and 5 were run) and to no other engine that we know of.
+phi with fewer K/V heads than query heads loads in transformers (4.57 and 5 were run) and in vLLM, by transformers' class; llama.cpp takes it
+to have as many K/V heads as heads.
 """
 
 OWN = """
@@ -91,6 +113,10 @@ def key_norm(family: Family) -> str:
     return f"{family.key_norm.replace('_', ' ')} ({family.key_norm_name})"
 
 
+def _engines(run: frozenset[str], listed: frozenset[str] = frozenset()) -> str:
+    return ", ".join(f"*{name}*" if name in listed else name for name in sorted(run | listed, key=str.lower))
+
+
 def table(families: dict[str, Family]) -> list[str]:
     """A row for each of several families."""
     lines = ["| type | projections | key norm | rotary | K/V-head count | engines |", "|---|---|---|---|---|---|"]
@@ -98,7 +124,7 @@ def table(families: dict[str, Family]) -> list[str]:
         keys = ", ".join(f"`{key}`" for key in family.kv_heads_keys)
         keys += "".join(f"; not with `{key}`" for key, _ in family.refused_when)
         keys += "".join(f"; only with `{key}`" for key, _ in family.refused_unless)
-        engines = ", ".join(sorted(family.engines, key=str.lower))
+        engines = _engines(family.engines, listed_in(model_type))
         lines.append(f"| {model_type} | {projections(family)} | {key_norm(family)} | {family.rotary} | {keys} | {engines} |")
     return lines
 
@@ -111,7 +137,7 @@ def document() -> str:
     lines = [HEAD.format(native=len(native), own=len(own)), *table(native), TRANSLATED]
     lines += ["| type | becomes | where | engines |", "|---|---|---|---|"]
     for home, where in HOMES:
-        lines.append(f"| {home.source_type} | {home.model_type} | {where} | {', '.join(sorted(home.engines, key=str.lower))} |")
+        lines.append(f"| {home.source_type} | {home.model_type} | {where} | {_engines(homes.engines_of(home))} |")
     lines += [OWN, "| type | file | projections | converted | rotary |", "|---|---|---|---|---|"]
     for name, family in sorted(own.items()):
         assert family.modeling

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from gqa_convert.engines import run_in
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.layouts import FusedLayout
 
@@ -15,9 +16,6 @@ KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
 """How keys are normalised behind their projection, always or where the config says so: not at all; each head by itself, with
 one gain vector [width] for every head or with no gain; with a gain row per head [heads, width]; with one tensor per head
 (`norms.0.weight`, ...); all heads at once, gain [heads * width]."""
-
-ENGINES = ("transformers", "vLLM", "llama.cpp")
-"""Software that `Family.engines` speaks of."""
 
 Rotary = Literal["none", "half", "interleaved"]
 """Which rows form a rotary pair: (j, j + rotated/2), or (2j, 2j + 1)."""
@@ -97,7 +95,7 @@ class Family:
     refused_unless: tuple[tuple[str, str], ...] = ()
     """The same for keys that must be set."""
     engines: frozenset[str] = frozenset({"transformers"})
-    """Software that loads the family's grouped-query form without custom code."""
+    """Software that was seen to load the family's grouped-query form without custom code."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
 
@@ -115,35 +113,10 @@ class Refusal:
     reason: str
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# An engine is named for a type only where it both knows the architecture and reads the K/V-head count: vLLM and llama.cpp know
-# `phi`, for one, with as many K/V heads as query heads only.
-_VLLM = _names(
-    """
-    afmoe apertus arcee bamba cohere cohere2 cwm dbrx dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 flex_olmo gemma gemma2
-    gemma3_text glm glm4 glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense
-    hunyuan_v1_moe internlm3 jais2 jamba lfm2 lfm2_moe llama minimax_m2 mistral mixtral nemotron nemotron_h olmo2 olmo3
-    olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss stablelm starcoder2
-    """
-)
-_LLAMA_CPP = _names(
-    """
-    afmoe apertus arcee cohere cohere2 dbrx dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2 gemma3_text glm4
-    glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe internlm3 jamba
-    lfm2 lfm2_moe llama minimax_m2 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2
-    """
-)
-
-
 def _families(model_types: str, **fields: Any) -> Iterator[Family]:
     """A record for each of several model types that store attention alike."""
     for model_type in model_types.split():
-        names = {"transformers": True, "vLLM": model_type in _VLLM, "llama.cpp": model_type in _LLAMA_CPP}
-        yield Family(model_type=model_type, engines=frozenset(name for name, loads in names.items() if loads), **fields)
+        yield Family(model_type=model_type, engines=frozenset({"transformers"}) | run_in(model_type), **fields)
 
 
 _T5: dict[str, Any] = {
@@ -263,7 +236,7 @@ FAMILIES: dict[str, Family] = {
             model_type="chatglm", attention=("self_attention",), fused="query_key_value", output="dense", rotary="interleaved",
             kv_heads_keys=("multi_query_group_num",), head_width_key="kv_channels",
             refused_unless=(("multi_query_attention", "only ChatGLM2 and later have K/V heads of their own"),),
-            engines=frozenset({"vLLM", "llama.cpp"}),
+            engines=frozenset(),
         ),
         *_own_file(
             "gqa_t5", {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"},

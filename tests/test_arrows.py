@@ -14,10 +14,11 @@ PACKAGE = Path(gqa_convert.__file__).parent
 # Each room and the rooms it may import; a room is a file or a folder of the package.
 ALLOWED = {
     "errors": set(),
-    "families": {"errors", "layouts"},
+    "engines": set(),
+    "families": {"engines", "errors", "layouts"},
     "layouts": set(),
     "modeling": {"families"},
-    "translation": {"errors", "layouts", "merging"},
+    "translation": {"engines", "errors", "layouts", "merging"},
     "stdlib_text": set(),
     "machine": {""},
     "lengths": set(),
@@ -26,7 +27,7 @@ ALLOWED = {
     "geometry": {"checkpoint", "errors", "families", "layouts", "merging"},
     "absorbing": {"errors", "families", "geometry", "layouts", "merging"},
     "fitting": {"", "absorbing", "calibration", "checkpoint", "errors", "geometry", "loading", "merging", "plan", "training"},
-    "plan": {"absorbing", "checkpoint", "errors", "families", "geometry", "layouts", "merging", "translation"},
+    "plan": {"absorbing", "checkpoint", "engines", "errors", "families", "geometry", "layouts", "merging", "translation"},
     "writing": {"checkpoint", "errors", "merging", "plan", "translation"},
     "provenance": {"checkpoint", "machine", "plan"},
     "companions": {"checkpoint", "plan", "provenance"},
@@ -71,7 +72,7 @@ ALLOWED = {
     "recommending": {"benchmarking", "checkpoint", "errors", "inspecting", "lengths", "machine", "plan", "reporting"},
     "publishing": {"checkpoint", "errors", "plan", "provenance", "reporting"},
     "serving": {"errors", "lengths", "loading", "stdlib_text"},
-    "console": {"families", "plan"},
+    "console": {"engines", "plan"},
     "cli": {
         "",
         "benchmarking",

@@ -16,8 +16,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from gqa_convert import engines
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.console.plan import show_plan
 from gqa_convert.convert import convert_checkpoint
+from gqa_convert.engines import ENGINES
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
 from gqa_convert.families import FAMILIES, REFUSALS, find_family
 from gqa_convert.plan import make_plan
@@ -275,6 +278,44 @@ def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:
     folder = source("zamba2", use_shared_attention_adapter=True)
     with pytest.raises(UnsupportedFamilyError, match="use_shared_attention_adapter"):
         make_plan(open_checkpoint(folder), 3)
+
+
+def test_engines_are_told_of_known_types_once() -> None:
+    for engine in ENGINES[1:]:
+        run, listed = engines._RUN[engine], engines._LISTED[engine]
+        assert run
+        assert not run & listed
+        assert run | listed <= FAMILIES.keys() | {"gpt_bigcode"}
+    assert engines._RUN.keys() == engines._LISTED.keys() == set(ENGINES[1:])
+    for engine, windowed in engines._BEYOND_WINDOW.items():
+        assert windowed <= engines._RUN[engine]
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "told"),
+    [
+        ("llama", {}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("phi", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
+        ("dots1", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
+        ("jamba", {}, "transformers yes, vLLM by its list, llama.cpp yes"),
+        ("mistral", {}, "transformers yes, vLLM yes, llama.cpp yes, up to 4 tokens"),
+        ("mistral", {"sliding_window": None}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("mistral", {"sliding_window": 64}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("cohere2", {}, "transformers yes, vLLM yes, up to 4 tokens, llama.cpp yes"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "transformers yes, vLLM yes, llama.cpp yes, up to 4 tokens"),
+        ("qwen2", {"use_sliding_window": False}, "transformers yes, vLLM yes, llama.cpp yes"),
+    ],
+)
+def test_a_plan_tells_what_loads_the_result(
+    case: str, options: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
+    show_plan(plan)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("loads as it is:")]
+    assert line.removeprefix("loads as it is:").strip() == told
+    says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
+    assert says_yes == set(plan.summary()["loads_in"])
+    assert {engine for engine in ENGINES if f"{engine} by its list" in told} == set(plan.summary()["listed_in"])
 
 
 def test_document_is_up_to_date() -> None:

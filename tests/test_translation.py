@@ -282,7 +282,7 @@ def test_the_algebra_is_exact(name: str, tolerance: float, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "fields", "engines"),
     [
-        ("neox", {}, {"transformers"}),
+        ("neox", {}, {"transformers", "vLLM"}),
         ("neox-sequential", {}, {"transformers", "vLLM", "llama.cpp"}),
         ("neox-sequential", {"hidden_act": "relu"}, {"transformers", "vLLM"}),
         ("neox-sequential-tied-no-bias", {}, {"transformers"}),

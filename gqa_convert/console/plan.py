@@ -17,7 +17,7 @@ def show_plan(plan: "Plan") -> None:
     """The plan as tables: what changes per layer, then what it brings."""
     from rich.table import Table
 
-    from gqa_convert.families import ENGINES
+    from gqa_convert.engines import ENGINES
 
     console = stderr_console()
     console.print(
@@ -39,9 +39,7 @@ def show_plan(plan: "Plan") -> None:
     console.print(totals)
     split, copied = plan.tensor_parallel_degrees()
     console.print(f"disk needed:      {size(plan.disk_bytes)}")
-    unknown = "no" if plan.modeling else "not known to"
-    known = [f"{engine} {'yes' if engine in plan.loads_in else unknown}" for engine in ENGINES]
-    console.print(f"loads as it is:   {', '.join(known)}")
+    console.print(f"loads as it is:   {', '.join(f'{engine} {_loads(plan, engine)}' for engine in ENGINES)}")
     if plan.home:
         console.print(
             f"route:            translated to {plan.home.model_type}, a stock class that computes the same (--no-native: keep {plan.family.model_type})"
@@ -54,6 +52,17 @@ def show_plan(plan: "Plan") -> None:
     console.print(f"tensor parallel:  {degrees}")
     for warning in plan.warnings:
         console.print(f"[yellow]note:[/yellow] {warning}")
+
+
+def _loads(plan: "Plan", engine: str) -> str:
+    from gqa_convert.engines import same_up_to
+
+    if engine in plan.listed_in:
+        return "by its list"
+    if engine not in plan.loads_in:
+        return "no" if plan.modeling else "not known to"
+    tokens = same_up_to(engine, plan.config)
+    return f"yes, up to {tokens:,} tokens" if tokens else "yes"
 
 
 def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str]]:

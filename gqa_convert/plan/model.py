@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.engines import listed_in
 from gqa_convert.families import Family, Modeling
 from gqa_convert.geometry import AttentionLayer, Place
 from gqa_convert.layouts import Role
@@ -116,12 +117,17 @@ class Plan:
 
     @property
     def loads_in(self) -> frozenset[str]:
-        """Software that loads the result without custom code."""
+        """Software that was seen to load such a result without custom code."""
         if self.modeling:
             return frozenset()
         if self.home:
             return engines_for(self.checkpoint.config, self.home)
         return frozenset({"transformers"}) if self.family.modeling else self.family.engines
+
+    @property
+    def listed_in(self) -> frozenset[str]:
+        """Further software whose list of architectures has the result's type, which was not seen to load it."""
+        return frozenset() if self.modeling or self.home else listed_in(self.family.model_type)
 
     @property
     def weight_bytes_after(self) -> int:
@@ -195,6 +201,7 @@ class Plan:
             "result_model_type": self.config["model_type"],
             "modeling_file": f"{self.modeling.file}.py" if self.modeling else None,
             "loads_in": sorted(self.loads_in),
+            "listed_in": sorted(self.listed_in),
             "tensor_parallel": {"split": split, "with_copied_kv_heads": copied},
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gqa_convert.engines import run_in
 from gqa_convert.errors import ConfigError
 
 Config = dict[str, Any]
@@ -72,8 +73,6 @@ class Home:
     """Its one norm stands for two of the source's: their gains and biases move into the projections behind them."""
     architectures: tuple[tuple[str, str], ...]
     kv_heads_key: str
-    engines: frozenset[str]
-    """Software that loads the grouped-query form without custom code; `engines_for` says which of it does so for one checkpoint."""
     special_tokens: tuple[tuple[str, str], ...] = ()
     """Keys that tokenizer_config.json needs where it lacks them: the source's tokenizer class has them by default, the home's has none."""
 
@@ -135,30 +134,26 @@ ORIGINS: Final[dict[str, Origin]] = {
     ),
 }  # fmt: skip
 
-# vLLM and llama.cpp know phi, for which they take as many K/V heads as query heads.
-_IN_TRANSFORMERS = frozenset({"transformers"})
-_EVERYWHERE = frozenset({"transformers", "vLLM", "llama.cpp"})
-
 PHI_FROM_GPT_NEOX: Final = Home(
     source_type="gpt_neox", model_type="phi", names=_PHI, head_bias=True, folds_norms=True, kv_heads_key="num_key_value_heads",
-    architectures=(("GPTNeoXForCausalLM", "PhiForCausalLM"), ("GPTNeoXModel", "PhiModel")), engines=_IN_TRANSFORMERS,
+    architectures=(("GPTNeoXForCausalLM", "PhiForCausalLM"), ("GPTNeoXModel", "PhiModel")),
 )  # fmt: skip
 STARCODER2_FROM_GPT_NEOX: Final = Home(
     source_type="gpt_neox", model_type="starcoder2", names=_STARCODER2, head_bias=False, folds_norms=False,
-    kv_heads_key="num_key_value_heads", engines=_EVERYWHERE,
+    kv_heads_key="num_key_value_heads",
     architectures=(("GPTNeoXForCausalLM", "Starcoder2ForCausalLM"), ("GPTNeoXModel", "Starcoder2Model")),
 )  # fmt: skip
 PHI_FROM_GPTJ: Final = Home(
     source_type="gptj", model_type="phi", names=_PHI, head_bias=True, folds_norms=False, kv_heads_key="num_key_value_heads",
-    architectures=(("GPTJForCausalLM", "PhiForCausalLM"), ("GPTJModel", "PhiModel")), engines=_IN_TRANSFORMERS,
+    architectures=(("GPTJForCausalLM", "PhiForCausalLM"), ("GPTJModel", "PhiModel")),
 )  # fmt: skip
 PHI_FROM_CODEGEN: Final = Home(
     source_type="codegen", model_type="phi", names=_PHI, head_bias=True, folds_norms=False, kv_heads_key="num_key_value_heads",
-    architectures=(("CodeGenForCausalLM", "PhiForCausalLM"), ("CodeGenModel", "PhiModel")), engines=_IN_TRANSFORMERS,
+    architectures=(("CodeGenForCausalLM", "PhiForCausalLM"), ("CodeGenModel", "PhiModel")),
 )  # fmt: skip
 GPT_BIGCODE_FROM_GPT2: Final = Home(
     source_type="gpt2", model_type="gpt_bigcode", names=_GPT2, head_bias=False, folds_norms=False, kv_heads_key="num_key_value_heads",
-    architectures=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")), engines=_EVERYWHERE,
+    architectures=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")),
     special_tokens=tuple((f"{name}_token", "<|endoftext|>") for name in ("bos", "eos", "unk")),
 )  # fmt: skip
 
@@ -245,10 +240,15 @@ def find_home(config: Config, groups: int) -> Home | NoHome:
     return home
 
 
+def engines_of(home: Home) -> frozenset[str]:
+    """Software that loads the home's grouped-query form without custom code."""
+    return frozenset({"transformers"}) | run_in(home.model_type)
+
+
 def engines_for(config: Config, home: Home) -> frozenset[str]:
     """Software that computes what this source computes: some engines have one activation and plain rotary positions, whatever is asked."""
     activation = config.get("hidden_act", "gelu") if home.source_type == "gpt_neox" else config.get("activation_function", "gelu_new")
-    engines = home.engines
+    engines = engines_of(home)
     if activation not in _GELUS:
         engines -= {"llama.cpp"}
     if home.source_type == "gpt_neox":
