@@ -291,6 +291,13 @@ def test_engines_are_told_of_known_types_once() -> None:
         assert windowed <= engines._RUN[engine]
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [({}, None), ({"use_sliding_window": False}, None), ({"use_sliding_window": True}, 4096)])
+def test_a_window_that_is_not_in_use(asked: dict[str, bool], tokens: int | None) -> None:
+    """As Qwen's own configs have it; transformers 5 writes no window then."""
+    config = {"model_type": "qwen2", "sliding_window": 4096, "max_position_embeddings": 32768} | asked
+    assert engines.same_up_to("llama.cpp", config) == tokens
+
+
 @pytest.mark.parametrize(
     ("case", "options", "told"),
     [

@@ -127,7 +127,7 @@ class Plan:
     @property
     def listed_in(self) -> frozenset[str]:
         """Further software whose list of architectures has the result's type, which was not seen to load it."""
-        return frozenset() if self.modeling or self.home else listed_in(self.family.model_type)
+        return listed_in(self.config["model_type"])
 
     @property
     def weight_bytes_after(self) -> int:
