@@ -57,24 +57,32 @@ def convert(source: Path) -> Path:
     return source.with_name("out")
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, **special: str) -> None:
     """As transformers 5 saves one: its class has a name that no other version knows."""
     vocabulary = {f"w{number}": number for number in range(60)} | {"<unk>": 60}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(folder)
     assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
 
 
 def test_a_llama_with_heads_of_their_own_width(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source", head_dim=16, **rope(500_000.0))
-    save_tokenizer(source)
+    save_tokenizer(source, bos_token="w1", eos_token="w2")
     out = convert(source)
     found = statuses(out, OLDER, CTRANSLATE2)
     assert found[OLDER].startswith("ok 72 of 72 tokens equal")
     assert found[CTRANSLATE2].startswith("not supported it takes heads to be hidden size / heads = 8 wide, and these are 16 wide")
     assert verify_checkpoint(out, str(source), logits=False).passed
     assert AutoTokenizer.from_pretrained(out)("w3 w59 x")["input_ids"] == [3, 59, 60]
+
+
+def test_a_tokenizer_that_ctranslate2_cannot_take(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source", **rope(500_000.0))
+    save_tokenizer(source)
+    assert statuses(convert(source), CTRANSLATE2)[CTRANSLATE2].startswith(
+        "not supported it needs a tokenizer with bos, eos and unknown tokens"
+    )
 
 
 def test_a_qwen2_with_biases(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def answer(request: Request) -> Answer:
     """Convert the checkpoint to CTranslate2's format in float32, load that and ask it.
 
     Raises:
-        NotSupportedError: the converter has no loader for this type of model, or for heads of this width.
+        NotSupportedError: the converter has no loader for this type of model or heads of this width, or the tokenizer lacks a token it needs.
     """
     with head_width_from_hidden_size(request.config):
         return _ask(request)
@@ -24,6 +24,9 @@ def _ask(request: Request) -> Answer:
     folder = request.scratch / "ctranslate2"
     _convert(request, folder)
     names = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if missing := [name for name in ("bos_token", "eos_token", "unk_token") if name in stated and stated[name] is None]:
+        raise NotSupportedError(f"it needs a tokenizer with bos, eos and unknown tokens, and this one has no {missing[0]}")
     generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
     made = generator.generate_batch(
         [[names[token] for token in prompt] for prompt in request.prompts], max_batch_size=1, beam_size=1, sampling_topk=1,
