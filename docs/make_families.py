@@ -30,17 +30,19 @@ is tested against its own source: logits, decoding with and without a cache, hea
 
 ## What engines compute otherwise
 
-Found with vLLM 0.32.0 on a CPU (with transformers 5.19) and llama.cpp's converter and library as of llama-cpp-python 0.3.36; none of it comes
-from fewer K/V heads, unless that is said.
+Found with vLLM 0.32.0 on a CPU (with transformers 5.19) and llama.cpp as of llama-cpp-python 0.3.36, each against transformers 5.23 on the
+same files.
 
 - **Sliding windows.** llama.cpp attends to everything in mistral, mixtral, phi3 and starcoder2, and in qwen2 and qwen3 with
-  `use_sliding_window`: from the window on, other tokens. vLLM lets cohere2 see one token more than the window. `plan` says up to how many
-  tokens the result is the same.
-- **gpt_oss in llama.cpp** has other logits, by up to 5% of their spread: it rounds the bounds of YaRN (`truncate: false` is not heard).
+  `use_sliding_window`: from the window on, other tokens. vLLM lets cohere2 and cohere2_moe see one token more than the window. `plan`
+  says up to how many tokens the result is the same.
+- **gpt_oss in llama.cpp** has other logits, by up to 5.3% of their spread: it rounds the bounds of YaRN (`truncate: false` is not heard).
 - **dots1 in llama.cpp** is taken to have as many K/V heads as heads, and a converted one does not load. So it is with **phi**.
 - **ernie4_5_moe in llama.cpp** does not load: the converter computes the width of the shared experts from the number of K/V heads.
 - **olmoe in llama.cpp** loads with as many K/V heads as heads only: its norm of keys is taken to be as wide as that of queries.
-- **lfm2_moe in vLLM** gave other tokens, **phimoe in vLLM** logits that are not finite, **bamba** and **solar_open in llama.cpp** other tokens.
+- **lfm2_moe in vLLM** gave other tokens, **gemma3n_text** other logits, **phimoe** none that are finite; **bamba** and **solar_open in
+  llama.cpp** gave other tokens.
+- vLLM on a CPU in float32 ends with errors in falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next.
 - **glm and nemotron in llama.cpp** load where heads are hidden size / heads wide; granitemoehybrid is right there without rotary positions,
   and wrong with them.
 - llama.cpp's converter and vLLM's own classes want config keys that transformers 5 does not write (`rotary_pct` of cohere2, `rotary_dim`

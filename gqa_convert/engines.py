@@ -16,9 +16,11 @@ def _table(**names: str) -> dict[str, frozenset[str]]:
 
 _RUN = _table(
     vLLM="""
-        apertus arcee cohere cohere2 cwm dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma2 gemma3_text glm glm4
-        glm4_moe gpt_bigcode gpt_oss granite granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jais2 llama mistral
-        mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+        apertus arcee bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma
+        gemma2 gemma3_text glm glm4 glm4_moe gpt_bigcode gpt_oss granite granite_swa granitemoe granitemoe_swa
+        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 llama ministral ministral3 mistral mixtral
+        nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+        solar_open stablelm starcoder2 vaultgemma
     """,
     llama_cpp="""
         afmoe apertus arcee cohere cohere2 cohere2_moe dbrx ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3_text glm glm4
@@ -30,12 +32,12 @@ _RUN = _table(
 
 # Their lists of architectures name it, and their code reads the K/V-head count.
 _LISTED = _table(
-    vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid internlm3 jamba lfm2 minimax_m2 nemotron_h phimoe qwen3_next",
+    vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid hy_v3 internlm3 iquestcoder jamba lfm2 minimax_m2 nemotron_h qwen3_next",
     llama_cpp="chatglm hunyuan_v1_moe nemotron_h phimoe qwen3_next",
 )
 
 # They attend to more than a sliding window holds: vLLM to one token more, llama.cpp to everything.
-_BEYOND_WINDOW = _table(vLLM="cohere2", llama_cpp="mistral mixtral phi3 qwen2 qwen3 starcoder2")
+_BEYOND_WINDOW = _table(vLLM="cohere2 cohere2_moe", llama_cpp="mistral mixtral phi3 qwen2 qwen3 starcoder2")
 _WINDOW_IF_ASKED = ("qwen2", "qwen3")
 """Model types whose window counts only with `use_sliding_window`."""
 
