@@ -137,7 +137,7 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     divergence = content["calibration"]["kl"]
     assert f"diverged from the source's by {divergence['after']:.4f} nats per token" in text
     assert (f"{divergence['before']:.4f} before all layers were trained" in text) == (divergence["after"] < divergence["before"])
-    assert "1 of 1 commands not recorded" in text
+    assert "The command was not recorded: the work was started from Python" in text
     assert "A local checkpoint (`source`)" in text
     assert "torch" in text.split("Versions: ")[1]
     assert any("--base-model" in each for each in warnings)

@@ -34,7 +34,8 @@ def made_of(facts: Facts) -> list[str]:
     recorded = [shlex.join([printable(word) for word in command]) for command in commands if command]
     lines += [*fenced("\n".join(recorded), "sh"), ""] if recorded else []
     if missing := sum(1 for command in commands if not command):
-        lines += [f"{missing} of {len(commands)} commands not recorded: the work was started from Python, or by an older version.", ""]
+        which = "The command was" if len(commands) == 1 else f"{missing} of {len(commands)} commands were"
+        lines += [f"{which} not recorded: the work was started from Python, or by an older version.", ""]
     return [*lines, f"Versions: {_versions(facts)}."]
 
 
