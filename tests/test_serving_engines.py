@@ -24,7 +24,7 @@ from gqa_convert.verify.geometry import read_geometry
 from gqa_convert.verify.reading import Weights
 from gqa_convert.verify.report import Failure
 from tests.own_files import make_source_model
-from tests.tiny import HEADS, make_checkpoint, randomise
+from tests.tiny import HEADS, make_checkpoint, make_config, randomise
 from tests.uptrain_runs import DEMO
 from tests.uptrain_runs import run as uptrain
 
@@ -208,3 +208,37 @@ def test_older_words() -> None:
     assert older_words({"model_type": "olmo2", "rope_parameters": truncated}) == {"rope_scaling": truncated}  # it has no other place
     assert older_words({"rope_parameters": {"type": "linear", "factor": 4.0}}) == {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert older_words({"rope_parameters": None, "dtype": None}) == {}
+
+
+SCALING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALING)
+def test_older_words_change_nothing_for_transformers_5(kind: str, tmp_path: Path) -> None:
+    """Of every type: the config with them is the one without them."""
+    seen = 0
+    for model_type in (name for name, family in FAMILIES.items() if family.native and name in CONFIG_MAPPING):
+        rotary = make_config(model_type).to_dict().get("rope_parameters")
+        if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
+            continue
+        if SCALING[kind] and model_type in ("phi3", "phi4_multimodal", "phimoe"):  # which know longrope alone
+            continue
+        part = {"partial_rotary_factor": 0.25} if "partial_rotary_factor" in rotary else {}
+        positions = {"rope_type": "default", "rope_theta": 300.0} | part | SCALING[kind]
+        make_config(model_type, rope_parameters=positions).save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        saved = json.loads(path.read_text())
+        words = older_words(saved)
+        plain = AutoConfig.from_pretrained(tmp_path).to_dict()
+        path.write_text(json.dumps(saved | words))
+        told = AutoConfig.from_pretrained(tmp_path).to_dict()
+        told["rope_parameters"].pop("type", None)  # says the same as `rope_type`
+        assert {key: plain.get(key) for key in saved.keys() - words.keys()} == {
+            key: told.get(key) for key in saved.keys() - words.keys()
+        }, model_type
+        seen += 1
+    assert seen > 50

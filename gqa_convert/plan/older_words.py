@@ -55,6 +55,8 @@ def _scaling(config: dict[str, Any], rotary: dict[str, Any]) -> dict[str, Any]:
     model_type, kind = config.get("model_type"), rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
         return {"rope_scaling": None} if rotary and model_type in _SCALED_BY_DEFAULT else {}
+    if model_type == "bamba" and rotary.get("partial_rotary_factor") != 0.5:
+        return {}  # beside it both read the factor as 0.5, whatever is stated
     stated = {key: value for key, value in rotary.items() if key not in _BASE}
     needed = {key: value for key, value in stated.items() if key not in ("rope_type", "type") and config.get(key) != value}
     if needed.keys() == _ONLY.get(str(model_type)):

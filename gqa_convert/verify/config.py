@@ -83,7 +83,7 @@ def _restated(original: dict[str, Any]) -> dict[str, Any]:
     renamed |= {theta: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
     scaling = {key: nested[key] for key in nested if key not in ("rope_theta", "partial_rotary_factor")}
     scaled = scaling.get("rope_type") or scaling.get("type") or "default"
-    if scaled != "default":
+    if scaled != "default" and (model_type != "bamba" or nested.get("partial_rotary_factor") == 0.5):  # its class knows no other with that
         renamed["rope_scaling"] = _as_older_classes_take_it(original, scaling, scaled)
     if scaled == "longrope":  # which was looked for beside it
         renamed["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
