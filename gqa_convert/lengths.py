@@ -1,6 +1,6 @@
-"""How many tokens a model reads at once: what its config says, and what is taken where nobody says."""
+"""How many tokens a model reads at once, by what its config says, and what is taken where nobody says."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST = 2048
@@ -24,11 +24,14 @@ def stated_positions(config: Mapping[str, Any]) -> int | None:
     Args:
         config: what config.json holds.
     """
-    if is_t5_like(config):  # some state an `n_positions` nevertheless
-        return None
+    return None if is_t5_like(config) else stated_count(config, _POSITIONS)  # some of T5's family state an `n_positions` nevertheless
+
+
+def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first of these entries that holds a number above 0, in the config or in that of its text model."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, Mapping) else {}):
-        for name in _POSITIONS:
+        for name in names:
             stated = values.get(name)
             if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
                 return stated

@@ -386,7 +386,7 @@ for each, optimizer in ((sharded, optimizers[1]), (resumed, again)):
 for one, other in zip(sharded.parameters(), resumed.parameters()):
     assert torch.equal(one.to_local(), other.to_local())
 dist.destroy_process_group()
-# all is checked; gloo's threads live on in DTensor's caches, and one that still holds a tensor aborts an interpreter that ends the ordinary way
+# all is checked; gloo's threads live on in DTensor's caches, and one that still holds a tensor may abort an interpreter as it ends
 __import__("os")._exit(0)
 """
 

@@ -14,7 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert import convert_checkpoint
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.families import FAMILIES
-from gqa_convert.plan.older_words import older_words
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.serving.client import CLIENTS
 from gqa_convert.serving.installing import find_place, install
@@ -24,7 +23,7 @@ from gqa_convert.verify.geometry import read_geometry
 from gqa_convert.verify.reading import Weights
 from gqa_convert.verify.report import Failure
 from tests.own_files import make_source_model
-from tests.tiny import HEADS, make_checkpoint, make_config, randomise
+from tests.tiny import HEADS, make_checkpoint, randomise
 from tests.uptrain_runs import DEMO
 from tests.uptrain_runs import run as uptrain
 
@@ -189,56 +188,3 @@ def test_types_with_words_of_their_own(tmp_path: Path) -> None:
         with torch.no_grad():
             ours = model(torch.arange(3, 43)[None]).logits
         assert (torch.load(f"{out}.pt") - ours).abs().max() < 1e-5 * (ours.max() - ours.min()), out
-
-
-def test_older_words() -> None:
-    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    assert older_words({"rope_parameters": scaled, "dtype": "bfloat16"}) == {
-        "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    stated = {"rope_theta": 1.0, "rope_scaling": {"type": "linear"}, "partial_rotary_factor": 1.0, "torch_dtype": "float16"}
-    assert older_words({"rope_parameters": scaled, "dtype": "bfloat16"} | stated) == {}
-    kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
-    assert older_words({"model_type": "gemma3_text", "rope_parameters": kinds}) == {
-        "rope_local_base_freq": 1e4, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }  # fmt: skip
-    assert older_words({"model_type": "olmo3", "rope_parameters": kinds}) == {}  # one base can't say both
-    assert older_words({"model_type": "lfm3", "rope_parameters": ONE_BASE}) == {}
-    truncated = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
-    assert older_words({"model_type": "olmo2", "rope_parameters": truncated}) == {"rope_scaling": truncated}  # it has no other place
-    assert older_words({"rope_parameters": {"type": "linear", "factor": 4.0}}) == {"rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert older_words({"rope_parameters": None, "dtype": None}) == {}
-
-
-SCALING: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-}
-
-
-@pytest.mark.parametrize("kind", SCALING)
-def test_older_words_change_nothing_for_transformers_5(kind: str, tmp_path: Path) -> None:
-    """Of every type: the config with them is the one without them."""
-    seen = 0
-    for model_type in (name for name, family in FAMILIES.items() if family.native and name in CONFIG_MAPPING):
-        rotary = make_config(model_type).to_dict().get("rope_parameters")
-        if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
-            continue
-        if SCALING[kind] and model_type in ("phi3", "phi4_multimodal", "phimoe"):  # which know longrope alone
-            continue
-        part = {"partial_rotary_factor": 0.25} if "partial_rotary_factor" in rotary else {}
-        positions = {"rope_type": "default", "rope_theta": 300.0} | part | SCALING[kind]
-        make_config(model_type, rope_parameters=positions).save_pretrained(tmp_path)
-        path = tmp_path / "config.json"
-        saved = json.loads(path.read_text())
-        words = older_words(saved)
-        plain = AutoConfig.from_pretrained(tmp_path).to_dict()
-        path.write_text(json.dumps(saved | words))
-        told = AutoConfig.from_pretrained(tmp_path).to_dict()
-        told["rope_parameters"].pop("type", None)  # says the same as `rope_type`
-        assert {key: plain.get(key) for key in saved.keys() - words.keys()} == {
-            key: told.get(key) for key in saved.keys() - words.keys()
-        }, model_type
-        seen += 1
-    assert seen > 50

@@ -25,7 +25,7 @@ from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import default_cache
 from gqa_convert.data.tokenizing import TextEncoder, batches, end_of_text
 from gqa_convert.errors import ConfigError, DataError, OptionError
-from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, is_t5_like, stated_positions
+from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
 from gqa_convert.loading import TASKS, auto_class, load_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def calibration_tokens_for(config: Any) -> int:
         ConfigError: it states no width.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
-    width = _count(values, _WIDTH)
+    width = stated_count(values, _WIDTH)
     if width is None:
         raise ConfigError(f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use")
     tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
@@ -333,24 +333,13 @@ def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Int
     Raises:
         DataError: there is one.
     """
-    size = _count(config, _VOCABULARY)
+    size = stated_count(config, _VOCABULARY)
     largest = max(int(ids.max()) for batch, _ in made for ids in batch.values())
     if size is not None and largest >= size:
         raise DataError(
             f"the tokenizer in {folder} makes the token {largest}, and the model has a vocabulary of {size}: "
             "copy the tokenizer that belongs to it"
         )
-
-
-def _count(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
-    """The first of these keys that holds a number above 0, in the config or in that of its text model."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, Mapping) else {}):
-        for key in keys:
-            value = values.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
 
 
 def _digest(options: Sequence[Any], made: Sequence[dict[str, Integers]]) -> str:
