@@ -1,6 +1,7 @@
 """Whole runs on several processes: what ends them, and how they go on."""
 
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -100,6 +101,30 @@ def test_a_signal_to_one_process_stops_and_saves_all(place: Path, tmp_path: Path
     job = start(place, output, **environment)
     assert job.wait() == [0, 0], job.text()
     assert result(output) == result(reference)
+
+
+def test_a_file_that_lost_a_block_is_noticed_by_all(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    """Whichever process reads it, and as many processes as there are: all go back to the checkpoint before."""
+    kind, environment, reference = whole
+    output = tmp_path / "out"
+    shutil.copytree(reference, output)
+    (output / "summary.json").unlink()
+    newest = output / "checkpoints" / "step-000008"
+    recorded = json.loads((newest / "run.json").read_bytes())["sha256"]
+    files = {path.name: path for path in newest.iterdir() if path.name != "run.json"}
+    assert recorded == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    last = max(path for path in files.values() if path.suffix == ".distcp")
+    assert last.name == "__1_0.distcp"
+    with last.open("r+b") as file:
+        file.seek(last.stat().st_size // 2)
+        file.write(bytes(512))
+    job = start(place, output, processes=2 if kind == "ddp" else 1, **(environment if kind == "ddp" else {}))
+    assert set(job.wait()) == {0}, job.text()
+    assert "damaged-step-000008" in job.text()
+    assert job.text().count("has changed since it was saved") == 1
+    assert "step-000006" in job.text()
+    if kind == "ddp":
+        assert result(output) == result(reference)
 
 
 def test_checkpoints_fit_other_numbers_of_processes(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:

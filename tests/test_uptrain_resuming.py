@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, changed or finished, and the same command again."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -184,7 +185,17 @@ def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path
         run(home, tmp_path / "own", data=str(text))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "record", "emptied"])
+def zero_a_block(path: Path, nbytes: int = 512) -> None:
+    """What a disk that lost a block returns; in the middle of a file of tensors are their numbers."""
+    at = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(at)
+        assert file.read(nbytes).strip(b"\0")  # there is something to lose
+        file.seek(at)
+        file.write(bytes(nbytes))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "record", "emptied", "zeroed", "names"])
 def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, damage: str) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
@@ -197,6 +208,10 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
         tensors.unlink()
     elif damage == "record":
         os.truncate(newest / "run.json", 100)
+    elif damage == "zeroed":
+        zero_a_block(tensors)
+    elif damage == "names":
+        zero_a_block(newest / ".metadata", 8)
     else:
         (newest / "run.json").write_text("[]")
     said: list[str] = []
@@ -218,9 +233,34 @@ def test_when_every_checkpoint_is_damaged(home: Path, whole: Path, tmp_path: Pat
     assert (output / "model").is_dir()
 
 
-def test_a_whole_size_with_wrong_content(home: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_zeroed_block_in_every_checkpoint(home: Path, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    for path in (output / "checkpoints").glob("*/*.distcp"):
+        zero_a_block(path)
+    with pytest.raises(ResumeError, match=r"every checkpoint .* is damaged .*step-000006/__0_0.distcp has changed since it was saved"):
+        run(home, output)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_recorded_digests_are_those_of_the_files(whole: Path) -> None:
+    for folder in (whole / "checkpoints").iterdir():
+        recorded = json.loads((folder / "run.json").read_bytes())["sha256"]
+        assert recorded == {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.name != "run.json"
+        }
+
+
+def test_a_checkpoint_without_digests(home: Path, whole: Path, tmp_path: Path) -> None:
+    """As earlier versions saved it: resumed as before, and only what can't be loaded at all is noticed."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    record = output / "checkpoints" / "step-000006" / "run.json"
+    record.write_text(json.dumps({key: value for key, value in json.loads(record.read_bytes()).items() if key != "sha256"}))
+    run(home, output)
+    assert weights(output) == weights(whole)
     (output / "summary.json").unlink()
     for path in (output / "checkpoints" / "step-000006").glob("*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))

@@ -1,7 +1,7 @@
 """Checkpoints of a run: each appears whole or not at all, the last few are kept, and a run goes on from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process for its own part
-(torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size.
+(torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size and SHA-256.
 """
 
 import errno
@@ -16,6 +16,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
+from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -53,13 +54,22 @@ class Checkpoints:
         keep: how many to keep.
         main: whether this is the process that publishes.
         together: a context in which one process works, and whose errors are raised on all of them.
+        process: the number of this process.
+        gather: every process's value, in the order of their numbers, of what each of them passes.
     """
 
-    def __init__(self, folder: Path, keep: int, *, main: bool, together: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self, folder: Path, keep: int, *, main: bool, together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        process: int = 0, gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:  # fmt: skip
         self.folder = folder
         self._keep = keep
         self._main = main
         self._together = together
+        self._process = process
+        self._gather = gather
+        self._problems: dict[int, str] = {}
+        """What is wrong with checkpoints that were found to be damaged, by step."""
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -77,15 +87,34 @@ class Checkpoints:
         Raises:
             ResumeError: there are checkpoints, and none of them is whole.
         """
-        problem = ""
-        for step in reversed(self.steps()):
+        steps = self.steps()
+        for step in reversed(steps):
+            if step in self._problems:
+                continue
             try:
                 return step, self._record(step)
             except (OSError, ValueError, KeyError, TypeError) as raised:
-                problem = problem or str(raised)
-        if problem:
+                self._problems[step] = str(raised)
+        if steps:
+            problem = self._problems[steps[-1]]
             raise ResumeError(f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to begin anew")
         return None
+
+    def is_intact(self, step: int, record: dict[str, Any], processes: int) -> bool:
+        """Whether the files of a checkpoint hold what was written. Every process calls this, and reads its share.
+
+        Args:
+            step: of the checkpoint, which `newest` passes over from here on if it is not intact.
+            record: its record; one from before digests were recorded says nothing about the content.
+            processes: how many there are.
+        """
+        recorded = record.get("sha256", {})
+        mine = share(recorded, self._process, processes)
+        found = self._gather(first_difference(self.path(step), {name: recorded[name] for name in mine}))
+        problem = next(filter(None, found), "")
+        if problem:
+            self._problems[step] = problem
+        return not problem
 
     def _record(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the tensors, which are looked at.
@@ -103,13 +132,16 @@ class Checkpoints:
                 raise ValueError(f"{folder / name} has {found} bytes, expected {size}")
         return record
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints behind a step, which are damaged; returns their new names."""
-        aside = [(self.path(later), self.folder / f"damaged-step-{later:06d}") for later in self.steps() if later > step]
-        for old, new in aside:
-            shutil.rmtree(new, ignore_errors=True)
-            old.rename(new)
-        return [new for _, new in aside]
+    def set_aside_after(self, step: int) -> list[tuple[Path, str]]:
+        """Rename the checkpoints after a step, which are damaged; returns their new names and what is wrong with them."""
+        aside = []
+        for later in self.steps():
+            if later > step:
+                new = self.folder / f"damaged-step-{later:06d}"
+                shutil.rmtree(new, ignore_errors=True)
+                self.path(later).rename(new)
+                aside.append((new, self._problems.get(later, "it is not complete")))
+        return aside
 
     def save(self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str) -> Path:
         """Write a checkpoint, publish it, and remove those that are too many. Every process calls this.
@@ -145,6 +177,12 @@ class Checkpoints:
             raise self._explained(raised) from None
         record = {"format": _FORMAT, "progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples}
         with self._together():
+            try:
+                mine = digests(work, share((path.name for path in work.iterdir()), self._process, processes))
+            except OSError as raised:
+                raise self._explained(raised) from None
+        record["sha256"] = {name: digest for part in self._gather(mine) for name, digest in part.items()}
+        with self._together():
             if self._main:
                 try:
                     self._publish(work, final, record)
@@ -158,6 +196,7 @@ class Checkpoints:
     def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
         """From here on it counts."""
         record["files"] = {path.name: _size(path) for path in work.iterdir()}
+        record["sha256"] |= digests(work, record["files"].keys() - record["sha256"].keys())  # what a network file system showed late
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in work.iterdir():
             sync(path)

@@ -150,12 +150,8 @@ def together(accelerator: Any) -> Iterator[None]:
         if problem is not None:
             raise problem
         return
-    import torch
-
     stated = None if problem is None else (type(problem).__name__, str(problem))
-    found: list[tuple[str, str] | None] = [None] * accelerator.num_processes
-    with _partners():
-        torch.distributed.all_gather_object(found, stated, group=_waiting_group)
+    found: list[tuple[str, str] | None] = gathered(accelerator, stated)
     first = next((number for number, each in enumerate(found) if each is not None), None)
     if first is None:
         return
@@ -163,6 +159,18 @@ def together(accelerator: Any) -> Iterator[None]:
     if isinstance(error, GQAConvertError):
         error.told_elsewhere = first != accelerator.process_index
     raise error
+
+
+def gathered(accelerator: Any, value: Any) -> list[Any]:
+    """Every process's value, in the order of their numbers; small Python objects. Every process calls this."""
+    if accelerator.num_processes == 1:
+        return [value]
+    import torch
+
+    found: list[Any] = [None] * accelerator.num_processes
+    with _partners():
+        torch.distributed.all_gather_object(found, value, group=_waiting_group)
+    return found
 
 
 def _error(process: int, name: str, text: str) -> GQAConvertError:

@@ -18,7 +18,7 @@ from gqa_convert.recipe import Recipe
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
 from gqa_convert.training.curve import draw_curve
-from gqa_convert.training.distributed import OutputLock, join, local_processes, together, wait
+from gqa_convert.training.distributed import OutputLock, gathered, join, local_processes, together, wait
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import StepResult, Trainer
 from gqa_convert.training.metrics import Metrics, read_metrics
@@ -52,15 +52,17 @@ class Run:
         self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
-        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, together=self.together)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, together=self.together,
+            process=self.accelerator.process_index, gather=partial(gathered, self.accelerator),
+        )  # fmt: skip
         self.lock: Any = None
 
     def go(self) -> dict[str, Any]:
         """From what the output holds to the trained model."""
         with self.together():
             self._take_output()
-        with self.together():
-            finished, record = look_back(self.recipe, self.folder, self.checkpoints)
+        finished, record = self._look_back()
         if finished is not None:
             self.say(f"{self.recipe.output} is complete already; a larger budget or another output would train on")
             return finished if self.main else {}
@@ -131,6 +133,16 @@ class Run:
             sweep(self.folder.path)
             self.checkpoints.sweep()
 
+    def _look_back(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The summary of a complete run, or the record of the newest checkpoint whose files hold what was written."""
+        while True:
+            with self.together():
+                finished, record = look_back(self.recipe, self.folder, self.checkpoints)
+            if record is None:
+                return finished, None
+            if self.checkpoints.is_intact(int(record["progress"]["step"]), record, self.accelerator.num_processes):
+                return None, record
+
     def _progress(self, record: dict[str, Any] | None) -> Progress:
         """Where the run is; damaged checkpoints after it are set aside."""
         if record is None:
@@ -138,8 +150,8 @@ class Run:
         step = int(record["progress"]["step"])
         with self.together():
             aside = self.checkpoints.set_aside_after(step) if self.main else []
-        for path in aside:
-            self.say(f"a checkpoint is damaged and was renamed to {path}: going back to the one before it")
+        for path, problem in aside:
+            self.say(f"a checkpoint is damaged ({problem}) and was renamed to {path}: going back to the one before it")
         self.say(f"going on from {self.checkpoints.path(step)}")
         return take_up(record, self.recipe, self.folder, self.accelerator.num_processes, self.say)
 
