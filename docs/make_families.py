@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from gqa_convert.engines import listed_in
-from gqa_convert.families import FAMILIES, REFUSALS, Family
+from gqa_convert.families import FAMILIES, REFUSALS, RESTATED, Family
 from gqa_convert.translation import homes
 
 DOCUMENT = Path(__file__).with_name("families.md")
@@ -84,6 +84,20 @@ CODE = """
 transformers loads the result by the code in the checkpoint (`trust_remote_code=True`), which is copied and never run by gqa-convert.
 """
 
+RESTATED_HEAD = """
+## Rewritten first
+
+These types load by code of their own, in the names that it has, and compute what a stock type computes. `gqa-convert restate SOURCE STOCK`
+writes a checkpoint of the stock type: tensors are renamed, fused projections split, config keys put in the stock type's words; K/V heads stay
+as many as they are. Code from the checkpoint is never run, and code for its model is left behind; a tokenizer's is kept. Then convert STOCK,
+which also stands for the source in every other command. Logits are the source's up to rounding: each type is tested, to 1e-5 in float32,
+against a forward pass written down from its published code. Whatever a stock class does not compute is refused: the ALiBi of Baichuan 13B,
+the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
+
+Baichuan 2 scales the rows of its output projection to length one in every forward pass; here that is done once. Qwen is the same up to
+`seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
+"""
+
 REFUSED = """
 ## Refused
 
@@ -146,6 +160,8 @@ def document() -> str:
         what = "decoder; the encoder with `--encoder`" if family.encoder else "all layers"
         lines.append(f"| {name} | {family.modeling.file}.py | {projections(family)} | {what} | {family.rotary} |")
     lines += [CODE, *table(code)]
+    lines += [RESTATED_HEAD, "| type | becomes |", "|---|---|"]
+    lines += [f"| {name} | {stock} |" for name, stock in sorted(RESTATED.items(), key=lambda pair: pair[0].lower())]
     lines.append(REFUSED)
     reasons = defaultdict(list)
     for refusal in REFUSALS.values():

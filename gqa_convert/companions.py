@@ -3,19 +3,40 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.publication import sync
-from gqa_convert.checkpoint.source import CONFIG
-from gqa_convert.plan import Plan
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint
+from gqa_convert.families import Modeling
+from gqa_convert.plan import OutputShard
 from gqa_convert.provenance import PROVENANCE
+from gqa_convert.translation.homes import Home
 
 MODELING = Path(__file__).parent / "modeling"
 """Where the package keeps the modelling files that checkpoints bring along."""
 
 
-def write_companions(plan: Plan, folder: Path) -> None:
+class Described(Protocol):
+    """What has to be known of a plan to write what lies beside its weights."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def shards(self) -> tuple[OutputShard, ...]: ...
+    @property
+    def home(self) -> Home | None: ...
+    @property
+    def modeling(self) -> Modeling | None: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def weight_bytes_after(self) -> int: ...
+    @property
+    def parameters_after(self) -> int: ...
+
+
+def write_companions(plan: Described, folder: Path) -> None:
     """Write index, config, the modelling file if one is needed, and every other file of the source, byte for byte but for a tokenizer class.
 
     Args:
@@ -42,7 +63,7 @@ def write_companions(plan: Plan, folder: Path) -> None:
     write_json(folder / CONFIG, plan.config)
 
 
-def _write_index(plan: Plan, folder: Path) -> None:
+def _write_index(plan: Described, folder: Path) -> None:
     """The index of a sharded result; its totals are those of the new tensors."""
     if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
         return

@@ -157,6 +157,7 @@ _TOKENIZERS = {
         "TokenizersBackend": "bloom falcon longt5 persimmon umt5",
         "BartTokenizer": "bart",
         "MBartTokenizer": "mbart",
+        "PLBartTokenizer": "plbart",
         "PegasusTokenizer": "pegasus",
         "MarianTokenizer": "marian",
         "M2M100Tokenizer": "m2m_100",
@@ -251,6 +252,9 @@ FAMILIES: dict[str, Family] = {
             "Model ForConditionalGeneration ForCausalLM ForSequenceClassification ForQuestionAnswering", **_BART,
         ),
         *_own_file(
+            "gqa_bart", {"plbart": "PLBart"}, "Model ForConditionalGeneration ForCausalLM ForSequenceClassification", **_BART,
+        ),
+        *_own_file(
             "gqa_bart",
             {"pegasus": "Pegasus", "blenderbot": "Blenderbot", "blenderbot-small": "BlenderbotSmall"},
             "Model ForConditionalGeneration ForCausalLM", **_BART,
@@ -318,7 +322,7 @@ FAMILIES: dict[str, Family] = {
 _REFUSED: dict[str, str] = {
     "its attention has no K/V-head count in transformers, and there is no modelling file for it": """
         bigbird_pegasus cpmant ctrl fsmt git gpt-sw3 gpt_neox_japanese hrm_text led modernbert-decoder musicgen musicgen_melody
-        mvp nllb-moe openai-gpt pegasus_x plbart prophetnet reformer seamless_m4t seamless_m4t_v2 trocr xglm xlm xlnet
+        mvp nllb-moe openai-gpt pegasus_x prophetnet reformer seamless_m4t seamless_m4t_v2 trocr xglm xlm xlnet
     """,
     "in transformers it has one K/V head or as many as query heads, and nothing between": "gpt_bigcode",
     "it is an encoder, whose attention has no K/V-head count in transformers": """
@@ -349,6 +353,12 @@ _REFUSED: dict[str, str] = {
     "convolutions mix its queries and keys after the projections": "zaya",
 }  # fmt: skip
 
+RESTATED: dict[str, str] = {
+    "Yi": "llama", "baichuan": "llama", "internlm": "llama", "internlm2": "llama", "open_llama": "llama", "minicpm": "granite",
+    "phi-msft": "phi", "qwen": "qwen2", "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "stablelm_epoch": "stablelm",
+}  # fmt: skip
+"""Model types that load by code of their own, and the stock type that computes the same; `restating` rewrites the one as the other."""
+
 REFUSALS: dict[str, Refusal] = {
     model_type: Refusal(model_type, reason) for reason, model_types in _REFUSED.items() for model_type in model_types.split()
 }
@@ -366,6 +376,11 @@ def find_family(model_type: object) -> Family:
         return FAMILIES[model_type]
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type].reason}")
+    if model_type in RESTATED:
+        raise UnsupportedFamilyError(
+            f"model type {model_type} loads by code of its own and can't be converted as it is: `gqa-convert restate SOURCE STOCK` writes "
+            f"it as a {RESTATED[model_type]}, which computes the same; convert STOCK"
+        )
     raise UnsupportedFamilyError(
         f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that work and "
         "docs/adding-a-family.md says how to add one"

@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from gqa_convert.checkpoint.copying import BLOCK, OutputFile
 from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.errors import NoSpaceError
+from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.merging.pooling import DTYPES, BlockMerger, fresh_numbers, standard_deviation
-from gqa_convert.plan import OutputShard, OutputTensor, Piece, Plan
+from gqa_convert.plan import OutputShard, OutputTensor, Piece
+from gqa_convert.translation.homes import Home
 from gqa_convert.translation.rows import RowTranslator
 
 _BLOCK_NUMBERS = 1 << 16
@@ -24,7 +26,22 @@ _BLOCK_NUMBERS = 1 << 16
 Progress = Callable[[int], None]
 
 
-def write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, float]:
+class Writable(Protocol):
+    """What has to be known of a plan to write its weights."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def shards(self) -> tuple[OutputShard, ...]: ...
+    @property
+    def home(self) -> Home | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+
+
+def write_weights(plan: Writable, folder: Path, progress: Progress) -> dict[str, float]:
     """Write all output shards into an empty folder.
 
     Args:
@@ -52,7 +69,7 @@ def write_weights(plan: Plan, folder: Path, progress: Progress) -> dict[str, flo
     return writer.errors()
 
 
-def _check_space(plan: Plan, folder: Path, shared: bool) -> None:
+def _check_space(plan: Writable, folder: Path, shared: bool) -> None:
     """Shared blocks take no space: there only merged heads and what is carried over count."""
     needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
     if shared:
@@ -68,7 +85,7 @@ def _check_space(plan: Plan, folder: Path, shared: bool) -> None:
 class _ShardWriter:
     """Writes output shards piece by piece; neighbouring copies are joined into one."""
 
-    def __init__(self, plan: Plan, sources: SourceFiles, progress: Progress) -> None:
+    def __init__(self, plan: Writable, sources: SourceFiles, progress: Progress) -> None:
         self._plan = plan
         self._sources = sources
         self._progress = progress
@@ -122,10 +139,12 @@ class _ShardWriter:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             fresh = self._fresh(tensor)
-            if tensor.translated or tensor.rows > 1:
+            if tensor.translated or tensor.rows > 1 or tensor.unit_rows:
                 self._flush(joined, out)
                 joined = None
-                if tensor.translated:
+                if tensor.unit_rows:
+                    self._write_unit_rows(tensor, out)
+                elif tensor.translated:
                     for block in self._translator.blocks(tensor.translated):
                         out.write(block.view(np.uint8).reshape(-1).data)
                 else:
@@ -161,6 +180,20 @@ class _ShardWriter:
             out.write(merged.view(np.uint8).data)
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
+
+    def _write_unit_rows(self, tensor: OutputTensor, out: OutputFile) -> None:
+        """A matrix whose rows are divided by their lengths, as torch.nn.functional.normalize does it."""
+        dtype, (rows, columns) = DTYPES[tensor.dtype], tensor.shape
+        number, start = tensor.pieces[0].ranges[0]
+        step = max(1, _BLOCK_NUMBERS // columns)
+        for first in range(0, rows, step):
+            block = np.empty((min(step, rows - first), columns), dtype)
+            self._sources[number].read_into(block.view(np.uint8).reshape(-1).data, start + first * columns * dtype.itemsize)
+            wide = block.astype(np.float64)
+            lengths = np.sqrt(np.einsum("rc,rc->r", wide, wide))[:, None]
+            if not np.isfinite(lengths).all():
+                raise NonFiniteError(f"tensor {tensor.name} holds NaN or Inf: repair the checkpoint first")
+            out.write((wide / np.maximum(lengths, 1e-12)).astype(dtype).view(np.uint8).reshape(-1).data)
 
     def _write_rows(self, tensor: OutputTensor, out: OutputFile, fresh: "_Fresh | None") -> None:
         """A tensor whose heads lie along its last axis: some rows at a time are read, cut into columns and merged."""

@@ -42,6 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "bart": _BART | {"encoder_attention_heads": 8},
     "mbart": _BART,
+    "plbart": _BART,
     "pegasus": _BART,
     "marian": _BART | {"decoder_vocab_size": VOCAB, "encoder_attention_heads": 6},
     "m2m_100": _BART,

@@ -14,7 +14,20 @@ import pytest
 from gqa_convert import __version__
 from tests.checkpoints import HIDDEN, WIDTH, write_llama
 
-COMMANDS = ("plan", "inspect", "recommend", "convert", "verify", "check-serving", "uptrain", "evaluate", "report", "publish", "demo")
+COMMANDS = (
+    "plan",
+    "inspect",
+    "recommend",
+    "restate",
+    "convert",
+    "verify",
+    "check-serving",
+    "uptrain",
+    "evaluate",
+    "report",
+    "publish",
+    "demo",
+)
 
 
 def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:

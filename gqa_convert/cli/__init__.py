@@ -22,6 +22,7 @@ from .plan import plan
 from .publish import publish
 from .recommend import recommend
 from .report import report
+from .restate import restate
 from .uptrain import uptrain
 from .verify import verify
 
@@ -64,7 +65,7 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join([first, "", *others])  # from the empty one typer sees that what follows is indented less than examples
 
 
-for command in (plan, inspect, recommend, convert, verify, check_serving, uptrain, evaluate, benchmark, report, publish, demo):
+for command in (plan, inspect, recommend, restate, convert, verify, check_serving, uptrain, evaluate, benchmark, report, publish, demo):
     app.command(help=_help(command))(command)
 
 

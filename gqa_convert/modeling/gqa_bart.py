@@ -1,4 +1,4 @@
-"""BART, mBART, Pegasus, Marian, M2M100 (NLLB), Blenderbot and Blenderbot Small with fewer K/V heads than query heads (Ainslie et al. 2023).
+"""BART, mBART, PLBART, Pegasus, Marian, M2M100 (NLLB), Blenderbot and Blenderbot Small with fewer K/V heads than query heads (Ainslie et al. 2023).
 
 This file serves in two places: it is part of gqa-convert, and it lies in every checkpoint converted from one of these families, so
 that transformers loads the checkpoint without gqa-convert. It therefore imports torch and transformers only. Everything but the
@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import BartConfig, BlenderbotConfig, BlenderbotSmallConfig, M2M100Config, MarianConfig, MBartConfig, PegasusConfig
+from transformers import (
+    BartConfig,
+    BlenderbotConfig,
+    BlenderbotSmallConfig,
+    M2M100Config,
+    MarianConfig,
+    MBartConfig,
+    PegasusConfig,
+    PLBartConfig,
+)
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart import modeling_bart as bart
@@ -22,6 +31,7 @@ from transformers.models.m2m_100 import modeling_m2m_100 as m2m_100
 from transformers.models.marian import modeling_marian as marian
 from transformers.models.mbart import modeling_mbart as mbart
 from transformers.models.pegasus import modeling_pegasus as pegasus
+from transformers.models.plbart import modeling_plbart as plbart
 
 
 # From here to the line of dashes this file is the same as every other in its folder.
@@ -155,6 +165,10 @@ class GQAMBartAttention(GroupedBartAttention, mbart.MBartAttention):
     eager = staticmethod(mbart.eager_attention_forward)
 
 
+class GQAPLBartAttention(GroupedBartAttention, plbart.PLBartAttention):
+    eager = staticmethod(plbart.eager_attention_forward)
+
+
 class GQAPegasusAttention(GroupedBartAttention, pegasus.PegasusAttention):
     eager = staticmethod(pegasus.eager_attention_forward)
 
@@ -186,6 +200,13 @@ class GQABartConfig(BartConfig):
 @strict
 class GQAMBartConfig(MBartConfig):
     model_type = "gqa_mbart"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAPLBartConfig(PLBartConfig):
+    model_type = "gqa_plbart"
     num_key_value_heads: int | None = None
     encoder_num_key_value_heads: int | None = None
 
@@ -282,6 +303,26 @@ class GQAMBartForQuestionAnswering(GroupedMBart, mbart.MBartForQuestionAnswering
 
 class GQAMBartForCausalLM(GroupedMBart, mbart.MBartForCausalLM):
     config: GQAMBartConfig
+
+
+class GroupedPLBart(GroupedModel):
+    attention = (plbart.PLBartAttention, GQAPLBartAttention)
+
+
+class GQAPLBartModel(GroupedPLBart, plbart.PLBartModel):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForConditionalGeneration(GroupedPLBart, plbart.PLBartForConditionalGeneration):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForSequenceClassification(GroupedPLBart, plbart.PLBartForSequenceClassification):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForCausalLM(GroupedPLBart, plbart.PLBartForCausalLM):
+    config: GQAPLBartConfig
 
 
 class GroupedPegasus(GroupedModel):

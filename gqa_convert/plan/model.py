@@ -40,6 +40,12 @@ class OutputTensor:
     rows: int = 1
     stride: int = 0
     translated: TranslatedTensor | None = None
+    unit_rows: bool = False
+    """Each row of the one piece is divided by its length on the way."""
+
+    @property
+    def elements(self) -> int:
+        return _count(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +145,7 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return sum(_count(tensor.shape) for shard in self.shards for tensor in shard.tensors)
+        return sum(tensor.elements for shard in self.shards for tensor in shard.tensors)
 
     @property
     def disk_bytes(self) -> int:

@@ -1,0 +1,48 @@
+"""`gqa-convert restate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import Json, Quiet, Revision, Source
+
+
+def restate(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
+    revision: Revision = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
+    as_json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Rewrite SOURCE, which loads by code of its own, for transformers' own classes.
+
+    Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, Qwen (the first) qwen2, MiniCPM granite, stablelm_epoch stablelm,
+    phi-msft phi, RefinedWeb falcon. Tensors are renamed and fused projections are split; K/V heads stay as they are, and logits are
+    SOURCE's up to rounding. Code from the checkpoint never runs.
+
+      gqa-convert restate ./Baichuan2-7B-Base ./baichuan2-llama
+      gqa-convert convert ./baichuan2-llama ./baichuan2-gqa8 --groups 8
+    """
+    from contextlib import ExitStack
+
+    from gqa_convert.console.progress import byte_progress
+    from gqa_convert.console.screen import print_json, stderr_console
+    from gqa_convert.restating.restate import restate_checkpoint
+
+    with ExitStack() as stack:
+        bar: list[Any] = []
+
+        def begin(made: Any) -> None:
+            bar.append(stack.enter_context(byte_progress("rewriting", made.weight_bytes_after, quiet=quiet)))
+
+        result = restate_checkpoint(
+            source, out, revision=revision, overwrite=overwrite, on_plan=begin, progress=lambda nbytes: bar[0](nbytes)
+        )
+    if as_json:
+        print_json(result)
+    if not quiet:
+        console = stderr_console()
+        console.print(f"[green]done[/green]  {result['model_type']} -> {result['result_model_type']}, in {result['out']}", soft_wrap=True)
+        for note in result["notes"]:
+            console.print(f"[yellow]note:[/yellow] {note}", soft_wrap=True)
