@@ -10,6 +10,7 @@ from typing import Annotated, Never
 import typer
 
 from gqa_convert import __version__
+from gqa_convert.console.screen import prepare_streams
 from gqa_convert.errors import GQAConvertError, InterruptedRunError
 
 from .benchmark import benchmark
@@ -71,6 +72,7 @@ for command in (plan, inspect, recommend, restate, convert, verify, check_servin
 
 def main() -> Never:
     """Run the command line; every mistake becomes one line on stderr and an exit code."""
+    prepare_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:

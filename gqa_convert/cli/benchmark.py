@@ -84,5 +84,5 @@ def benchmark(
         )  # fmt: skip
     if as_json:
         print_json(result)
-    if not quiet and not as_json:
+    elif not quiet:
         show_benchmark(result)

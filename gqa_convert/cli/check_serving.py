@@ -52,7 +52,7 @@ def check_serving(
         )
     if as_json:
         print_json(report)
-    if not quiet:
+    elif not quiet:
         show_serving(report)
     if not report["passed"]:
         raise typer.Exit(1)

@@ -91,5 +91,5 @@ def convert(
         )  # fmt: skip
     if as_json:
         print_json(result)
-    if not quiet:
+    elif not quiet:
         show_conversion(result)

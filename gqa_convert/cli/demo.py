@@ -31,11 +31,11 @@ def demo(
     with stage_progress(quiet=quiet) as step:
         summary = run_demo(
             out, overwrite=overwrite, uptraining_tokens=UPTRAINING_TOKENS if uptraining else 0,
-            on_plan=(lambda made: None) if quiet else show_plan, progress=step,
+            on_plan=(lambda made: None) if quiet or as_json else show_plan, progress=step,
         )  # fmt: skip
     if as_json:
         print_json(summary)
-    if not quiet:
+    elif not quiet:
         show_demo(summary)
     if not summary["passed"]:
         raise typer.Exit(1)

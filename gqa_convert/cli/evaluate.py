@@ -104,7 +104,7 @@ def evaluate(
         return
     if as_json:
         print_json(results)
-    if not quiet:
+    elif not quiet:
         show_evaluation(results, output)
     if broken := failed(results):
         sys.stderr.write(f"gqa-convert: NaN or infinite losses: {', '.join(broken)} can't be scored, see scored_nan\n")

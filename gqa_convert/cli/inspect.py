@@ -49,5 +49,5 @@ def inspect(
         )  # fmt: skip
     if as_json:
         print_json(result)
-    if not quiet and not as_json:
+    elif not quiet:
         show_inspection(result)

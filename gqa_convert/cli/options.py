@@ -44,8 +44,8 @@ ShardSize = Annotated[
     str | None,
     typer.Option("--max-shard-size", metavar="SIZE", help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.", show_default=False),
 ]  # fmt: skip
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; with --json, the object too.")]
 
 
 def byte_count(text: str | None, option: str) -> int | None:

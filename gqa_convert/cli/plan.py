@@ -25,5 +25,5 @@ def plan(
     )  # fmt: skip
     if as_json:
         print_json(made.summary())
-    if not quiet and not as_json:
+    elif not quiet:
         show_plan(made)

@@ -61,9 +61,9 @@ def publish(
     options = Options(tuple(results or ()), tuple(evaluated_as or ()), base_model, licence, tuple(dataset or ()), overwrite_card)
     made = publish(
         out, Place(repo_id, revision, private, create_pr), options, dry_run=dry_run, reading=partial(byte_progress, "hashing", quiet=quiet),
-        on_checked=lambda checked: None if quiet else show_checked(checked),
+        on_checked=lambda checked: None if quiet or (as_json and dry_run) else show_checked(checked),
     )  # fmt: skip
     if as_json:
         print_json(made)
-    if not quiet:
+    elif not quiet:
         show_arrival(made)

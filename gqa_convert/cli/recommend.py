@@ -80,7 +80,7 @@ def recommend(
         )  # fmt: skip
     if as_json:
         print_json(result)
-    if not quiet and not as_json:
+    elif not quiet:
         show_recommendation(result)
     if result["groups"] is None:
         raise typer.Exit(1)

@@ -37,5 +37,5 @@ def report(
     made = make_report(run_dirs, out, overwrite=overwrite)
     if as_json:
         print_json(made)
-    if not quiet:
+    elif not quiet:
         show_report(made)

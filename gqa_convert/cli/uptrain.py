@@ -34,7 +34,9 @@ def uptrain(
             recipe, overrides or [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize,
             command=["gqa-convert", *sys.argv[1:]],
         )  # fmt: skip
-    if summary and as_json:
+    if not summary:  # another process of the launch has it
+        return
+    if as_json:
         print_json(summary)
-    if summary and not quiet:
+    elif not quiet:
         show_training(summary)

@@ -37,7 +37,7 @@ def verify(
         report = verify_checkpoint(out, source, revision=revision, logits=logits, text=text, progress=step)
     if as_json:
         print_json(report.summary())
-    if not quiet:
+    elif not quiet:
         show_verification(report.summary())
     if not report.passed:
         raise typer.Exit(1)

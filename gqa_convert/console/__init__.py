@@ -1,1 +1,1 @@
-"""What a person sees, on stderr: progress, tables, summaries. Scripts read stdout, where only `--json` writes."""
+"""What a person sees: results on stdout; progress and notes on stderr."""

@@ -2,47 +2,43 @@
 
 from typing import Any
 
-from .screen import size, stderr_console
+from .screen import size, stdout_console, styled
 
 
 def show_benchmark(result: dict[str, Any]) -> None:
     """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own where that was timed."""
-    from rich.markup import escape
-
-    console = stderr_console()
+    console = stdout_console()
     machine = result["machine"]
     some = "" if result["layers"] == result["model_layers"] else f", {result['layers']} of {result['model_layers']} layers"
     console.print(
-        f"[bold]{escape(result['model'])}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, "
-        f"{result['dtype']}; {machine['processor']}, {machine['device']}, {result['threads']} threads; attention: {result['attention']}",
+        styled(
+            (result["model"], "bold"),
+            f": {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, {result['dtype']}; "
+            f"{machine['processor']}, {machine['device']}, {result['threads']} threads; attention: {result['attention']}",
+        ),
         soft_wrap=True,
     )
     cells = dict.fromkeys((each["batch"], each["context"]) for each in result["results"])
     for batch, context in cells:
         _show_cell([each for each in result["results"] if (each["batch"], each["context"]) == (batch, context)], result)
     own = f"N = {result['kv_heads']} has the model's own weights, the others random" if result["weights"] == "own" else "all have random"
-    console.print(
-        f"[yellow]note:[/yellow] {own} keys and values, which time does not depend on; nothing here tells quality", soft_wrap=True
-    )
+    notes = [f"{own} keys and values, which time does not depend on; nothing here tells quality"]
     if "memory" in result:
-        console.print(
-            f"[yellow]note:[/yellow] batch and context: the largest that fit {size(result['memory']['bytes'])}; {result['memory']['assumed']}",
-            soft_wrap=True,
-        )
+        notes.append(f"batch and context: the largest that fit {size(result['memory']['bytes'])}; {result['memory']['assumed']}")
     if any("attention_floor_ms_per_token" in each for each in result["results"]):
-        console.print(
-            "[yellow]note:[/yellow] attn: the attention modules with their projections, in steps of their own; floor: to read the weights of those "
-            "projections and the cache once at the memory speed measured meanwhile",
-            soft_wrap=True,
+        notes.append(
+            "attn: the attention modules with their projections, in steps of their own; floor: to read the weights of those projections and "
+            "the cache once at the memory speed measured meanwhile"
         )
     if some:
-        console.print(
-            f"[yellow]note:[/yellow] whole model: an estimate, the layers' measured time x {result['model_layers'] / result['layers']:g}, "
-            "the rest as measured; prefill x the same",
-            soft_wrap=True,
+        notes.append(
+            f"whole model: an estimate, the layers' measured time x {result['model_layers'] / result['layers']:g}, the rest as measured; "
+            "prefill x the same"
         )
+    for note in notes:
+        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if result["plot"]:
-        console.print(f"plot     {result['plot']}", soft_wrap=True, markup=False)
+        console.print(f"plot     {result['plot']}", soft_wrap=True)
 
 
 def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
@@ -73,7 +69,7 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
             "" if each["prefill_ms"] is None else f"{each['prefill_ms']:.1f}", "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
             f"{_bytes(bytes_per_token)}{cross}", *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
         )  # fmt: skip
-    console = stderr_console()
+    console = stdout_console()
     console.print(
         f"batch {first['batch']}, {first['context']} tokens cached{encoder}; "
         f"{first['repetitions']} x {result['steps']} steps; times in ms, a sample decodes {first['new_tokens']}",

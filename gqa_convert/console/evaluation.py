@@ -3,19 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from .screen import stderr_console
+from .screen import stdout_console, styled
 
 
 def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
     """A row for each model, then what needs saying, then lm-eval's tables."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
-    console = stderr_console()
+    console = stdout_console()
     entries = [*filter(None, [results["reference"]]), *results["results"]]
     if results["data"]:
-        console.print(_title(results, entries[0]), soft_wrap=True, markup=False)
+        console.print(_title(results, entries[0]), soft_wrap=True)
         compared = [each for each in entries if each["difference"]]
         by_byte = any(each["difference"]["loss"] is None for each in compared)
         near = any(each["kl"] is not None for each in entries)
@@ -25,21 +24,21 @@ def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
             table.add_column(heading, justify="right", no_wrap=True)
         for each in entries:
             table.add_row(*_row(each, compared=bool(compared), by_byte=by_byte, near=near))
-        console.print(table, markup=False)
+        console.print(table)
         if compared:
-            console.print(f"differences are to {compared[0]['difference']['to']}, paired over the same text", soft_wrap=True, markup=False)
+            console.print(f"differences are to {compared[0]['difference']['to']}, paired over the same text", soft_wrap=True)
     for each in entries:
         if each["scored_nan"]:
             console.print(
-                f"[bold red]NaN[/bold red]  {each['scored_nan']:,} of {each['tokens']:,} tokens have no finite loss: {escape(each['model'])}",
+                styled(("NaN", "bold red"), f"  {each['scored_nan']:,} of {each['tokens']:,} tokens have no finite loss: {each['model']}"),
                 soft_wrap=True,
             )
         if each["note"]:
-            console.print(f"[yellow]note:[/yellow] {escape(each['model'])}: {escape(each['note'])}", soft_wrap=True)
+            console.print(styled(("note:", "yellow"), f" {each['model']}: {each['note']}"), soft_wrap=True)
         if each.get("tasks"):
             _show_tasks(each["model"], each["tasks"])
     if output is not None:
-        console.print(f"results  {output}", soft_wrap=True, markup=False)
+        console.print(f"results  {output}", soft_wrap=True)
 
 
 def _title(results: dict[str, Any], first: dict[str, Any]) -> str:
@@ -83,14 +82,13 @@ def _with_error(value: float | None, error: float | None, sign: str) -> str:
 def _show_tasks(model: str, tasks: dict[str, Any]) -> None:
     """lm-eval's own figures; everything else that it says is in the JSON."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
-    console = stderr_console()
-    table = Table("task", "metric", "value", "error", title=f"lm-eval: {escape(model)}", title_justify="left", box=box.SIMPLE_HEAD)
+    console = stdout_console()
+    table = Table("task", "metric", "value", "error", title=f"lm-eval: {model}", title_justify="left", box=box.SIMPLE_HEAD)
     for name, metrics in tasks.get("results", {}).items():
         for metric, value in metrics.items():
             if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric:
                 error = metrics.get(metric.replace(",", "_stderr,", 1))
                 table.add_row(name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
-    console.print(table, markup=False)
+    console.print(table)

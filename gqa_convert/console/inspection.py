@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .screen import stderr_console
+from .screen import stdout_console, styled
 
 
 def show_inspection(result: dict[str, Any]) -> None:
@@ -11,7 +11,7 @@ def show_inspection(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = stderr_console()
+    console = stdout_console()
     layers, groups = result["layers"], result["groups"]
     highest = max(error[part] for layer in layers for error in layer["errors"] for part in ("keys", "values")) or 1.0
 
@@ -20,7 +20,7 @@ def show_inspection(result: dict[str, Any]) -> None:
         return Text(f"{number:.2f}", style=f"black on rgb({round(255 * light)},{round(255 * (0.4 + 0.6 * light))},255)")
 
     console.print(
-        f"[bold]{result['source']}[/bold]: {result['model_type']}, {result['kv_heads']} K/V heads in {len(layers)} attention layers",
+        styled((result["source"], "bold"), f": {result['model_type']}, {result['kv_heads']} K/V heads in {len(layers)} attention layers"),
         soft_wrap=True,
     )
     measured = "on calibration text" if result["calibration"] else "of the weights alone"
@@ -34,23 +34,25 @@ def show_inspection(result: dict[str, Any]) -> None:
     console.print(table)
     for part in ("key", "value"):
         if reason := next((layer[f"{part}_barrier"] for layer in layers if layer[f"{part}_barrier"]), None):
-            console.print(f"[yellow]note:[/yellow] {part}s are averaged where nothing can be absorbed, since {reason}", soft_wrap=True)
+            console.print(
+                styled(("note:", "yellow"), f" {part}s are averaged where nothing can be absorbed, since {reason}"), soft_wrap=True
+            )
     _show_prediction(result)
     if result["plot"]:
-        console.print(f"plot     {result['plot']}", soft_wrap=True, markup=False)
+        console.print(f"plot     {result['plot']}", soft_wrap=True)
 
 
 def _show_prediction(result: dict[str, Any]) -> None:
     """Losses by N, and what to run next."""
     from rich.table import Table
 
-    console = stderr_console()
+    console = stdout_console()
     if result["calibration"] is None:
         console.print("no loss is predicted and no N recommended from weights alone: name text with --calibration", soft_wrap=True)
         return
     loss, advice = result["loss"], result["recommendation"]
     if result["calibration"]["warning"]:
-        console.print(f"[yellow]note:[/yellow] {result['calibration']['warning']}", soft_wrap=True)
+        console.print(styled(("note:", "yellow"), f" {result['calibration']['warning']}"), soft_wrap=True)
     console.print(f"Predicted loss in nats per token over {loss['tokens']:,} held-out tokens", soft_wrap=True)
     table = Table("N", "loss", "increase")
     for each in ({"groups": f"{result['kv_heads']} (source)", "loss": loss["source"], "increase": None}, *loss["by_groups"]):
@@ -61,7 +63,7 @@ def _show_prediction(result: dict[str, Any]) -> None:
         "an upper bound: this is the closed form alone, without the closed loop and its gradient stage; convert --calibration loses less",
         soft_wrap=True,
     )
-    mark = "[yellow]no N fits[/yellow]" if advice["groups"] is None else "[green]recommended[/green]"
-    console.print(f"{mark}  {advice['reason']}", soft_wrap=True)
+    mark = ("no N fits", "yellow") if advice["groups"] is None else ("recommended", "green")
+    console.print(styled(mark, f"  {advice['reason']}"), soft_wrap=True)
     if advice["command"]:
-        console.print(f"next     {advice['command']}", soft_wrap=True, markup=False)
+        console.print(f"next     {advice['command']}", soft_wrap=True)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .screen import size, stderr_console
+from .screen import size, stdout_console, styled
 
 if TYPE_CHECKING:
     from gqa_convert.plan import Plan
@@ -19,11 +19,14 @@ def show_plan(plan: "Plan") -> None:
 
     from gqa_convert.engines import ENGINES
 
-    console = stderr_console()
+    console = stdout_console()
     console.print(
-        f"[bold]{plan.checkpoint.source_id}[/bold]: {plan.family.model_type}, {plan.heads} query heads, "
-        f"{plan.source_kv_heads} -> [bold]{plan.groups}[/bold] K/V heads in {len(plan.layers)} attention layers"
-    )
+        styled(
+            (plan.checkpoint.source_id, "bold"), f": {plan.family.model_type}, {plan.heads} query heads, {plan.source_kv_heads} -> ",
+            (str(plan.groups), "bold"), f" K/V heads in {len(plan.layers)} attention layers",
+        ),
+        soft_wrap=True,
+    )  # fmt: skip
     changes = Table("layers", "tensor", "before", "after", "type", "method", title="What changes", title_justify="left")
     for layers, tensor, before, after, dtype, method in _runs_of_layers(plan):
         changes.add_row(layers, tensor, before, after, dtype, method)
@@ -51,7 +54,7 @@ def show_plan(plan: "Plan") -> None:
         degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"
     console.print(f"tensor parallel:  {degrees}")
     for warning in plan.warnings:
-        console.print(f"[yellow]note:[/yellow] {warning}")
+        console.print(styled(("note:", "yellow"), f" {warning}"), soft_wrap=True)
 
 
 def _loads(plan: "Plan", engine: str) -> str:
@@ -93,10 +96,13 @@ def _ranges(numbers: list[str]) -> str:
 
 def show_conversion(result: dict[str, Any]) -> None:
     """The one summary at the end of a conversion."""
-    console = stderr_console()
+    console = stdout_console()
     console.print(
-        f"[green]done[/green]  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in "
-        f"{result['attention_layers']} layers, {len(result['changes'])} tensors changed"
+        styled(
+            ("done", "green"),
+            f"  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in {result['attention_layers']} layers, "
+            f"{len(result['changes'])} tensors changed",
+        )
     )
     sizes = [(CACHES[key], result[key]) for key in CACHES if key in result] + [("weights", result["weight_bytes"])]
     rows = [(label, f"{size(both['before'])} -> {size(both['after'])}") for label, both in sizes]
@@ -106,4 +112,4 @@ def show_conversion(result: dict[str, Any]) -> None:
     rows.append(("next", shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
-        console.print(f"      {label:<{width}}  {text}", soft_wrap=True, markup=False)
+        console.print(f"      {label:<{width}}  {text}", soft_wrap=True)

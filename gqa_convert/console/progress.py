@@ -20,7 +20,7 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr_console(), transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
@@ -34,7 +34,13 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
         tasks: list[TaskID] = []
 
@@ -69,7 +75,7 @@ def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     tasks: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr_console(), transient=True) as progress:
 
         def advance(stage: str, done: int, total: int) -> None:
@@ -98,7 +104,7 @@ class TrainingScreen:
     def say(self, message: str) -> None:
         if not self._quiet:
             with suppress(OSError):
-                self._console.print(message, soft_wrap=True, markup=False)
+                self._console.print(message, soft_wrap=True)
 
     def tokenize(self, label: str, done: int, total: int) -> None:
         self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
@@ -147,7 +153,12 @@ def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
     bars = Progress(*columns, console=stderr_console(), transient=True)
     bars.start()
     try:

@@ -1,8 +1,11 @@
 """Which N, and why."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .screen import size, stderr_console
+from .screen import size, stdout_console, styled
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memory"}
 
@@ -10,12 +13,11 @@ _STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memor
 def show_recommendation(result: dict[str, Any]) -> None:
     """A row for each N, with what fails in red, then the N to take and the command that makes it."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
-    console = stderr_console()
+    console = stdout_console()
     console.print(
-        f"[bold]{escape(result['source'])}[/bold]: {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads",
+        styled((result["source"], "bold"), f": {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads"),
         soft_wrap=True,
     )
     _show_origins(result)
@@ -26,17 +28,15 @@ def show_recommendation(result: dict[str, Any]) -> None:
     for each in result["candidates"]:
         cells = [_marked(form(each), part in each["fails"]) for part, form in columns.values()]
         name = f"{each['groups']} (source)" if each["source"] else str(each["groups"])
-        verdict = "[green]recommended[/green]" if each["groups"] == result["groups"] else f"[red]{', '.join(each['fails'])}[/red]"
-        table.add_row(name, *cells, verdict)
+        verdict = ("recommended", "green") if each["groups"] == result["groups"] else (", ".join(each["fails"]), "red")
+        table.add_row(name, *cells, styled(verdict))
     console.print(table)
-    for note in result["notes"]:
-        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
-    if result["memory"]:
-        console.print(f"[yellow]note:[/yellow] memory: {result['memory']['counted']}", soft_wrap=True)
-    mark = "[yellow]no N fits[/yellow]" if result["groups"] is None else "[green]recommended[/green]"
-    console.print(f"{mark}  {result['reason']}", soft_wrap=True)
+    for note in [*result["notes"], *([f"memory: {result['memory']['counted']}"] if result["memory"] else [])]:
+        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+    mark = ("no N fits", "yellow") if result["groups"] is None else ("recommended", "green")
+    console.print(styled(mark, f"  {result['reason']}"), soft_wrap=True)
     if result["next"]:
-        console.print(f"next     {result['next']}", soft_wrap=True, markup=False)
+        console.print(f"next     {result['next']}", soft_wrap=True)
 
 
 def _columns(result: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -70,13 +70,13 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _marked(text: str, failed: bool) -> str:
-    return f"[red]{text or '?'} !![/red]" if failed else text
+def _marked(text: str, failed: bool) -> "Text":
+    return styled((f"{text or '?'} !!", "red") if failed else text)
 
 
 def _show_origins(result: dict[str, Any]) -> None:
     """What was asked, and what the figures are of."""
-    console, asked, speed = stderr_console(), result["constraints"], result["speed"]
+    console, asked, speed = stdout_console(), result["constraints"], result["speed"]
     words = {
         "max_loss_increase": lambda value: f"loss at most {value:g} nats per token above the source's",
         "min_speedup": lambda value: f"decode steps at least {value:g} times as fast",
@@ -86,10 +86,10 @@ def _show_origins(result: dict[str, Any]) -> None:
     if asked["context"] is not None:
         encoder = f", {asked['encoder_tokens']:,} of the input" if asked["encoder_tokens"] is not None else ""
         parts.append(f"context {asked['context']:,}{encoder}, batch {asked['batch']}")
-    console.print(f"asked    {'; '.join(parts)}", soft_wrap=True, markup=False)
+    console.print(f"asked    {'; '.join(parts)}", soft_wrap=True)
     if result["loss"]:
         kinds = sorted({each["loss_is"] for each in result["candidates"] if each["loss_is"]})
-        console.print(f"loss     {' and '.join(kinds)}, on {result['loss']['text']}", soft_wrap=True, markup=False)
+        console.print(f"loss     {' and '.join(kinds)}, on {result['loss']['text']}", soft_wrap=True)
     if speed:
         machine = speed["machine"] or {}
         where = f"{machine.get('processor') or 'a machine that is not recorded'}, {machine.get('device') or 'device not recorded'}"
@@ -97,6 +97,4 @@ def _show_origins(result: dict[str, Any]) -> None:
         crossing = f", {speed['encoder_tokens']:,} of the input" if speed["encoder_tokens"] is not None else ""
         origin = f"{speed['from']}, " if speed["from"] else ""
         setting = f"batch {speed['batch']}, context {speed['context']:,}{crossing}{some}"
-        console.print(
-            f"speed    {origin}{setting}, {speed['dtype']}, attention {speed['attention']}; {where}", soft_wrap=True, markup=False
-        )
+        console.print(f"speed    {origin}{setting}, {speed['dtype']}, attention {speed['attention']}; {where}", soft_wrap=True)

@@ -2,20 +2,22 @@
 
 from typing import Any
 
-from .screen import stderr_console
+from .screen import stderr_console, stdout_console
 
 
 def show_report(made: dict[str, Any]) -> None:
-    """The files read and left aside, what is missing, and the pages."""
-    console = stderr_console()
-    lines = [
+    """The files read and left aside as notes; the figures, what is missing and the pages as the result."""
+    notes = [
         *(f"read     {each['file']}: {each['kind']}" for each in made["read"]),
         *(f"ignored  {each['file']}: {each['why']}" for each in made["ignored"]),
         *(f"note     {note}" for note in made["notes"]),
+    ]
+    result = [
         *(f"missing  {each['title']}: {each['advice']}" for each in made["missing"]),
         f"figures  {', '.join(each['title'] for each in made['figures']) or 'none'}",
         f"report   {made['html']}",
         f"         {made['markdown']}",
     ]
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+    for console, lines in ((stderr_console(), notes), (stdout_console(), result)):
+        for line in lines:
+            console.print(line, soft_wrap=True)

@@ -2,35 +2,34 @@
 
 from typing import Any
 
-from rich.markup import escape
+from .screen import stdout_console, styled
 
-from .screen import stderr_console
-
-_MARKS = {"ok": "[green]ok           [/green]", "failed": "[red]FAIL         [/red]", "skipped": "[yellow]skipped      [/yellow]"}
+_MARKS = {"ok": ("ok", "green"), "failed": ("FAIL", "red"), "skipped": ("skipped", "yellow")}
 
 
 def show_serving(report: dict[str, Any]) -> None:
     """A line for each engine, then the verdict."""
-    console = stderr_console()
+    console = stdout_console()
     lengths = ", ".join(map(str, report["prompts"]))
     if lengths:
         console.print(
             f"{report['model_type']} in transformers {report['transformers']}: prompts of {lengths} tokens, {report['new_tokens']} new ones each",
-            soft_wrap=True, markup=False,
+            soft_wrap=True,
         )  # fmt: skip
     for entry in report["clients"]:
         name = " ".join(filter(None, (entry["client"], _number(entry))))
-        console.print(f"{_MARKS.get(entry['status'], 'not supported')}  {name:<26} {escape(entry['detail'])}", soft_wrap=True)
+        mark, style = _MARKS.get(entry["status"], ("not supported", ""))
+        console.print(styled((f"{mark:<13}", style), f"  {name:<26} {entry['detail']}"), soft_wrap=True)
     states = [entry["status"] for entry in report["clients"]]
     if report["passed"]:
-        verdict = "[green]served as transformers computes it[/green]"
+        verdict = ("served as transformers computes it", "green")
     elif "failed" in states:
-        verdict = "[red]not served as transformers computes it: do not use OUT in an engine that failed[/red]"
+        verdict = ("not served as transformers computes it: do not use OUT in an engine that failed", "red")
     elif "ok" in states:
-        verdict = "[red]not checked as asked: a client that was named is absent[/red]"
+        verdict = ("not checked as asked: a client that was named is absent", "red")
     else:
-        verdict = "[red]nothing was checked: no client ran[/red]"
-    console.print(verdict)
+        verdict = ("nothing was checked: no client ran", "red")
+    console.print(styled(verdict))
 
 
 def _number(entry: dict[str, Any]) -> str:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from .screen import stderr_console
+from .screen import stdout_console, styled
 
 
 def show_training(summary: dict[str, Any]) -> None:
     """The summary at the end of a run."""
-    console = stderr_console()
+    console = stdout_console()
     alpha = "" if summary["alpha"] is None else f", alpha {summary['alpha']:.2g}"
-    console.print(f"[green]done[/green]  {summary['tokens']:,} tokens in {summary['steps']:,} steps{alpha}")
+    console.print(styled(("done", "green"), f"  {summary['tokens']:,} tokens in {summary['steps']:,} steps{alpha}"))
     evaluation = summary["evaluation"]
     if evaluation:
         console.print(f"      evaluation loss  {evaluation['start']:.4f} -> {evaluation['final']:.4f} nats per token")
@@ -18,9 +18,9 @@ def show_training(summary: dict[str, Any]) -> None:
         recovered = "" if share is None else f"; {share:.1%} of the gap recovered"
         console.print(f"      source           {evaluation['source']:.4f}{recovered}")
     if summary["skipped_steps"]:
-        console.print(f"      [yellow]{summary['skipped_steps']} step(s) had no finite gradient and changed nothing[/yellow]")
+        console.print(styled("      ", (f"{summary['skipped_steps']} step(s) had no finite gradient and changed nothing", "yellow")))
     for change in summary["changes"]:
-        console.print(f"      {change}", soft_wrap=True, markup=False)
+        console.print(f"      {change}", soft_wrap=True)
     plot = summary["plot"] or "not drawn, matplotlib is missing: pip install 'gqa-convert[plot]'"
-    console.print(f"      curve            {plot}", soft_wrap=True, markup=False)
-    console.print(f"      model            {summary['model']}", soft_wrap=True, markup=False)
+    console.print(f"      curve            {plot}", soft_wrap=True)
+    console.print(f"      model            {summary['model']}", soft_wrap=True)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from .screen import stderr_console
+from .screen import stdout_console, styled
 
 
 def show_verification(report: dict[str, Any]) -> None:
     """Every check with its outcome."""
-    console = stderr_console()
+    console = stdout_console()
     for check in report["checks"]:
-        mark = "[green]ok  [/green]" if check["passed"] else "[red]FAIL[/red]"
-        console.print(f"{mark}  {check['name']:<22} {check['detail']}", soft_wrap=True)
+        mark = ("ok  ", "green") if check["passed"] else ("FAIL", "red")
+        console.print(styled(mark, f"  {check['name']:<22} {check['detail']}"), soft_wrap=True)
     consequence = "it is not what a conversion of SOURCE makes; unless it was trained since, do not use it"
-    console.print("[green]verified[/green]" if report["passed"] else f"[red]not verified: {consequence}[/red]")
+    console.print(styled(("verified", "green") if report["passed"] else (f"not verified: {consequence}", "red")), soft_wrap=True)
