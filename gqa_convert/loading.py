@@ -120,15 +120,22 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
 
     if not run_code:
         _register(folder)
-    with no_bars():
+    with no_bars(), _no_warnings():  # what its report would say of missing tensors is returned
         model, info = getattr(transformers, task).from_pretrained(
-            folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True, **options
-        )
-    return model.eval(), [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+            folder, dtype=dtype, trust_remote_code=run_code, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
+            **options,
+        )  # fmt: skip
+    return model.eval(), [*sorted(info["missing_keys"]), *sorted(map(_mismatch, info["mismatched_keys"]))]
+
+
+def _mismatch(entry: tuple[str, Any, Any]) -> str:
+    name, stored, expected = entry
+    return f"{name}, which is {list(stored)} where the model needs {list(expected)}"
 
 
 def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """The model on the CPU, in evaluation mode, and the names of parameters for which the folder has no fitting tensor.
+    """The model on the CPU, in evaluation mode, and the parameters for which the folder has no fitting tensor: their names, and both
+    shapes where a tensor has another one than the model needs.
 
     Args:
         folder: a local checkpoint.

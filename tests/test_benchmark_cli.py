@@ -27,11 +27,12 @@ def test_json_table_and_picture(tmp_path: Path) -> None:
     assert told["command"][:2] == ["gqa-convert", "benchmark"]
     plot = tmp_path / "speed.png"
     result = run("benchmark", "--config", source, "-n", "3,12", *QUICK, "--layers", 1, "--memory", "1MB", "--breakdown", "--plot", plot)
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     for word in ("random", "1 of 2 layers", "estimate", "floor", "batch 1, 6 tokens cached", str(plot)):
-        assert word in result.stderr
+        assert word in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert run("benchmark", "--config", source, "-n", "3", *QUICK, "--quiet").stderr == ""
+    quiet = run("benchmark", "--config", source, "-n", "3", *QUICK, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == ("", "")
     help_text = run("benchmark", "--help")
     assert help_text.returncode == 0
     assert "gqa-convert benchmark" in help_text.stdout
@@ -42,9 +43,9 @@ def test_without_the_own_number_there_is_no_speed_to_compare_with(tmp_path: Path
     source = write_llama(tmp_path / "so[/red]urce")
     shown = run("benchmark", source, "-n", "3,4", *QUICK)
     assert shown.returncode == 0, shown.stderr
-    assert "so[/red]urce: llama" in shown.stderr
-    assert "x " not in shown.stderr.split("K/V/token")[1].split("note:")[0]
-    assert "1.00x" in run("benchmark", source, "-n", "3,12", *QUICK).stderr
+    assert "so[/red]urce: llama" in shown.stdout
+    assert "x " not in shown.stdout.split("K/V/token")[1].split("note:")[0]
+    assert "1.00x" in run("benchmark", source, "-n", "3,12", *QUICK).stdout
 
 
 def test_mistakes_take_one_line(tmp_path: Path) -> None:
@@ -59,8 +60,9 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     broken = run("benchmark", source, "-n", "3,12", *QUICK)
     assert broken.returncode == 2
-    assert "Traceback" not in broken.stderr
-    assert f"gqa-convert: {source} can't be loaded by transformers" in broken.stderr.splitlines()[-1]
+    assert broken.stderr == (
+        f"gqa-convert: {source} has no fitting tensor for model.norm.weight, which is [59] where the model needs [60] (1 in all): copy it again\n"
+    )
 
 
 def test_caches_that_the_memory_can_t_hold_are_refused(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
 def test_plan_for_people(source: Path) -> None:
     result = run("plan", source, "-n", 4)
     assert result.returncode == 0
-    assert result.stdout == ""
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
     for word in (
         f"[{12 * WIDTH}, {HIDDEN}]",
         f"[{4 * WIDTH}, {HIDDEN}]",
@@ -89,7 +90,7 @@ def test_plan_for_people(source: Path) -> None:
         "vLLM",
         "disk needed",
     ):
-        assert word in result.stderr
+        assert word in result.stdout
 
 
 def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
@@ -99,7 +100,6 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     summary = json.loads(result.stdout)
     assert (summary["groups"], summary["out"]) == (4, str(out))
     assert summary["out_bytes"] == sum(path.stat().st_size for path in out.iterdir())
-    assert f"'{out}'" in result.stderr  # the next command, ready to paste
     config = json.loads((out / "config.json").read_text())
     assert (config["num_key_value_heads"], config["multi_query_attention"], config["multi_query_group_num"]) == (4, True, 4)
     provenance = json.loads((out / "gqa_conversion.json").read_text())
@@ -110,6 +110,9 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stderr
     assert json.loads(verified.stdout)["passed"] is True
 
+    shown = run("convert", source, tmp_path / "new folder", "--groups", 4, "-m", "mean")
+    assert f"'{tmp_path / 'new folder'}'" in shown.stdout  # the next command, ready to paste
+    assert shown.stderr == ""
     assert_mistake(run("convert", source, out, "--groups", 3), "exists already", "--overwrite")
     assert run("convert", source, out, "--groups", 3, "--overwrite", "-q").returncode == 0
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
@@ -122,7 +125,8 @@ def test_a_failed_verification_exits_with_1(source: Path, tmp_path: Path) -> Non
     result = run("verify", out, "--source", source, "--no-logits", "--json")
     assert result.returncode == 1
     assert json.loads(result.stdout)["passed"] is False
-    assert "FAIL" in result.stderr
+    assert result.stderr == ""
+    assert "FAIL" in run("verify", out, "--source", source, "--no-logits").stdout
 
 
 def test_quiet_prints_nothing(source: Path, tmp_path: Path) -> None:
@@ -190,10 +194,11 @@ def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
                 break
             shown += part
         assert process.stdout is not None
-        assert process.stdout.read() == b""
+        result = process.stdout.read().decode()
     assert process.returncode == 0
     assert "converting" in shown.decode()
-    assert "done" in shown.decode()
+    assert "done  12 -> 4 K/V heads" in result
+    assert "\x1b" not in result
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

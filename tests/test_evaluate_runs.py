@@ -59,8 +59,11 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     one = report["results"][1]
     assert one["difference"]["to"] == "two"
     assert one["difference"]["loss"] == pytest.approx(one["loss"] - report["results"][0]["loss"])
-    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are to two", "results.json"):
-        assert words in err
+    assert err == ""
+    code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "again.json")
+    assert (code, err) == (0, "")
+    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are to two", "again.json"):
+        assert words in out
     assert (home / "one" / "config.json").is_file()
 
 
@@ -172,10 +175,10 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
         for key in ("loss", "perplexity", "bits_per_byte", "loss_standard_error", "kl", "top1_agreement"):
             assert result[key] is None
         assert result["difference"]["loss"] is None
-        assert f"{result['scored_nan']:,} of {result['tokens']:,} tokens have no finite loss" in err
     last = err.splitlines()[-1]
     assert last.startswith("gqa-convert: NaN")
     assert str(tmp_path / "some") in last
+    assert f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss" in ask(tmp_path / "all", "--data", "text.txt")[1]
     quiet = ask(tmp_path / "all", "--data", "text.txt", "-q")
     assert quiet[0] == 1
     assert "NaN" in quiet[2]
@@ -234,6 +237,6 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
     }  # fmt: skip
     told = {"reference": None, "results": [entry], "data": {"source": "x[/b]"}, "objective": "causal", "context": 5, "stride": 5}
     show_evaluation(told, None)
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     for words in ("finite loss: a[/red]b", "a[/red]b: not of c[/bold]d", "of x[/b], windows", "lm-eval: a[/red]b", "t[/i]"):
         assert words in shown

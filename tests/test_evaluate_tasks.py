@@ -66,8 +66,11 @@ def test_results_are_stored_as_they_are(
     assert folder == str(tmp_path / "tasks")
     assert (type(model["pretrained"]).__name__, model["batch_size"]) == ("LlamaForCausalLM", 2)
     assert (options["tasks"], options["num_fewshot"], options["limit"], options["random_seed"]) == (["arc"], 3, 7, 5)
-    assert "acc" in err
-    assert "0.2500" in err
+    code, out, err = command_line(monkeypatch, capsys, tmp_path / "model", "--tasks", "arc")
+    assert code == 0, err
+    assert "noise" not in out
+    assert "acc" in out
+    assert "0.2500" in out
 
 
 def test_mistakes(calls: list[Any], tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_a_plan_tells_what_loads_the_result(
 ) -> None:
     plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
     show_plan(plan)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("loads as it is:")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads as it is:")]
     assert line.removeprefix("loads as it is:").strip() == told
     says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
     assert says_yes == set(plan.summary()["loads_in"])

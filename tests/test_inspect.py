@@ -347,7 +347,7 @@ def test_the_picture_is_no_blank(weights: Path, tmp_path: Path) -> None:
 
     result = run("inspect", weights, "--plot", tmp_path / "a.png", "--groups", "3,1")
     assert result.returncode == 0, result.stderr
-    assert str(tmp_path / "a.png") in result.stderr
+    assert str(tmp_path / "a.png") in result.stdout
     picture = matplotlib_image.imread(tmp_path / "a.png")
     assert picture.shape[0] > 200
     assert picture.shape[1] > 400
@@ -358,9 +358,9 @@ def test_the_picture_is_no_blank(weights: Path, tmp_path: Path) -> None:
 def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     people = run("inspect", weights, "-n", "1,4")
     assert people.returncode == 0
-    assert people.stdout == ""
+    assert people.stderr == ""
     for words in ("12 K/V heads in 3 attention layers", "K1", "V4", "4+7 0.00", "name text with --calibration"):
-        assert words in people.stderr
+        assert words in people.stdout
     arguments = ("inspect", planted[0], "-c", planted[1], "--calibration-tokens", TOKENS, "-n", "2,3", "--json")
     app([str(argument) for argument in arguments], standalone_mode=False)
     printed = capsys.readouterr()
@@ -378,9 +378,9 @@ def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Pa
     assert (result["max_loss_increase"], result["plot"]) == (0.1, None)
     app(["inspect", str(planted[0]), "-c", str(planted[1]), "--calibration-tokens", "640", "-n", "3"], standalone_mode=False)
     printed = capsys.readouterr()
-    assert printed.out == ""
+    assert printed.err == ""
     for words in ("12 (source)", "an upper bound", "closed form alone", "recommended", "next     gqa-convert convert"):
-        assert words in printed.err
+        assert words in printed.out
     assert_mistake(run("inspect", weights, "-n", "1,x"), "--groups '1,x' is no list of numbers")
     assert_mistake(run("inspect", weights, "-n", "5"), "choose one of 1, 2, 3, 4, 6, 12")
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, OutputError, PublishError, ReportError
 from gqa_convert.machine import measurement
@@ -20,7 +21,6 @@ from gqa_convert.publishing.hashing import digests as read_digests
 from gqa_convert.publishing.hashing import refuse_tokens
 from gqa_convert.publishing.markup import code, fenced, plain, table
 from gqa_convert.publishing.publish import Options, publish
-from gqa_convert.publishing.readme import is_our_card
 from gqa_convert.publishing.remote import Place
 from gqa_convert.recipe import make_recipe
 from tests.checkpoints import HEADS, WIDTH, digests, write_llama

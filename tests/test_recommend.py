@@ -320,7 +320,7 @@ def test_results_stand_in_place_of_measuring(
     assert any("batch 2, context 512, and batch 2, context 500 is asked for" in note for note in result["notes"])
     assert any(f"N = 4 is {runs / 'c4'}" in note for note in result["notes"])
     show_recommendation(result)
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     for word in (
         "2.00x",
         "1.67x",
@@ -443,10 +443,11 @@ def test_the_command_line(llama: Path) -> None:
     assert any("--context 1,024 is more than the 64 positions" in note for note in result["notes"])
     assert result["command"][:2] == ["gqa-convert", "recommend"]
     shown = run("recommend", llama, "--memory", "600kB", "--context", 1024)
-    assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
+    assert (shown.returncode, shown.stderr) == (0, "")
     for word in ("12 (source)", "!!", "recommended", "next     gqa-convert convert", "activations"):
-        assert word in shown.stderr
-    assert run("recommend", llama, "--memory", "600kB", "--context", 1024, "--quiet").stderr == ""
+        assert word in shown.stdout
+    quiet = run("recommend", llama, "--memory", "600kB", "--context", 1024, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == ("", "")
     assert_mistake(run("recommend", llama), "nothing is asked")
     assert_mistake(run("recommend", llama, "--memory", "1GB"), "without --context")
     assert_mistake(run("recommend", llama, "--memory", "1GB", "--context", "long"), "--context 'long'", "32k")
@@ -455,7 +456,7 @@ def test_the_command_line(llama: Path) -> None:
 def test_a_name_that_looks_like_a_mark_of_the_console(tmp_path: Path) -> None:
     shown = run("recommend", write_llama(tmp_path / "so[/red]urce"), "--memory", "600kB", "--context", 1024)
     assert shown.returncode == 0, shown.stderr
-    assert "so[/red]urce: llama" in shown.stderr
+    assert "so[/red]urce: llama" in shown.stdout
 
 
 def test_a_real_timing(llama: Path) -> None:

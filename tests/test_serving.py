@@ -310,8 +310,8 @@ def test_the_command(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
     result = run("check-serving", folder)
     assert result.returncode == 1
-    assert "not supported" in result.stderr
-    assert "nothing was checked" in result.stderr
+    assert "not supported" in result.stdout
+    assert "nothing was checked" in result.stdout
     for arguments in (("--python", "vllm"), ("--install",)):
         result = run("check-serving", folder, *arguments)
         assert (result.returncode, result.stderr.count("\n")) == (2, 1)

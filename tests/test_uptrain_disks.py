@@ -107,10 +107,12 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
     assert json.loads(first.stdout) == json.loads((output / "summary.json").read_text())
     assert "6 steps of 64 tokens on 1 process(es), from step 1" in first.stderr
     assert "step 6 of 6 (100.0%)  loss" in first.stderr
-    assert "done  384 tokens in 6 steps" in first.stderr
     assert "arning" not in first.stderr
     again = subprocess.run(command(recipe(home, output), "-q"), capture_output=True, text=True, check=True)
     assert (again.stdout, again.stderr) == ("", "")
+    shown = subprocess.run(command(recipe(home, output)), capture_output=True, text=True, check=True)
+    assert "done  384 tokens in 6 steps" in shown.stdout
+    assert f"{output} is complete already" in shown.stderr
     wrong = subprocess.run(command(recipe(home, output), "seed=1"), capture_output=True, text=True)
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
     assert "seed was 0 and is now 1" in wrong.stderr

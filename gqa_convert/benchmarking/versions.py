@@ -85,7 +85,7 @@ def _load(folder: Path, attention: str, dtype: Any) -> Any:
     with explained(str(folder)), refused_attention(attention):
         model, missing = load_model(folder, dtype, attn_implementation=attention)
     if missing:
-        raise CorruptCheckpointError(f"{folder} lacks {len(missing)} tensors that its model has, {missing[0]} among them: copy it again")
+        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): copy it again")
     return model
 
 

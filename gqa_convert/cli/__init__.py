@@ -1,8 +1,10 @@
 """The commands. Each one reads like its help text; the work is done elsewhere and imported when it is called."""
 
 import inspect as inspection
+import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Never
@@ -73,6 +75,9 @@ for command in (plan, inspect, recommend, restate, convert, verify, check_servin
 def main() -> Never:
     """Run the command line; every mistake becomes one line on stderr and an exit code."""
     prepare_streams()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of a checkpoint is in the lines of our own
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:

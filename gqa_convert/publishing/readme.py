@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from gqa_convert.checkpoint.publication import sync
+from gqa_convert.checkpoint.signed_card import MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.publishing.facts import README, Facts
 
-_MARKER = re.compile(r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n", re.MULTILINE)
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _LARGEST = 4 << 20
 """Bytes of a README whose front matter is read."""
@@ -49,14 +49,8 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
     if text is None or overwrite or is_our_card(text):
         return
     if not _came_with_source(facts, text):
-        kind = "a card that was edited since publish wrote it" if _MARKER.search(text) else "neither the source's nor a card of publish"
+        kind = "a card that was edited since publish wrote it" if MARKER.search(text) else "neither the source's nor a card of publish"
         raise PublishError(f"{facts.folder / README} is {kind}: move it away, or replace it with --overwrite-card")
-
-
-def is_our_card(text: str) -> bool:
-    """Whether a text is a card as it was written."""
-    match = _MARKER.search(text)
-    return match is not None and _signed(text[: match.start()], match[1], text[match.end() :]) == text
 
 
 def sign(front: str, body: str, stated: dict[str, Any]) -> str:
@@ -64,19 +58,14 @@ def sign(front: str, body: str, stated: dict[str, Any]) -> str:
 
     The comment also keeps what the source states: the card takes the place of the only file that did.
     """
-    return _signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
-
-
-def _signed(front: str, stated: str, body: str) -> str:
-    digest = hashlib.sha256(f"{front}{stated}{body}".encode()).hexdigest()
-    return f"{front}<!-- written by gqa-convert publish from a source that states {stated}, sha256 {digest} -->\n{body}"
+    return signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
 
 
 def stated_by_source(facts: Facts, text: str | None) -> dict[str, Any]:
     """What the source states of licence, languages and task, words and lists of words: by its README, or by the card that replaced it."""
     if text is None:
         return {}
-    match = _MARKER.search(text)
+    match = MARKER.search(text)
     try:
         if match:
             found = json.loads(match[1])
