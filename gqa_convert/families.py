@@ -24,6 +24,14 @@ Rotary = Literal["none", "half", "interleaved"]
 _GATED = "a gate scales every channel of its attention's output"
 _SLOPED = (("decoder", "each head has its own slope of ALiBi, by its number"),)
 
+_CARRIED = "its recurrences or convolutions carry text from one document into the next"
+_PADDING_ONLY = "transformers computes its ALiBi from a mask of padding and accepts no other mask"
+_NO_POSITIONS = "its decoder accepts no position ids, so that a document can't begin at position 0"
+
+DocumentMask = Literal["positions", "mask", "masks_by_kind"]
+"""What makes transformers' class keep packed documents apart: position ids that begin anew with each document, from which it builds its
+own masks; a prepared 4-D mask; or a prepared 4-D mask for each kind of layer. Position ids are passed in every case."""
+
 KVHeads = Literal["stated", "heads", "falcon"]
 """What tells a source's number of K/V heads: the config key; nothing, it is the number of query heads; Falcon's three keys."""
 
@@ -94,6 +102,12 @@ class Family:
     """Config keys that, when set, make a checkpoint of the family unconvertible, each with the reason."""
     refused_unless: tuple[tuple[str, str], ...] = ()
     """The same for keys that must be set."""
+    document_mask: DocumentMask = "positions"
+    document_barrier: str | None = None
+    """Why documents packed into one row can't be kept apart, unless every layer is attention (`layer_types`); None if they can. A clause
+    that can follow "since"."""
+    document_barred_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, are such a reason."""
     engines: frozenset[str] = frozenset({"transformers"})
     """Software that was seen to load the family's grouped-query form without custom code."""
     modeling: Modeling | None = None
@@ -128,6 +142,7 @@ _T5: dict[str, Any] = {
 _BART: dict[str, Any] = {
     "attention": ("self_attn", "encoder_attn"), "cross_attention": ("encoder_attn",), "encoder": "encoder", "output": "out_proj",
     "rotary": "none", "heads_key": "decoder_attention_heads", "encoder_heads_key": "encoder_attention_heads", "head_width_key": None,
+    "document_barrier": _NO_POSITIONS,
 }  # fmt: skip
 _PER_HEAD: dict[str, Any] = {"fused": "query_key_value", "fused_layout": "grouped", "output": "dense", "head_width_key": None}
 
@@ -193,26 +208,31 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *_families(
-            "arcee aria_text bamba cohere_compass_text cwm falcon_h1 gemma gemma2 gpt_oss granite granite_swa "
-            "granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax internlm3 iquestcoder jais2 llama "
-            "minimax ministral ministral3 mistral mixtral nemotron olmo phimoe qwen2 qwen2_moe seed_oss smollm3 solar_open "
+            "arcee aria_text cohere_compass_text cwm gemma gemma2 granite granite_swa "
+            "granitemoe granitemoe_swa granitemoeshared hyperclovax internlm3 iquestcoder jais2 llama "
+            "ministral ministral3 mistral mixtral nemotron olmo phimoe qwen2 qwen2_moe seed_oss smollm3 solar_open "
             "starcoder2 vaultgemma"
         ),
+        *_families("bamba falcon_h1 minimax", document_barrier=_CARRIED),
+        *_families("granitemoehybrid", document_barrier=_CARRIED, document_mask="masks_by_kind"),
+        *_families("gpt_oss", document_mask="masks_by_kind"),
         *_families("cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium llama4_text", rotary="interleaved"),
         *_families("bitnet", value_barrier="a norm stands between its attention's output and the output projection"),
-        *_families("jamba", rotary="none"),
-        *_families("nemotron_h", rotary="none", attention=("mixer",)),
-        *_families("zamba", rotary="none", head_width_key="attention_head_dim"),
+        *_families("jamba", rotary="none", document_barrier=_CARRIED),
+        *_families("nemotron_h", rotary="none", attention=("mixer",), document_barrier=_CARRIED),
+        *_families("zamba", rotary="none", head_width_key="attention_head_dim", document_barrier=_CARRIED),
         *_families(
-            "zamba2", head_width_key="attention_head_dim",
+            "zamba2", head_width_key="attention_head_dim", document_barrier=_CARRIED,
             refused_when=(("use_shared_attention_adapter", "adapters beside its projections write to every K/V head"),),
         ),
-        *_families("recurrent_gemma", attention=("temporal_block",)),
+        *_families("recurrent_gemma", attention=("temporal_block",), document_barrier=_CARRIED),
         *_families(
-            "apertus dots1 exaone4 exaone_moe flint gemma3_text glm4_moe hy_v3 kolibri1 lfm3 mellum qwen3 qwen3_moe",
+            "apertus dots1 exaone4 exaone_moe flint gemma3_text glm4_moe hy_v3 kolibri1 mellum qwen3 qwen3_moe",
             key_norm="shared",
         ),
-        *_families("afmoe beam", key_norm="shared", value_barrier=_GATED),
+        *_families("lfm3", key_norm="shared", document_barrier=_CARRIED),
+        *_families("afmoe", key_norm="shared", value_barrier=_GATED, document_mask="masks_by_kind"),
+        *_families("beam", key_norm="shared", value_barrier=_GATED),
         *_families(
             "gemma3n_text", key_norm="shared", value_barrier="its values are normalised behind their projection",
             order_barred_when=(("num_kv_shared_layers", "layers share keys and values"),),
@@ -220,14 +240,17 @@ FAMILIES: dict[str, Family] = {
         *_families("nanochat", key_norm="shared", key_barrier="its keys are normalised behind their projection"),
         *_families(
             "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2,
-            value_barrier=_GATED, order_barriers=(("decoder", _GATED),),
+            value_barrier=_GATED, order_barriers=(("decoder", _GATED),), document_barrier=_CARRIED,
         ),
         *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
-        *_families("lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj"),
+        *_families(
+            "lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj", document_barrier=_CARRIED,
+        ),
         *_families("phi", key_norm="shared", key_norm_name="k_layernorm", output="dense"),
         *_families("cohere", rotary="interleaved", key_norm="per_head"),
         *_families("stablelm", key_norm="per_head_list", key_norm_name="k_layernorm.norms"),
-        *_families("flex_olmo minimax_m2 olmo2 olmo3 olmo_hybrid olmoe", key_norm="full"),
+        *_families("flex_olmo minimax_m2 olmo2 olmo3 olmoe", key_norm="full"),
+        *_families("olmo_hybrid", key_norm="full", document_barrier=_CARRIED),
         *_families("phi3 phi4_multimodal", fused="qkv_proj"),
         *_families(
             "dbrx", attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
@@ -263,15 +286,16 @@ FAMILIES: dict[str, Family] = {
         *_own_file("gqa_bart", {"marian": "Marian"}, "Model MTModel ForCausalLM", **_BART),
         *_own_file(
             "gqa_whisper", {"whisper": "Whisper"}, "Model ForConditionalGeneration ForCausalLM ForAudioClassification",
-            autos=_SPEECH_TASKS, order_barriers=(("cross", "word timestamps are read from heads by their numbers"),), **_BART,
+            autos=_SPEECH_TASKS, order_barriers=(("cross", "word timestamps are read from heads by their numbers"),),
+            **_BART | {"document_barrier": None},
         ),
         *_own_file(
             "gqa_opt", {"opt": "OPT"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
-            output="out_proj", rotary="none", head_width_key=None,
+            output="out_proj", rotary="none", head_width_key=None, document_mask="mask",
         ),
         *_own_file(
             "gqa_biogpt", {"biogpt": "BioGpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification",
-            output="out_proj", rotary="none", head_width_key=None,
+            output="out_proj", rotary="none", head_width_key=None, document_mask="mask",
         ),
         *_own_file(
             "gqa_gpt2", {"gpt2": "GPT2"}, "Model LMHeadModel ForSequenceClassification ForTokenClassification ForQuestionAnswering",
@@ -303,17 +327,19 @@ FAMILIES: dict[str, Family] = {
         *_own_file(
             "gqa_bloom", {"bloom": "Bloom"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
-            attention=("self_attention",), rotary="none", heads_key="n_head", order_barriers=_SLOPED, **_PER_HEAD,
+            attention=("self_attention",), rotary="none", heads_key="n_head", order_barriers=_SLOPED,
+            document_barrier=_PADDING_ONLY, **_PER_HEAD,
         ),
         *_own_file(
             "gqa_falcon", {"falcon": "Falcon"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
-            attention=("self_attention",), kv_heads="falcon", order_barred_when=(("alibi", _SLOPED[0][1]),), **_PER_HEAD,
+            attention=("self_attention",), kv_heads="falcon", order_barred_when=(("alibi", _SLOPED[0][1]),), document_mask="mask",
+            document_barred_when=(("alibi", _PADDING_ONLY),), **_PER_HEAD,
         ),
         *_own_file(
             "gqa_mpt", {"mpt": "Mpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
             attention=("attn",), fused="Wqkv", output="out_proj", rotary="none", heads_key="n_heads", head_width_key=None,
-            order_barriers=_SLOPED,
+            order_barriers=_SLOPED, document_mask="mask",
         ),
     )
 }  # fmt: skip

@@ -20,7 +20,7 @@ from gqa_convert.training import sharding
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.losses import AttentionTap, attention_match, combined_loss
-from gqa_convert.training.masks import packed_attention_mask
+from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.reading import ReadAhead
 from gqa_convert.training.schedules import learning_rate
 from gqa_convert.training.teacher import teacher_logits
@@ -157,17 +157,14 @@ class Trainer:
         """The loss of a micro-batch as a sum over its tokens, and its parts [loss, lm, kl, attention] without gradient."""
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
         labels = tensors.pop("labels")
-        document_ids = tensors.pop("document_ids", None)
-        if document_ids is not None:
-            tensors["attention_mask"] = packed_attention_mask(document_ids)
         student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
         with student_tap, torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
-            logits = self.model(**tensors, use_cache=False).logits
+            logits = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
         theirs, teacher_tap = None, None
         if self.teacher is not None and (self._weight > 0 or self._taps):
             teacher_tap = AttentionTap(self.teacher) if self._taps else nullcontext()
             with teacher_tap:
-                theirs = teacher_logits(self.teacher, tensors)
+                theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
         found = combined_loss(
             logits, labels, theirs if self._weight > 0 else None, weight=self._weight, temperature=self.recipe.temperature,
             top_k=self.recipe.teacher_top_k, overwrite=True,
@@ -181,7 +178,7 @@ class Trainer:
         return loss, torch.stack([part.detach().double() for part in parts])
 
     def _inner(self) -> Any:
-        return self.model.module if hasattr(self.model, "module") else self.model
+        return _unwrapped(self.model)
 
     def utilisation(self, tokens_per_second: float) -> float | None:
         """MFU at a rate of all processes together, where device and model are known."""
@@ -200,9 +197,9 @@ class Trainer:
             batch = batches[min(at + rank, len(batches) - 1)]
             tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
             labels = tensors.pop("labels")
-            tensors.pop("document_ids", None)
+            inputs = model_inputs(_unwrapped(model), tensors)
             with torch.no_grad(), torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
-                logits = model(**tensors, use_cache=False).logits
+                logits = model(**inputs, use_cache=False).logits
                 found = combined_loss(logits, labels)
             if at + rank < len(batches):
                 total += float(found.sum)
@@ -210,6 +207,11 @@ class Trainer:
         model.train(was_training)
         total, count = summed(self.accelerator, [total, count])
         return total / max(count, 1.0)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model of transformers within what DDP makes of it."""
+    return model.module if hasattr(model, "module") else model
 
 
 def _flops_per_token(model: Any, length: int) -> float | None:

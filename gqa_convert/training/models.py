@@ -14,7 +14,7 @@ from gqa_convert.training.optimizers import choose_trained
 
 
 def load_student(recipe: Recipe, folder: Path) -> Any:
-    """The model to train, in float32 on the CPU, with what the recipe says about attention, dropout and which parameters learn.
+    """The model to train, in float32 on the CPU, with what the recipe says about dropout and which parameters learn.
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
@@ -23,11 +23,6 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
         model, missing = sharding.load(folder, torch.float32)
     if missing:
         raise CorruptCheckpointError(f"{recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
-    if recipe.document_mask:
-        from gqa_convert.attention import register
-
-        register()
-        model.set_attn_implementation("gqa")
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     choose_trained(model, recipe.trainable)

@@ -13,6 +13,7 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.errors import DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.recipe import Recipe
+from gqa_convert.training.documents import refuse_mixing
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 """Where a tracker's package has another name than the tracker: any of these will do."""
@@ -52,6 +53,10 @@ def open_recipe(recipe: Recipe) -> Opened:
         with explained(str(recipe.teacher), "the tokenizer of"):
             shared_vocabulary(student.folder, teacher)
     objective, length = _objective(recipe, student)
+    if recipe.document_mask:
+        refuse_mixing(recipe.model, student.config)
+        if opened is not None:
+            refuse_mixing(str(recipe.teacher), opened.config)
     return Opened(student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length)
 
 
@@ -65,6 +70,8 @@ def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
     if seq2seq == (objective == "causal"):
         kind = "an encoder-decoder" if seq2seq else "a decoder alone"
         raise RecipeError(f"objective is {objective} and {recipe.model} is {kind}: leave objective out")
+    if seq2seq and recipe.document_mask:
+        raise RecipeError(f"document_mask is for decoders alone, and {recipe.model} is an encoder-decoder: leave document_mask out")
     context = stated_positions(config)
     length = recipe.sequence_length or (SPAN_LENGTH if seq2seq else block_length(config))
     if context is not None and length > context:

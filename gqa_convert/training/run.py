@@ -19,6 +19,7 @@ from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
 from gqa_convert.training.curve import draw_curve
 from gqa_convert.training.distributed import OutputLock, gathered, join, local_processes, together, wait
+from gqa_convert.training.documents import check_apart
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import StepResult, Trainer
 from gqa_convert.training.metrics import Metrics, read_metrics
@@ -87,6 +88,7 @@ class Run:
         with self.together():
             self.inner = load_student(self.recipe, self.opened.student_folder)
         self.model = place_student(self.inner, self.accelerator, bf16=self.recipe.precision == "bf16")
+        self._check_apart(self.recipe.model, self.inner)
         self.optimizer = build_optimizer(self.inner, self.recipe)
         teacher = None
         if self.opened.teacher_folder is not None:
@@ -158,14 +160,12 @@ class Run:
     def _data(self) -> tuple[Any, tuple[list[Any], str]]:
         """Training samples; batches of evaluation data and their fingerprint."""
         common: dict[str, Any] = {
-            "objective": self.opened.objective, "sequence_length": self.opened.sequence_length,
+            "objective": self.opened.objective, "sequence_length": self.opened.sequence_length, "document_mask": self.recipe.document_mask,
             "decoder_start": self.opened.student.config.get("decoder_start_token_id"),
             "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait, "progress": self.on_tokenize,
         }  # fmt: skip
         with self.together():
-            samples = open_samples(
-                list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, document_mask=self.recipe.document_mask, **common
-            )
+            samples = open_samples(list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, **common)
         if self.recipe.evaluation_data is None:
             return samples, ([], "")
         with self.together():
@@ -193,7 +193,15 @@ class Run:
         """A model that is asked and does not learn."""
         with self.together(), explained(name):
             model = load_teacher(folder, dtype, "cpu")
-        return place_fixed(model, self.accelerator)
+        model = place_fixed(model, self.accelerator)
+        self._check_apart(name, model)
+        return model
+
+    def _check_apart(self, name: str, model: Any) -> None:
+        """See that the model keeps documents apart, where it must."""
+        if self.recipe.document_mask:
+            with self.together():
+                check_apart(name, model)
 
     def _begin_files(self) -> None:
         """From here on the folder is this run's, and not complete."""
