@@ -72,8 +72,8 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
         numbers(batch, groups, keys, value_width),
     )
     axis = lambda size: data.draw(st.sampled_from([1, size]))  # noqa: E731
-    mask = data.draw(st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), axis(keys)) < 0.6]))
-    bias = data.draw(st.sampled_from([None, numbers(axis(batch), axis(heads), axis(queries), axis(keys))]))
+    mask = data.draw(st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6]))
+    bias = data.draw(st.sampled_from([None, numbers(axis(batch), axis(heads), axis(queries), keys)]))
     scale = data.draw(st.sampled_from([None, 1.0, 0.3]))
     visible = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
     if causal:
@@ -145,7 +145,7 @@ def test_the_function_compiles_as_one_graph(queries: int) -> None:
 
 def test_later_keys_of_a_static_buffer_are_not_seen() -> None:
     query, key, value = numbers(2, 12, 4, 6), numbers(2, 3, 20, 6), numbers(2, 3, 20, 6)
-    mask, bias = torch.rand(2, 1, 4, 20) < 0.7, numbers(12, 4, 20)
+    mask, bias = torch.rand(2, 1, 4, 20) < 0.7, numbers(1, 12, 4, 20)
     expected = grouped_query_attention(query, key[:, :, :9], value[:, :, :9], causal=True, mask=mask[..., :9], bias=bias[..., :9])
     key[:, :, 9:] = torch.nan
     torch.testing.assert_close(grouped_query_attention(query, key, value, causal=True, cached=5, mask=mask, bias=bias), expected, **EXACT)
@@ -237,10 +237,10 @@ def test_no_keys_give_zeros() -> None:
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 4, 6)), {}, OptionError),
         (((1, 12, 3, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"causal": True}, OptionError),
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"cached": 1}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.zeros(2, 2)}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.zeros(2, 2, dtype=torch.int64)}, OptionError),
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.ones(2, 3, dtype=torch.bool)}, OptionError),
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(2, 2, dtype=torch.bool)}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(3, 2, 2)}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(1, 3, 2, 2)}, OptionError),
     ],
 )
 def test_what_does_not_fit_is_refused(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], error: type[Exception]) -> None:
@@ -695,21 +695,21 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 def test_the_examples_of_the_page_run() -> None:
     page = (Path(__file__).parents[1] / "docs" / "attention.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {})
 
 
 def test_all_masks_together_hide_what_each_hides() -> None:
     attention, inputs = layer(3, causal=True), numbers(2, 8, WIDTH)
     mask, key_mask, documents = (
-        torch.rand(12, 8, 8) < 0.7,
+        torch.rand(1, 12, 8, 8) < 0.7,
         torch.rand(2, 8) < 0.7,
         torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 3, 3, 3]]),
     )
     together = mask & key_mask[:, None, None] & (documents[:, None, :, None] == documents[:, None, None])
     result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents)
     torch.testing.assert_close(result, attention(inputs, mask=together), **EXACT)
-    query, key, value = (part.detach() for part in attention._project(inputs, None, None, None))
+    query, key, value = (part.detach() for part in attention._project(inputs, inputs, inputs))
     expected = oracle(query, key, value, together & lower_right(8, 8)).transpose(1, 2).flatten(2)
     torch.testing.assert_close(result, attention.out_proj(expected), **EXACT)
 

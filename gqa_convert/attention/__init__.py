@@ -10,9 +10,20 @@ This room needs torch; transformers is imported by `register` alone.
 
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
+from gqa_convert.attention.dropin import GroupedMultiheadAttention, convert_module
 from gqa_convert.attention.interface import register
 from gqa_convert.attention.layer import GroupedQueryAttention
 from gqa_convert.attention.multihead import convert_state_dict
 from gqa_convert.attention.positions import Rotary, alibi_bias
 
-__all__ = ["GroupedQueryAttention", "KVCache", "Rotary", "alibi_bias", "convert_state_dict", "grouped_query_attention", "register"]
+__all__ = [
+    "GroupedMultiheadAttention",
+    "GroupedQueryAttention",
+    "KVCache",
+    "Rotary",
+    "alibi_bias",
+    "convert_module",
+    "convert_state_dict",
+    "grouped_query_attention",
+    "register",
+]

@@ -1,4 +1,4 @@
-"""Keys and values of tokens seen before. N heads are held, never H: that is what grouped-query attention is for.
+"""Keys and values of tokens seen before. N heads are held, never H: this is the memory that grouped-query attention saves.
 
 Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head width, e head width of the values.
 """
@@ -6,14 +6,18 @@ Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head wi
 import torch
 from torch import Tensor
 
+from gqa_convert.attention.memory import MemoryRecord
 from gqa_convert.errors import OptionError
 
 
 class KVCache:
-    """Keys and values of one layer, in buffers that double when they are full. For inference: nothing here carries gradients.
+    """Keys and values of one layer, in buffers that double when they are full. For inference: no gradients flow through a cache.
+
+    A cache serves either self-attention, where it grows with every call, or cross-attention, where it is filled from a memory once. Use
+    one cache per layer and kind of attention, and fresh ones for every batch of sequences.
 
     Args:
-        capacity: tokens to make room for at the first `append`; known lengths need no copy later.
+        capacity: tokens to make room for at the first `append`; if the length is known, nothing is copied later.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -21,6 +25,12 @@ class KVCache:
         """Tokens held."""
         self._capacity = capacity
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._memory: tuple[MemoryRecord, MemoryRecord] | None = None
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the keys and values are those of a memory, for cross-attention."""
+        return self._memory is not None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add new tokens behind those held.
@@ -33,8 +43,10 @@ class KVCache:
             The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the next `append` or `truncate`.
 
         Raises:
-            OptionError: a gradient is asked for, or the shapes or types differ from those held.
+            OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a memory.
         """
+        if self._memory is not None:
+            raise OptionError(f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention")
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
         length = self.length + key.shape[2]
@@ -49,6 +61,43 @@ class KVCache:
             buffer[:, :, self.length : length] = new
         self.length = length
         return self.keys, self.values
+
+    def fill(self, key: Tensor, value: Tensor, memory: Tensor, memory_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold the keys and values of a memory, and remember which memory it was.
+
+        Args:
+            key: [b, N, t, c], made of `memory`.
+            value: [b, N, t, e], made of `memory_values`.
+            memory: what is passed to `check_memory` later.
+            memory_values: the same; may be `memory` itself.
+
+        Returns:
+            The keys and values held.
+
+        Raises:
+            OptionError: gradients are required, or the cache is in use.
+        """
+        if self.length:
+            raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
+        held = self.append(key, value)
+        record = MemoryRecord(memory)
+        self._memory = (record, record if memory_values is memory else MemoryRecord(memory_values))
+        return held
+
+    def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
+        """Make sure that the keys and values held are those of this memory.
+
+        Raises:
+            OptionError: they are not, or the memory was written to since.
+        """
+        if self._memory is None:
+            raise OptionError(f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each")
+        keys, values = self._memory
+        if not (keys.matches(memory) and ((keys is values and memory is memory_values) or values.matches(memory_values))):
+            raise OptionError(
+                f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
+                "use a fresh KVCache for each memory"
+            )
 
     def _grow(self, key: Tensor, value: Tensor, length: int) -> None:
         held = self._buffers
@@ -82,11 +131,15 @@ class KVCache:
         return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from the `length`-th on, as when a speculated continuation is rejected.
+        """Forget all tokens from the `length`-th on, as when speculated tokens are rejected. A memory is kept or forgotten as a whole.
 
         Raises:
-            OptionError: fewer tokens are held.
+            OptionError: fewer tokens are held, or a memory would be cut.
         """
         if not 0 <= length <= self.length:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
+        if self._memory is not None and 0 < length < self.length:
+            raise OptionError(f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it")
         self.length = length
+        if length == 0:
+            self._memory = None

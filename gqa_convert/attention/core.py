@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gqa_convert.attention.masks import split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
 SHORT: Final = 16
@@ -42,8 +43,8 @@ def grouped_query_attention(
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
-        mask: bool, broadcastable to [b, H, q, k]; True where a query sees a key.
-        bias: float, broadcastable to [b, H, q, k]; added to the scores (T5, ALiBi). -inf hides a key.
+        mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are True where a query sees a key; floats are added to the scores.
+        bias: float, shaped like `mask`; added to the scores (T5, ALiBi). -inf hides a key.
         causal: query i sees the keys up to `cached` + i.
         cached: with `causal`, how many keys come before the first query; by default k - q, the queries being the newest tokens.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
@@ -58,12 +59,7 @@ def grouped_query_attention(
     """
     _check_tensors(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
-    mask = None if mask is None else _broadcast("mask", mask, query, keys)
-    bias = None if bias is None else _broadcast("bias", bias, query, keys)
-    if mask is not None and mask.dtype != torch.bool:
-        raise OptionError(f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or add a float mask as bias")
-    if bias is not None and not bias.is_floating_point():
-        raise OptionError(f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask")
+    mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], queries, keys))
     if cached is not None and (not causal or cached < 0):
         raise OptionError(f"cached is {cached}: it counts the keys before the first query of causal attention, and is 0 or more")
     if causal:
@@ -190,19 +186,3 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-
-
-def _broadcast(name: str, tensor: Tensor, query: Tensor, keys: int) -> Tensor:
-    """The mask or bias as [b|1, H|1, q|1, k], a view."""
-    batch, heads, queries, _ = query.shape
-    shape = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    if (
-        len(shape) > 4
-        or shape[0] not in (1, batch)
-        or shape[1] not in (1, heads)
-        or shape[2] not in (1, queries)
-        or shape[3] not in (1, keys)
-    ):
-        full = [batch, heads, queries, keys]
-        raise OptionError(f"{name} {list(tensor.shape)} cannot be broadcast to [batch, heads, queries, keys] = {full}")
-    return tensor.expand(*shape[:3], keys)

@@ -1,4 +1,4 @@
-"""Weights of nn.MultiheadAttention turned into those of GroupedQueryAttention.
+"""Weights of nn.MultiheadAttention turned into those of grouped-query attention.
 
 Shape legend: H heads, N groups, c head width, d width, in: d, or the width of the keys or values.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 
@@ -58,7 +58,7 @@ def merge_heads(rows: Tensor, heads: int, groups: int, method: Merge = "mean") -
 def convert_attention(
     state: Mapping[str, Tensor], heads: int, groups: int, method: Merge = "mean", name: str = "attention"
 ) -> dict[str, Tensor]:
-    """The state dict of a GroupedQueryAttention, from that of one nn.MultiheadAttention.
+    """The state dict of a GroupedQueryAttention or GroupedMultiheadAttention, from that of one nn.MultiheadAttention.
 
     Args:
         state: `in_proj_weight` or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`; `out_proj.weight`; biases where there are any.
@@ -88,6 +88,23 @@ def convert_attention(
     return converted | {key: state[key].detach().clone() for key in _OUT if key in state}
 
 
+def convert_module_state(module: nn.MultiheadAttention, groups: int, method: Merge = "mean", name: str = "the module") -> dict[str, Tensor]:
+    """`convert_attention` of a module, which also tells what a state dict does not.
+
+    Raises:
+        GroupsError: N does not divide the heads.
+        OptionError: the module is a subclass of nn.MultiheadAttention, or has `bias_k` or `add_zero_attn`.
+        NonFiniteError: a number to be merged is NaN or Inf.
+    """
+    if type(module) is not nn.MultiheadAttention:
+        raise OptionError(f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention")
+    if module.bias_k is not None or module.bias_v is not None:
+        raise OptionError(f"{name} appends learned keys (add_bias_kv), which grouped-query attention cannot hold: train one without")
+    if module.add_zero_attn:
+        raise OptionError(f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention lacks: train one without")
+    return convert_attention(module.state_dict(), module.num_heads, groups, method, name)
+
+
 def convert_state_dict(
     state: Mapping[str, Tensor],
     heads: int,
@@ -99,8 +116,8 @@ def convert_state_dict(
 ) -> dict[str, Tensor]:
     """Convert every attention in the state dict of an nn.TransformerDecoder, an nn.TransformerDecoderLayer or a module that holds some.
 
-    The result fits the same modules with GroupedQueryAttention under the same names; all other tensors are passed on as they are. An
-    attention with `add_zero_attn` leaves no trace in a state dict and must not be converted.
+    The result fits the same modules with GroupedMultiheadAttention in place of nn.MultiheadAttention, as `convert_module` makes them; all
+    other tensors are returned unchanged. `add_zero_attn` leaves no trace in a state dict: an attention with it must not be converted.
 
     Args:
         state: a state dict.

@@ -1,0 +1,291 @@
+"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models that are made of its modules.
+
+Shape legend: b batch, q queries, k keys, d width, H query heads, N groups (key/value heads).
+"""
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gqa_convert.attention.core import grouped_query_attention
+from gqa_convert.attention.multihead import Merge, convert_module_state
+from gqa_convert.attention.projections import GroupedProjections
+from gqa_convert.attention.weights import attention_and_weights
+from gqa_convert.errors import GroupsError, OptionError
+
+
+class _NoPackedWeight:
+    """What `in_proj_weight` is here: torch's layers use their own fast path for multi-head attention unless an argument overrides it.
+
+    nn.TransformerEncoder looks only when it is made whether its layers have a fast path; their attention may be replaced later.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        raise OptionError("grouped-query attention has no in_proj_weight: use q_proj, k_proj and v_proj")
+
+
+class GroupedMultiheadAttention(GroupedProjections):
+    """nn.MultiheadAttention in which the query heads share `groups` key/value heads: the same arguments, masks and results.
+
+    It takes the place of nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and the models made of them
+    (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary embedding and a K/V cache.
+
+    Args:
+        embed_dim: d, of the inputs and outputs.
+        num_heads: H, a divisor of d.
+        dropout: probability with which an attention weight is zeroed in training.
+        bias: whether the four projections have a bias.
+        add_bias_kv: not supported.
+        add_zero_attn: not supported.
+        kdim: width of `key`; by default d.
+        vdim: width of `value`; by default d.
+        batch_first: inputs and outputs are [b, q, d]; else [q, b, d].
+        device: of the parameters.
+        dtype: of the parameters.
+        groups: N, a divisor of H; by default H.
+
+    Raises:
+        GroupsError: N does not divide H.
+        OptionError: an option is out of range or not supported.
+    """
+
+    in_proj_weight = _NoPackedWeight()
+    # read by nn.TransformerEncoderLayer and nn.TransformerEncoder to see whether there is a fast path
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+    bias_k = bias_v = None
+    add_zero_attn = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        groups: int | None = None,
+    ) -> None:
+        if add_bias_kv or add_zero_attn:
+            raise OptionError("add_bias_kv and add_zero_attn append a key that grouped-query attention lacks: leave them False")
+        if num_heads > 0 and embed_dim % num_heads:
+            raise OptionError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: give one that is")
+        super().__init__(
+            embed_dim,
+            num_heads,
+            groups,
+            key_width=embed_dim if kdim is None else kdim,
+            value_width=embed_dim if vdim is None else vdim,
+            bias=bias,
+            dropout=dropout,
+            device=device,
+            dtype=dtype,
+        )
+        self.embed_dim, self.num_heads, self.head_dim, self.batch_first = embed_dim, num_heads, self.head_width, batch_first
+        self.kdim, self.vdim = self.key_width, self.value_width
+        self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        """Weights distributed as those of nn.MultiheadAttention, whatever the number of groups."""
+        packed = self.kdim == self.vdim == self.embed_dim
+        for projection, inputs in ((self.q_proj, self.embed_dim), (self.k_proj, self.kdim), (self.v_proj, self.vdim)):
+            bound = (6 / (inputs + (3 if packed else 1) * self.embed_dim)) ** 0.5  # Glorot and Bengio 2010, of all H heads
+            nn.init.uniform_(projection.weight, -bound, bound)
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, groups={self.groups}, batch_first={self.batch_first}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` to `key` and `value`, as nn.MultiheadAttention does.
+
+        One thing differs: a query that sees no key gives zeros and weights of zero, never NaN.
+
+        Args:
+            query: [b, q, d]; [q, b, d] without `batch_first`; or [q, d] without a batch.
+            key: [b, k, kdim], in the layout of `query`.
+            value: [b, k, vdim], in the layout of `query`.
+            key_padding_mask: [b, k], or [k] without a batch. Booleans are **True where a key is hidden**; floats are added to the scores.
+            need_weights: return the attention weights. False is faster, as in nn.MultiheadAttention.
+            attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats are added to the scores.
+            average_attn_weights: return the mean of the weights over the heads.
+            is_causal: a promise that `attn_mask` is the causal mask, which is then not read if there is no `key_padding_mask` and no need
+                for weights.
+
+        Returns:
+            The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q, k] per head; without b if there is no
+            batch. The weights are those after dropout.
+
+        Raises:
+            OptionError: shapes or types do not fit together, an input is a nested tensor, or `is_causal` comes without `attn_mask`.
+        """
+        batched = query.dim() == 3
+        if any(x.is_nested for x in (query, key, value)):
+            raise OptionError("an input is a nested tensor, which grouped-query attention does not take: pad it and give key_padding_mask")
+        if (key.dim(), value.dim()) != (query.dim(), query.dim()) or query.dim() not in (2, 3):
+            axes = f"{query.dim()}, {key.dim()} and {value.dim()}"
+            raise OptionError(f"query, key and value have {axes} axes: give all of them 3, or 2 without a batch")
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        self._check_inputs(query, key, value)
+        queries, keys, values = self._split_heads(self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        batch, heads, length = queries.shape[:3]
+        attn_mask = _over_heads(attn_mask, (batch, heads, length, keys.shape[2]))
+        padding = _over_keys(key_padding_mask, batch, keys.shape[2])
+        if is_causal and attn_mask is None:
+            raise OptionError("is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention")
+        causal = is_causal and padding is None and not need_weights
+        mask, bias = _merge(None if causal else attn_mask, padding)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            out, weights = attention_and_weights(queries, keys, values, mask, bias, dropout)
+        else:
+            out = grouped_query_attention(
+                queries, keys, values, mask=mask, bias=bias, causal=causal, cached=0 if causal else None, dropout=dropout
+            )
+        result = self.out_proj(out.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return result.squeeze(0), None if weights is None else weights.squeeze(0)
+        return result if self.batch_first else result.transpose(0, 1), weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """All three are batch first here."""
+        lengths = (query.shape[0], key.shape[1])
+        for name, given, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if given.shape[2] != width or (name != "query" and given.shape[:2] != lengths):
+                wanted = ["batch", "queries", width] if name == "query" else [*lengths, width]
+                raise OptionError(
+                    f"{name} is {list(given.shape)} (batch first): give {wanted}; batch_first of the layer is {self.batch_first}"
+                )
+
+    @classmethod
+    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean") -> Self:
+        """A module with the weights of an nn.MultiheadAttention: with as many groups as heads, its exact equal.
+
+        Args:
+            module: the source; it is left unchanged.
+            groups: N, a divisor of its heads.
+            method: how heads are merged: their mean, or the first of each group.
+
+        Raises:
+            GroupsError: N does not divide the heads.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`.
+            NonFiniteError: a number to be merged is NaN or Inf.
+        """
+        return cls._made_from(module, groups, method, "the module")
+
+    @classmethod
+    def _made_from(cls, module: nn.MultiheadAttention, groups: int, method: Merge, name: str) -> Self:
+        state = convert_module_state(module, groups, method, name)
+        weight = state["q_proj.weight"]
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            dropout=module.dropout,
+            bias=module.in_proj_bias is not None,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            batch_first=module.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+            groups=groups,
+        )
+        made.load_state_dict(state)
+        made.train(module.training)
+        return made
+
+
+def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = "") -> nn.Module:
+    """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and its weights merged.
+
+    Args:
+        model: any module, such as nn.TransformerDecoder or nn.Transformer; it is left unchanged.
+        groups: N, a divisor of the heads of every attention.
+        method: how heads are merged: their mean, or the first of each group.
+        prefix: only modules whose names begin with it are converted: "decoder." leaves the encoder of an nn.Transformer alone.
+
+    Returns:
+        The copy, which needs further training if N is less than the number of heads.
+
+    Raises:
+        GroupsError: N does not divide the heads of an attention.
+        OptionError: no attention is found, or one of them cannot be converted.
+        NonFiniteError: a number to be merged is NaN or Inf.
+    """
+    found = {name: part for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix)}
+    if not found:
+        raise OptionError(f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert")
+    replaced: dict[int, Any] = {}
+    for name, part in found.items():
+        try:
+            replaced[id(part)] = GroupedMultiheadAttention._made_from(part, groups, method, name or "the module")
+        except GroupsError as error:
+            raise GroupsError(f"{name or 'the module'}: {error}") from None
+    return copy.deepcopy(model, replaced)
+
+
+def _over_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """`attn_mask` as [b|1, H|1, q, k]."""
+    if mask is None:
+        return None
+    batch, heads, queries, keys = shape
+    if mask.shape == (queries, keys):
+        return mask[None, None]
+    if mask.shape == (batch * heads, queries, keys):
+        return mask.unflatten(0, (batch, heads))
+    raise OptionError(
+        f"attn_mask is {list(mask.shape)}: give [queries, keys] = {[queries, keys]} or [batch * heads, queries, keys] = "
+        f"{[batch * heads, queries, keys]}"
+    )
+
+
+def _over_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """`key_padding_mask` as [b, 1, 1, k]."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, keys):
+        raise OptionError(f"key_padding_mask is {list(mask.shape)} (with the batch): give [batch, keys] = {[batch, keys]}")
+    return mask[:, None, None]
+
+
+def _merge(attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The boolean masks as one that is True where a query sees a key, and the floats as one."""
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if given is None:
+            continue
+        if given.dtype == torch.bool:
+            mask = ~given if mask is None else mask & ~given
+        elif given.is_floating_point():
+            bias = given if bias is None else bias + given
+        else:
+            raise OptionError(f"{name} has type {given.dtype}: give booleans, True where a key is hidden, or floats that are added")
+    return mask, bias
