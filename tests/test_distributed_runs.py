@@ -103,6 +103,27 @@ def test_a_signal_to_one_process_stops_and_saves_all(place: Path, tmp_path: Path
     assert result(output) == result(reference)
 
 
+def test_documents_are_kept_apart_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
+    """The models are run once to see that they do so, which must leave parameters split as they were."""
+    documents = [f"def f{number}(x):\n    return {'x + ' * (number % 7)}{number}\n" for number in range(200)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    (tmp_path / "teacher").symlink_to(place / "model")
+    text = f"{tmp_path / 'text.jsonl'}"
+    keys = (
+        "document_mask=true", f"teacher={tmp_path / 'teacher'}", "teacher_dtype=float32", "distillation_weight=0.5", f"data={text}",
+        f"evaluation_data={text}", "evaluation_tokens=300", "tokens=320",
+    )  # fmt: skip
+    found = {}
+    for kind, processes, environment in (("one", 1, {}), ("ddp", 2, {}), ("fsdp", 2, FSDP)):
+        job = start(place, tmp_path / kind, *keys, processes=processes, **environment)
+        assert job.wait() == [0] * processes, job.text()
+        _, lines = result(tmp_path / kind)
+        found[kind] = [*(line["loss"] for line in lines), lines[-1]["evaluation_loss"]]
+    assert len(found["one"]) == 3
+    assert found["ddp"] == pytest.approx(found["one"], rel=1e-4)
+    assert found["fsdp"] == pytest.approx(found["one"], rel=1e-4)
+
+
 def test_a_file_that_lost_a_block_is_noticed_by_all(place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]) -> None:
     """Whichever process reads it, and as many processes as there are: all go back to the checkpoint before."""
     kind, environment, reference = whole

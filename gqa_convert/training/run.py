@@ -202,6 +202,7 @@ class Run:
         if self.recipe.document_mask:
             with self.together():
                 check_apart(name, model)
+            sharding.reshard(model)
 
     def _begin_files(self) -> None:
         """From here on the folder is this run's, and not complete."""

@@ -84,6 +84,13 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     return model
 
 
+def reshard(model: Any) -> None:
+    """Split again what a forward pass without a backward pass leaves whole, if the model is sharded: an optimizer needs the shards."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def _take_types_of_the_first(model: Any) -> None:
     """transformers keeps some tensors in float32 whatever is asked for, as it reads weights, which the first process alone may have done.
 
