@@ -12,7 +12,7 @@ from typing import Any
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.companions import write_companions, write_json
-from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, default_method
+from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
 from gqa_convert.fitting.merging import LayerDone, merge_heads
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, earlier_record, provenance, record_files
@@ -107,4 +107,5 @@ def convert_checkpoint(
 def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationOptions, **options: Any) -> Plan:
     plan = make_plan(checkpoint, groups, **options)
     check_calibration(plan.method, calibration)
+    check_predicts(plan, calibration)
     return plan

@@ -44,6 +44,10 @@ class UnsupportedFormatError(GQAConvertError):
     """The weights are quantised, an adapter, a training checkpoint or in a foreign format."""
 
 
+class NoLanguageModelError(GQAConvertError):
+    """The checkpoint was saved without the language-model head that the work needs."""
+
+
 class RemoteHeadersError(UnsupportedFormatError):
     """The weights' format does not let their tensors be listed without downloading them."""
 

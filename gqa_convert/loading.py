@@ -7,10 +7,11 @@ the package's own copy.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 """transformers' auto classes for models with logits over a vocabulary."""
@@ -20,6 +21,13 @@ _MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
+_OTHERS = {
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "AutoModel": "MODEL_MAPPING_NAMES",
+}
+"""The auto classes of models without a language-model head, and transformers' tables of their classes."""
 _OWN = "gqa_"
 """What the model types of results with a modelling file begin with, and in capitals the names of their classes."""
 
@@ -69,16 +77,91 @@ def auto_class(config: dict[str, Any]) -> str:
     """
     from transformers.models.auto import modeling_auto
 
-    stated = config.get("architectures")
-    names = {str(name).removeprefix(_OWN[:-1].upper()) for name in stated} if isinstance(stated, list) else set()
-    model_type = str(config.get("model_type")).removeprefix(_OWN)
-    tables = [dict(getattr(modeling_auto, mapping)) for mapping in _MAPPINGS]
-    for task, table in zip(TASKS, tables, strict=True):
-        if names & set(table.values()):
-            return task
+    stated = _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True)))
+    if stated is not None:
+        return stated
     if not config.get("is_encoder_decoder"):
         return TASKS[0]
-    return TASKS[2] if model_type in tables[2] and model_type not in tables[1] else TASKS[1]
+    model_type = str(config.get("model_type")).removeprefix(_OWN)
+    text, speech = (getattr(modeling_auto, mapping) for mapping in _MAPPINGS[1:])
+    return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
+
+
+def headless_class(config: dict[str, Any]) -> str | None:
+    """The auto class for a checkpoint that was saved without a language-model head; None if it has one, or does not say.
+
+    Args:
+        config: what its config.json holds.
+
+    Returns:
+        That of a classifier, of a question-answering model or, for the layers alone, `AutoModel`.
+    """
+    return None if _states_language_model(config) else _stated_class(config, _OTHERS)
+
+
+def _states_language_model(config: dict[str, Any]) -> bool:
+    return _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True))) is not None
+
+
+def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
+    """The first auto class of `tables` that one of the stated architectures belongs to."""
+    from transformers.models.auto import modeling_auto
+
+    stated = config.get("architectures")
+    names = {str(name).removeprefix(_OWN[:-1].upper()) for name in stated} if isinstance(stated, list) else set()
+    return next((auto for auto, table in tables.items() if names & {str(name) for name in getattr(modeling_auto, table).values()}), None)
+
+
+def check_language_model(name: str, config: dict[str, Any], advice: str) -> None:
+    """Refuse a checkpoint whose config says that it has no language-model head, before its weights are loaded.
+
+    A checkpoint of the layers alone passes if its head may be tied to its embeddings.
+
+    Args:
+        name: of the checkpoint, for the message.
+        config: what its config.json holds.
+        advice: what needs the head, and what to do.
+
+    Raises:
+        NoLanguageModelError: it has none.
+    """
+    auto = headless_class(config)
+    if auto is not None and (auto != "AutoModel" or config.get("tie_word_embeddings") is False):
+        raise _no_language_model(name, config, advice)
+
+
+def check_complete(name: str, folder: Path, model: Any, missing: list[str], advice: str) -> None:
+    """Refuse a loaded model some of whose parameters the checkpoint does not hold.
+
+    Args:
+        name: of the checkpoint, for the message.
+        folder: where it is.
+        model: as `load_model` returns it.
+        missing: the names that `load_model` returns.
+        advice: what needs a language-model head, and what to do without one.
+
+    Raises:
+        NoLanguageModelError: the checkpoint was saved without a language-model head.
+        CorruptCheckpointError: the parameters belong to something that it should hold.
+    """
+    if not missing:
+        return
+    config = read_config(folder)
+    if headless_class(config) is not None or (set(missing) <= _head_names(model) and not _states_language_model(config)):
+        raise _no_language_model(name, config, advice)
+    raise CorruptCheckpointError(f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again")
+
+
+def _no_language_model(name: str, config: dict[str, Any], advice: str) -> NoLanguageModelError:
+    stated = config.get("architectures")
+    saved = f"was saved as {stated[0]}, which" if isinstance(stated, list) and stated else "was saved without its class and"
+    return NoLanguageModelError(f"{name} {saved} has no language-model head: {advice}")
+
+
+def _head_names(model: Any) -> set[str]:
+    head = model.get_output_embeddings()
+    own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
 
 
 def is_out_of_memory(problem: BaseException) -> bool:
@@ -160,6 +243,48 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: A
         Exception: whatever transformers raises.
     """
     return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyModel:
+    """A checkpoint of whatever head, loaded in the class that it was saved from."""
+
+    class_name: str
+    model: Any
+    """What can be run on tokens: a language model, or the layers below any other head."""
+    missing: list[str]
+    """Parameters, the head's too, for which the folder has no fitting tensor."""
+    has_language_model: bool
+
+
+def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyModel:
+    """A model on the CPU, in evaluation mode, of any checkpoint.
+
+    A checkpoint of an unknown class counts as a language model if it holds all parameters of one, else as the layers alone.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch type, or "auto" for the checkpoint's own.
+        run_code: as for `load_model`.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    config = read_config(folder)
+    auto = headless_class(config)
+    if auto is None:
+        model, missing = load_model(folder, dtype, run_code=run_code)
+        if not missing or _states_language_model(config):
+            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
+        layers, lost = _load("AutoModel", folder, dtype, run_code=run_code)
+        if lost:
+            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
+        return AnyModel(type(layers).__name__, layers, lost, has_language_model=False)
+    model, missing = _load(auto, folder, dtype, run_code=run_code)
+    name, layers = type(model).__name__, model.base_model
+    if layers is model and auto != "AutoModel" and not missing:  # a class that keeps its layers in no module of their own
+        layers, missing = _load("AutoModel", folder, dtype, run_code=run_code)
+    return AnyModel(name, layers, missing, has_language_model=False)
 
 
 def outline_model(folder: Path, dtype: Any) -> Any:

@@ -13,12 +13,14 @@ from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.families import find_family
-from gqa_convert.loading import auto_class, is_out_of_memory
+from gqa_convert.loading import auto_class, check_language_model, is_out_of_memory
 from gqa_convert.plan import make_plan
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
 _ENCODER_LAYERS = ("num_layers", "num_hidden_layers", "encoder_layers")
 """Config attributes that count layers; a cut is made in all of them."""
+NEEDS_HEAD = "benchmark decodes with one; time the same shapes with --config in the place of MODEL"
+"""What to do with a checkpoint that was saved without its language-model head."""
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -49,7 +51,8 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
     if (model is None) == (config is None):
         raise OptionError("name either MODEL or --config FILE: a checkpoint is timed with its weights, a config alone with random ones")
     if model is not None:
-        checkpoint = open_local(model, revision, lambda remote: make_plan(remote, 1))
+        checkpoint = open_local(model, revision, _check_remote)
+        _check_head(checkpoint)
         return Subject(str(model), checkpoint.config, checkpoint.folder)
     assert config is not None
     if revision is not None:
@@ -65,6 +68,15 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
     found = parse_object(raw, str(path), ConfigError)
     refuse_quantised_config(found, str(path))
     return Subject(str(config), found, None)
+
+
+def _check_remote(checkpoint: Checkpoint) -> None:
+    _check_head(checkpoint)
+    make_plan(checkpoint, 1)
+
+
+def _check_head(checkpoint: Checkpoint) -> None:
+    check_language_model(checkpoint.source_id, checkpoint.config, NEEDS_HEAD)
 
 
 def transformers_config(config: dict[str, Any], where: str) -> Any:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.benchmarking.subject import Subject, build, refused_attention
+from gqa_convert.benchmarking.subject import NEEDS_HEAD, Subject, build, refused_attention
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import CorruptCheckpointError
-from gqa_convert.loading import explained, load_model
+from gqa_convert.loading import check_complete, explained, load_model
 from gqa_convert.plan import Plan, make_plan
 
 _MOST_GROUPS = 7
@@ -55,6 +54,7 @@ def make_versions(subject: Subject, plans: Sequence[Plan], attention: str, dtype
 
     Raises:
         CorruptCheckpointError: the folder lacks weights.
+        NoLanguageModelError: it was saved without its language-model head.
         UnknownAttentionError: the model's class knows no such attention function.
         ConfigError: transformers can't build a version.
     """
@@ -84,8 +84,7 @@ def make_versions(subject: Subject, plans: Sequence[Plan], attention: str, dtype
 def _load(folder: Path, attention: str, dtype: Any) -> Any:
     with explained(str(folder)), refused_attention(attention):
         model, missing = load_model(folder, dtype, attn_implementation=attention)
-    if missing:
-        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): copy it again")
+    check_complete(str(folder), folder, model, missing, NEEDS_HEAD)
     return model
 
 

@@ -13,9 +13,9 @@ import torch
 
 from gqa_convert.calibration.offloading import OffloadedWeights
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError
-from gqa_convert.loading import load_model
+from gqa_convert.loading import check_complete, load_model
 
+_HEAD = "calibration compares its predictions; merge its heads without text"
 _SHARE = 0.7
 """Of the free memory that weights may fill: activations need the rest."""
 
@@ -32,6 +32,7 @@ def open_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
+        NoLanguageModelError: those of the language-model head are, and the folder does not claim to have one.
         GQAConvertError: as `open_checkpoint`.
         Exception: whatever transformers raises.
     """
@@ -40,7 +41,7 @@ def open_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
     limit = memory_limit if memory_limit is not None else _free(place)
     if needed <= limit:
         model, missing = load_model(folder, dtype)
-        _check(folder, missing)
+        check_complete(str(folder), folder, model, missing, _HEAD)
         return model.requires_grad_(False).to(place)
     model = _left_on_disk(folder, dtype)
     OffloadedWeights(model, place)
@@ -52,7 +53,7 @@ def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
     try:
         with _no_remark():
             model, missing = load_model(folder, dtype, device_map={"": "disk"}, offload_folder=scratch)
-        _check(folder, missing)
+        check_complete(str(folder), folder, model, missing, _HEAD)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -70,11 +71,6 @@ def _no_remark() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _check(folder: Path, missing: list[str]) -> None:
-    if missing:
-        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): it cannot be calibrated")
 
 
 def _free(device: torch.device) -> int:

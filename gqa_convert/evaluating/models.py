@@ -9,13 +9,23 @@ from typing import Any
 
 from gqa_convert.calibration.text import decoder_start, has_sentinels, usable_tokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, DataError, DeviceMemoryError, OptionError
+from gqa_convert.errors import DataError, DeviceMemoryError, OptionError
 from gqa_convert.evaluating.material import Material
 from gqa_convert.lengths import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.loading import TASKS, auto_class, explained, is_out_of_memory, load_model, read_config
+from gqa_convert.loading import (
+    TASKS,
+    auto_class,
+    check_complete,
+    check_language_model,
+    explained,
+    is_out_of_memory,
+    load_model,
+    read_config,
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
+_HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
 
     Raises:
         OptionError: one reads sound.
+        NoLanguageModelError: one was saved without its language-model head.
         DataError: one has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
     """
@@ -68,6 +79,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         checkpoint = open_checkpoint(name, revision=revision if not remote or name in remote else None, download=True)
         assert checkpoint.folder is not None
         config = read_config(checkpoint.folder)
+        check_language_model(name, config, _HEAD)
         if config.get("is_encoder_decoder") and auto_class(config) == TASKS[2]:
             raise OptionError(f"{name} reads sound, and evaluate scores models that read text: leave it out")
         found.append(Candidate(name, checkpoint.revision, checkpoint.folder, config, usable_tokenizer(checkpoint.folder)))
@@ -135,6 +147,7 @@ def opened(candidate: Candidate, dtype: str, device: str) -> Iterator[Any]:
 
     Raises:
         CorruptCheckpointError: it can't be loaded.
+        NoLanguageModelError: it was saved without its language-model head.
         DeviceMemoryError: it does not fit.
     """
     import torch
@@ -155,13 +168,8 @@ def _load(candidate: Candidate, dtype: str, device: str) -> Any:
     own = "auto" if device != "cpu" else torch.float32
     with memory_explained(candidate.name), explained(candidate.name):
         model, missing = load_model(candidate.folder, own if dtype == "auto" else getattr(torch, dtype))
-        if not missing:
-            model = model.requires_grad_(False).to(device)
-    if missing:
-        raise CorruptCheckpointError(
-            f"{candidate.name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
-        )
-    return model
+        check_complete(candidate.name, candidate.folder, model, missing, _HEAD)
+        return model.requires_grad_(False).to(device)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from gqa_convert.absorbing.merge import ABSORBING_METHODS
 from gqa_convert.errors import OptionError
+from gqa_convert.loading import check_language_model
 from gqa_convert.plan import Plan
 
 
@@ -55,6 +56,16 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
     for option, steps in (("--fit-steps", calibration.steps), ("--kl-steps", calibration.kl_steps)):
         if steps is not None and (method != "fit" or steps < 0):
             raise OptionError(f"{option} {steps} with --method {method}: only fit takes steps, 0 or more")
+
+
+def check_predicts(plan: Plan, calibration: CalibrationOptions, advice: str = "choose --method factor without --calibration") -> None:
+    """Refuse text for a source that was saved without its language-model head.
+
+    Raises:
+        NoLanguageModelError: it was.
+    """
+    if calibration.source is not None:
+        check_language_model(plan.checkpoint.source_id, plan.checkpoint.config, f"calibration compares its predictions; {advice}")
 
 
 def calibrate(plan: Plan, options: CalibrationOptions) -> Any:

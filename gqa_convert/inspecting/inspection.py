@@ -11,7 +11,7 @@ from typing import Any
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.errors import GroupsError, OptionError
-from gqa_convert.fitting.calibrated import CalibrationOptions, calibrate, check_calibration
+from gqa_convert.fitting.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
 from gqa_convert.fitting.layers import SourceTensors, attention_of
 from gqa_convert.geometry import AttentionLayer
 from gqa_convert.inspecting.heatmap import check_picture, draw_errors
@@ -178,6 +178,7 @@ def _plan(checkpoint: Checkpoint, groups: Sequence[int] | None, text: Calibratio
             f"--calibration runs the source, and transformers has no class of type {plan.family.model_type}: leave it out, for the errors "
             "that the weights alone show"
         )
+    check_predicts(plan, text, "leave --calibration out, for the errors that the weights alone show")
     heads = sorted({layer.kv_heads for layer in plan.layers})
     if heads[-1] == 1:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.loading import TASKS, auto_class, load_model, load_tokenizer, read_config
+from gqa_convert.loading import TASKS, auto_class, check_complete, check_language_model, load_model, load_tokenizer, read_config
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import compare
@@ -17,6 +17,8 @@ from .installing import Place, find_place, install, install_command
 from .process import run
 from .prompts import has_tokenizer, make_prompts, make_text, places
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, boot_code, read_answer, read_outcome, write_request
+
+_HEAD = "engines are compared by its predictions; convert the language model that the checkpoint was made from"
 
 
 def check_serving(
@@ -43,6 +45,7 @@ def check_serving(
         OptionError: a name that is no client's, or no time.
         SourceNotFoundError: `out` is no checkpoint.
         CorruptCheckpointError: transformers itself can't load it.
+        NoLanguageModelError: it was saved without its language-model head.
         MissingExtraError: an engine can't be installed.
     """
     import transformers
@@ -56,6 +59,7 @@ def check_serving(
     config = read_config(out)
     if not config:
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a converted checkpoint")
+    check_language_model(str(out), config, _HEAD)
     chosen = [client for client in known if not clients or client.name in named]
     report: dict[str, Any] = {
         "out": str(out), "model_type": config.get("model_type"), "transformers": transformers.__version__, "prompts": [],
@@ -116,10 +120,7 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
         model, absent = load_model(out, torch.float32, attn_implementation="eager")
         text = make_text() if has_tokenizer(out) else ""
         ids = list(load_tokenizer(out)(text, verbose=False)["input_ids"]) if text else None
-        if absent:
-            raise CorruptCheckpointError(
-                f"{out}: transformers finds no fitting tensor for {len(absent)} parameters, the first is {absent[0]}"
-            )
+        check_complete(str(out), out, model, absent, _HEAD)
         prompts = make_prompts(model.config.get_text_config().to_dict(), ids)
         tokens = greedy_tokens(model, prompts)
         sequences = [[*prompt, *made[:-1]] for prompt, made in zip(prompts, tokens, strict=True)]

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.loading import check_complete
 from gqa_convert.recipe import Recipe
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
-from gqa_convert.training.opening import explained
+from gqa_convert.training.opening import NEEDS_HEAD, explained
 from gqa_convert.training.optimizers import choose_trained
 
 
@@ -18,11 +18,11 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
+        NoLanguageModelError: it was saved without its language-model head.
     """
     with explained(recipe.model):
         model, missing = sharding.load(folder, torch.float32)
-    if missing:
-        raise CorruptCheckpointError(f"{recipe.model} has no fitting tensor for {missing[0]} ({len(missing)} in all)")
+    check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     choose_trained(model, recipe.trainable)

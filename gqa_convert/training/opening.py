@@ -15,6 +15,8 @@ from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.recipe import Recipe
 from gqa_convert.training.documents import refuse_mixing
 
+NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
+"""What to do with a checkpoint that was saved without its language-model head."""
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 """Where a tracker's package has another name than the tracker: any of these will do."""
 
@@ -45,6 +47,9 @@ def open_recipe(recipe: Recipe) -> Opened:
     assert student.folder is not None
     opened = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True)
     teacher = None if opened is None else opened.folder
+    for name, checkpoint in ((recipe.model, student), (str(recipe.teacher), opened)):
+        if checkpoint is not None:
+            loading.check_language_model(name, checkpoint.config, NEEDS_HEAD)
     with explained(recipe.model, "the tokenizer of"):
         tokenizer = loading.load_tokenizer(student.folder)
     if teacher is not None:

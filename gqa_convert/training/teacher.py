@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, RecipeError
-from gqa_convert.loading import load_tokenizer, read_config
+from gqa_convert.errors import ConfigError, OptionError, RecipeError
+from gqa_convert.loading import check_complete, load_tokenizer, read_config
 from gqa_convert.training import sharding
 
 _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}
@@ -30,8 +30,7 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
     if dtype not in _DTYPES:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
     model, missing = sharding.load(folder, _DTYPES[dtype])
-    if missing:
-        raise CorruptCheckpointError(f"{folder} has no fitting tensor for {missing[0]} ({len(missing)} in all): check its files")
+    check_complete(str(folder), folder, model, missing, "a teacher is asked for its predictions; name one that has them")
     return model.requires_grad_(False).to(device)
 
 

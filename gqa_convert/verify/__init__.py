@@ -109,7 +109,8 @@ def verify_checkpoint(
 
         check_behaviour(
             run.check, run.report, out, origin, family, geometry,
-            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed, translation=translation,
+            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed,
+            spacing=0.0 if geometry is None else _spacing(weights, geometry), translation=translation,
             text=None if text is None else _read_text(text), max_text_tokens=max_text_tokens, progress=progress,
         )  # fmt: skip
     return run.report
@@ -276,18 +277,27 @@ def _source_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({first_line(problem)}): download or copy it again") from None
 
 
+def _spacing(weights: Weights, geometry: Geometry) -> float:
+    """The smallest distance of two numbers in tensors with K/V heads: that of subnormals, 6e-8 in float16 and negligible elsewhere."""
+    import torch
+
+    names = {*geometry.cuts, *(name for _, each in geometry.lists for name in each)}
+    return max((torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in map(weights.dtype, names)), default=0.0)
+
+
 def _has_classes(family: Family) -> bool:
     """Whether transformers has classes for a type: code that lies in checkpoints is the only one for some."""
     return family.native or family.modeling is not None
 
 
 def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
-    from gqa_convert.loading import TASKS, auto_class
+    from gqa_convert.loading import TASKS, auto_class, check_language_model
 
     if not _has_classes(family) or auto_class(config) != TASKS[0]:
         raise OptionError(
             f"a text's loss is that of a language model that transformers has, which {family.model_type} is not: leave the text out"
         )
+    check_language_model("SOURCE", config, "a text's loss is that of one; leave the text out")
 
 
 def _read_text(path: Path) -> str:

@@ -44,6 +44,7 @@ def check_behaviour(
     own_file: bool | None,
     method: Any,
     seed: int,
+    spacing: float = 0.0,
     translation: Translation | None = None,
     text: str | None,
     max_text_tokens: int | None,
@@ -62,6 +63,7 @@ def check_behaviour(
         own_file: whether OUT's modelling file is the package's own; None if it needs none.
         method: how the heads were merged.
         seed: of the random tokens.
+        spacing: the smallest distance of two numbers of SOURCE's K/V heads on disk.
         translation: of SOURCE to OUT's model type, if it is another.
         text: to measure the loss on.
         max_text_tokens: of it, at most.
@@ -79,16 +81,18 @@ def check_behaviour(
         import transformers
 
         code = f"{family.modeling.file}.py" if own_file and family.modeling else None  # as whoever lacks this package loads it
-        model = load_model(out, parameters, code=code)
+        loaded = load_model(out, parameters, code=code)
+        model, state["headed"] = loaded.model, loaded.has_language_model
         state["out"], state["probe"] = model, Probe(model, seed, cross=geometry is not None and "cross" in geometry.counts)
-        state["logits"] = state["probe"].logits(model)
+        state["output"] = state["probe"].output(model)
         step()
-        kind = f"{type(model).__name__} of its own modelling file" if own_file else type(model).__name__
+        kind = f"{loaded.class_name} of its own modelling file" if own_file else loaded.class_name
         return f"{kind} in {str(model.dtype).removeprefix('torch.')}, transformers {transformers.__version__}"
 
     def load_source() -> str:
-        state["source"] = load_model(source, parameters)
-        return type(state["source"]).__name__
+        loaded = load_model(source, parameters)
+        state["source"] = loaded.model
+        return loaded.class_name
 
     def score(which: str, offset: int) -> str:
         ids = state["ids"]
@@ -101,6 +105,8 @@ def check_behaviour(
 
     def nearer_than_mean() -> str:
         predictions, model = state["predictions"], state["source"]
+        if not state["headed"]:
+            raise Failure("OUT has no language-model head, whose predictions fit is judged by")
         if "problem" in state:
             raise Failure(f"OUT can't be run ({state['problem']})")
         wanted = predictions.logits(model)
@@ -111,20 +117,25 @@ def check_behaviour(
             pool_heads(model, family, geometry)
         return judge_distance(found, divergence(wanted, predictions.logits(model)), predictions.describe())
 
-    def same_logits() -> str:
+    def same_outputs() -> str:
         probe, model = state["probe"], state["source"]
         if translation is not None:
             replaced, rounded = translation.replace_heads(model), translation.rounds_anew()
         else:
-            replaced, rounded = replace_heads(model, state["parameters"], family, geometry, method) if geometry else 0, ""
-        theirs = probe.logits(model)
+            replaced, rounded = 0, ""
+            if geometry is not None:
+                replaced = replace_heads(model, state["parameters"], family, geometry, method, spacing)
+        theirs = probe.output(model)
         step()
         tolerance = HALF_TOLERANCE if rounded else probe.tolerance
-        error = probe.difference(state["logits"], theirs, rounded=bool(rounded))
+        error = probe.difference(state["output"], theirs, rounded=bool(rounded))
         note = f" ({rounded}: judged as half precision)" if rounded else ""
         if not error <= tolerance:
-            raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: {probe.describe()}{note}")
-        return f"{_relative(error)}: {probe.describe()}, {replaced} parameters of SOURCE replaced{note}"
+            raise Failure(f"{_relative(error, outputs())}, over the tolerance of {tolerance:g}: {probe.describe()}{note}")
+        return f"{_relative(error, outputs())}: {probe.describe()}, {replaced} parameters of SOURCE replaced{note}"
+
+    def outputs() -> str:
+        return "logits" if state["headed"] else "hidden states"
 
     if own_file is not None or translation is not None:
         other = translation is not None and translation.home.out == "gpt_bigcode"  # of which transformers 5 has no tokenizer class
@@ -134,6 +145,7 @@ def check_behaviour(
             check(name, _not_executed)
         return
     losses: dict[str, float] = {}
+    state["headed"] = True
     if not check("loads", load) or geometry is None:
         return
     held, no_cache = state["probe"].cached_shapes(state["out"])
@@ -162,16 +174,16 @@ def check_behaviour(
     step()
     if method == "fit":
         check("better than mean", nearer_than_mean)
-    check("logits", same_logits)
+    check(outputs(), same_outputs)
     own = 0.0
     if not cached <= state["probe"].tolerance:  # SOURCE with the same merged heads must be off by as much, or OUT is at fault
         own, _ = state["probe"].decoding_error(state["source"], lambda: None)
     check("cache heads", lambda: judge_caches(held, there, geometry, no_cache))
-    check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason))
+    check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason, outputs()))
 
 
-def load_model(folder: Path, parameters: int, *, code: str | None = None) -> Any:
-    """A model with logits on the CPU, in evaluation mode: in float32 unless it has too many parameters.
+def load_model(folder: Path, parameters: int, *, code: str | None = None) -> loading.AnyModel:
+    """A model on the CPU, in evaluation mode: in float32 unless it has too many parameters.
 
     Args:
         folder: the checkpoint.
@@ -183,15 +195,15 @@ def load_model(folder: Path, parameters: int, *, code: str | None = None) -> Any
     dtype = torch.float32 if parameters <= FLOAT32_LIMIT else "auto"
     try:
         if code is None:
-            model, missing = loading.load_model(folder, dtype)
+            found = loading.load_any_model(folder, dtype)
         else:
             with _only(folder, code) as alone:
-                model, missing = loading.load_model(alone, dtype, run_code=True)
+                found = loading.load_any_model(alone, dtype, run_code=True)
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
-    if missing:
-        raise Failure(f"transformers finds no fitting tensor for {min(missing)} ({len(missing)} such) in {folder}")
-    return model
+    if found.missing:
+        raise Failure(f"transformers finds no fitting tensor for {min(found.missing)} ({len(found.missing)} such) in {folder}")
+    return found
 
 
 @contextmanager
@@ -214,6 +226,9 @@ def _not_executed() -> str:
 
 def judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
     """The caches of self-attention and, where there is any, of cross-attention."""
+    kept = {shape[1] for layers in ours.values() for pair in layers for shape in pair}
+    if not geometry.changed and kept != {geometry.after} and ours and ours == theirs:  # Falcon repeats K/V heads before it caches them
+        return f"{max(kept)} heads, as the same class keeps them of SOURCE"
     found = [judge_cache(ours.get("self", []), theirs.get("self", []), geometry.after, reason)]
     if "cross" in geometry.counts:
         found.append(judge_cache(ours.get("cross", []), theirs.get("cross", []), geometry.after, reason, "cross-attention "))
@@ -241,16 +256,16 @@ def judge_cache(ours: list[Shapes], theirs: list[Shapes], heads: int, reason: st
     return f"{heads} heads in each of {len(ours)} {kind}layers, {theirs[0][0][1]} in SOURCE"
 
 
-def _judge_decoding(error: float, own: float, tolerance: float, reason: str) -> str:
+def _judge_decoding(error: float, own: float, tolerance: float, reason: str, outputs: str) -> str:
     if error <= tolerance:
-        return f"{_relative(error)}: prefill and {STEPS} steps against one pass"
+        return f"{_relative(error, outputs)}: prefill and {STEPS} steps against one pass"
     if math.isinf(error) and math.isinf(own):
         return f"can be done with neither model ({reason})"
     if own > tolerance and error <= 1.1 * own:
-        return f"{_relative(error)}, but SOURCE with the same heads is off by {own:.2g}: the model's own fault"
+        return f"{_relative(error, outputs)}, but SOURCE with the same heads is off by {own:.2g}: the model's own fault"
     what = f"prefill and {STEPS} steps against one pass {reason}".rstrip()
-    raise Failure(f"{_relative(error)}, over the tolerance of {tolerance:g}: {what}")
+    raise Failure(f"{_relative(error, outputs)}, over the tolerance of {tolerance:g}: {what}")
 
 
-def _relative(error: float) -> str:
-    return f"largest difference {error:.2g} of the logits' spread"
+def _relative(error: float, outputs: str) -> str:
+    return f"largest difference {error:.2g} of the spread of the {outputs}"

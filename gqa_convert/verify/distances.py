@@ -32,7 +32,7 @@ class Predictions:
         import torch
 
         if self._ids is None:
-            return self._probe.logits(model).float()
+            return self._probe.output(model).float()
         with torch.inference_mode():
             blocks = torch.tensor(self._ids).split(context_length(model))
             return torch.cat([model(input_ids=block[None], use_cache=False).logits[0].float() for block in blocks])

@@ -1,4 +1,7 @@
-"""Random inputs, the same for both models, and what the models make of them: logits, steps on a cache, and what the cache holds."""
+"""Random inputs, the same for both models, and what the models make of them: outputs, steps on a cache, and what the cache holds.
+
+The outputs are logits or, of a model without a language-model head, the last hidden states.
+"""
 
 import inspect
 import math
@@ -13,9 +16,9 @@ Caches = dict[str, list[Shapes]]
 """Shapes of keys and values by layer, of `self` and `cross` attention."""
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
-"""Largest difference of two logits over the logits' standard deviation."""
+"""Largest difference of two outputs over the outputs' standard deviation."""
 HALF_TOLERANCE = 5e-2
-"""The same for half precisions, of the root mean square: single logits may be off by more, as where a router tips over."""
+"""The same for half precisions, of the root mean square: single numbers may be off by more, as where a router tips over."""
 
 STEPS = 4
 _LENGTH, _ENCODER_LENGTH = 32, 24
@@ -38,13 +41,14 @@ class Probe:
         self._generator = torch.Generator().manual_seed(seed)
         self._pairs = bool(config.is_encoder_decoder)
         length = _fitting(config, _LENGTH, "max_target_positions", "max_position_embeddings")
-        self._ids = self._tokens(config, length, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+        pad = getattr(config, "pad_token_id", None)  # which some classes lack until a config states it
+        self._pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else None
+        self._ids = self._tokens(length, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
         self._mask = torch.ones_like(self._ids)
         if not self._pairs:
             for row, padding in ((1, length // 8), (2, length // 3)):
                 self._mask[row, :padding] = 0
-                pad = config.pad_token_id
-                self._ids[row, :padding] = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else 0
+                self._ids[row, :padding] = self._pad or 0
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         self._real = self._mask.bool()
         dtype = str(model.dtype).removeprefix("torch.")
@@ -52,13 +56,12 @@ class Probe:
         self.tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
         self._memory, self._read = self._encoder_side(model, config) if self._pairs else self._states(model, config) if cross else ({}, "")
 
-    def _tokens(self, config: Any, length: int, vocabulary: int) -> Any:
+    def _tokens(self, length: int, vocabulary: int) -> Any:
         """[3, length], without padding: some models count positions by it."""
         import torch
 
         ids = torch.randint(0, vocabulary, (3, length), generator=self._generator)
-        pad = config.pad_token_id
-        return torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
+        return ids if self._pad is None else torch.where(ids == self._pad, (ids + 1) % vocabulary, ids)
 
     def _encoder_side(self, model: Any, config: Any) -> tuple[dict[str, Any], str]:
         """What the encoder is given: audio [3, mel bins, frames], or padded tokens [3, length]."""
@@ -68,10 +71,10 @@ class Probe:
             shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
             features = torch.randn(shape, generator=self._generator).to(model.dtype)
             return {"input_features": features}, f"{shape[2]} frames of random audio"
-        ids = self._tokens(config, _fitting(config, _ENCODER_LENGTH, "max_position_embeddings"), config.vocab_size)
+        ids = self._tokens(_fitting(config, _ENCODER_LENGTH, "max_position_embeddings"), config.vocab_size)
         mask = _padded(ids)
-        if isinstance(config.pad_token_id, int):
-            ids = torch.where(mask.bool(), ids, config.pad_token_id)
+        if self._pad is not None:
+            ids = torch.where(mask.bool(), ids, self._pad)
         return {"input_ids": ids, "attention_mask": mask}, f"{int(mask.sum())} random tokens of the encoder, right padding"
 
     def _states(self, model: Any, config: Any) -> tuple[dict[str, Any], str]:
@@ -113,7 +116,7 @@ class Probe:
         return {"encoder_outputs": output} | {key: value for key, value in self._memory.items() if key == "attention_mask"}
 
     def _prefill(self, model: Any, stop: int, memory: dict[str, Any]) -> tuple[Any, Any]:
-        """Logits and the cache, which is updated in place by later steps; some models fill only one given to them."""
+        """Outputs and the cache, which is updated in place by later steps; some models fill only one given to them."""
         from transformers import DynamicCache, EncoderDecoderCache
 
         result = self._forward(model, 0, stop, memory, use_cache=True)
@@ -123,14 +126,14 @@ class Probe:
             if self._memory:
                 cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
             result = self._forward(model, 0, stop, memory, use_cache=True, past_key_values=cache)
-        return result.logits, cache
+        return _output(result), cache
 
-    def logits(self, model: Any) -> Any:
-        """Logits of every token that is no padding, without a cache."""
-        return self._forward(model, 0, self._ids.shape[1], self._memory, use_cache=False).logits[self._real].double()
+    def output(self, model: Any) -> Any:
+        """Logits or hidden states of every token that is no padding, without a cache."""
+        return _output(self._forward(model, 0, self._ids.shape[1], self._memory, use_cache=False))[self._real].double()
 
     def difference(self, ours: Any, theirs: Any, *, rounded: bool = False) -> float:
-        """Distance of logits, as a share of their standard deviation; NaN counts as infinite. In root mean square where `rounded`."""
+        """Distance of outputs, as a share of their standard deviation; NaN counts as infinite. In root mean square where `rounded`."""
         if ours.shape != theirs.shape:
             return math.inf
         distance = (ours - theirs).abs().max() if self._exact and not rounded else (ours - theirs).square().mean().sqrt()
@@ -138,20 +141,20 @@ class Probe:
         return error if math.isfinite(error) else math.inf
 
     def decoding_error(self, model: Any, step: Callable[[], None]) -> tuple[float, str]:
-        """Difference of logits from a prefill and steps on its cache to those of one pass; infinite, and why, on failure."""
+        """Difference of outputs from a prefill and steps on its cache to those of one pass; infinite, and why, on failure."""
         import torch
 
         length = self._ids.shape[1]
         prefill = length - STEPS
         try:
             memory = self._encoded(model)
-            logits, cache = self._prefill(model, prefill, memory)
-            parts = [logits]
+            first, cache = self._prefill(model, prefill, memory)
+            parts = [first]
             step()
             for at in range(prefill, length):
-                parts.append(self._forward(model, at, at + 1, memory, use_cache=True, past_key_values=cache).logits)
+                parts.append(_output(self._forward(model, at, at + 1, memory, use_cache=True, past_key_values=cache)))
                 step()
-            return self.difference(torch.cat(parts, dim=1)[self._real].double(), self.logits(model)), ""
+            return self.difference(torch.cat(parts, dim=1)[self._real].double(), self.output(model)), ""
         except Exception as problem:  # judged as any other difference: unless SOURCE can do it, OUT need not
             return math.inf, first_line(problem)
 
@@ -165,6 +168,11 @@ class Probe:
             return {kind: cache_shapes(one) for kind, one in pair.items()}, "its cache is empty"
         except Exception as problem:
             return {}, first_line(problem)
+
+
+def _output(result: Any) -> Any:
+    """[3, length, vocabulary or d]."""
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 
 def _fitting(config: Any, length: int, *keys: str) -> int:
