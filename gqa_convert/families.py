@@ -32,6 +32,15 @@ DocumentMask = Literal["positions", "mask", "masks_by_kind"]
 """What makes transformers' class keep packed documents apart: position ids that begin anew with each document, from which it builds its
 own masks; a prepared 4-D mask; or a prepared 4-D mask for each kind of layer. Position ids are passed in every case."""
 
+_GROUPED_MPT = tuple(
+    (
+        "attn_config.attn_type",
+        (kind,),
+        f"its attention has {heads} already, which only llm-foundry's own code loads; transformers' Mpt has as many K/V heads as query heads",
+    )
+    for kind, heads in (("grouped_query_attention", "grouped K/V heads (attn_config.kv_n_heads)"), ("multiquery_attention", "one K/V head"))
+)
+
 KVHeads = Literal["stated", "heads", "falcon"]
 """What tells a source's number of K/V heads: the config key; nothing, it is the number of query heads; Falcon's three keys."""
 
@@ -108,6 +117,8 @@ class Family:
     that can follow "since"."""
     document_barred_when: tuple[tuple[str, str], ...] = ()
     """Config keys that, when set, are such a reason."""
+    refused_values: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
+    """Config keys with the values that make a checkpoint unconvertible, each with the reason."""
     engines: frozenset[str] = frozenset({"transformers"})
     """Software that was seen to load the family's grouped-query form without custom code."""
     modeling: Modeling | None = None
@@ -339,7 +350,7 @@ FAMILIES: dict[str, Family] = {
         *_own_file(
             "gqa_mpt", {"mpt": "Mpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
             attention=("attn",), fused="Wqkv", output="out_proj", rotary="none", heads_key="n_heads", head_width_key=None,
-            order_barriers=_SLOPED, document_mask="mask",
+            order_barriers=_SLOPED, document_mask="mask", refused_values=_GROUPED_MPT,
         ),
     )
 }  # fmt: skip
@@ -347,9 +358,15 @@ FAMILIES: dict[str, Family] = {
 # Each reason ends the sentence "model type X can't be converted: ...".
 _REFUSED: dict[str, str] = {
     "its attention has no K/V-head count in transformers, and there is no modelling file for it": """
-        bigbird_pegasus cpmant ctrl fsmt git gpt-sw3 gpt_neox_japanese hrm_text led modernbert-decoder musicgen musicgen_melody
-        mvp nllb-moe openai-gpt pegasus_x prophetnet reformer seamless_m4t seamless_m4t_v2 trocr xglm xlm xlnet
+        bigbird_pegasus cpmant ctrl fsmt git gpt-sw3 gpt_neox_japanese hrm_text modernbert-decoder musicgen musicgen_melody
+        mvp nllb-moe openai-gpt pegasus_x prophetnet reformer seamless_m4t seamless_m4t_v2 xlm xlnet
     """,
+    "its attention has no K/V-head count in transformers and there is no modelling file for it; opt is the nearest type that has one, with "
+    "learned positions where this one has sinusoids: convert another model, or write a file as docs/adding-a-family.md says": "xglm",
+    "its attention has no K/V-head count in transformers and there is no modelling file for it; bart is the nearest type that has one: its "
+    "decoder is the same but its encoder is not a Longformer, so that an LED can't become one": "led",
+    "its attention has no K/V-head count in transformers and there is no modelling file for it, and it comes as the decoder of a "
+    "vision-encoder-decoder, which holds two models; bart is the nearest type that has one": "trocr",
     "in transformers it has one K/V head or as many as query heads, and nothing between": "gpt_bigcode",
     "it is an encoder, whose attention has no K/V-head count in transformers": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
@@ -366,7 +383,7 @@ _REFUSED: dict[str, str] = {
         gemma4_assistant gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_speech granite_speech_plus
         idefics3 internvl llama4 llava llava_next mistral3 mllama moshi moss_transcribe_diarize musicflamingo
         nemo_speechlm paligemma pixtral qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl
-        qwen3_vl_moe qwen4_exp smolvlm t5gemma t5gemma2 vibevoice_asr voxtral voxtral_realtime
+        qwen3_vl_moe qwen4_exp smolvlm speech-encoder-decoder t5gemma t5gemma2 vibevoice_asr vision-encoder-decoder voxtral voxtral_realtime
     """,
     "its layers differ in their K/V heads, which are counted by further config keys": """
         gemma4_text gemma4_unified_text inkling2_text inkling_text mimo_v2_flash

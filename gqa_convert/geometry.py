@@ -58,6 +58,11 @@ class AttentionFinder:
         for key, reason in family.refused_unless:
             if not config_value(config, key):
                 raise UnsupportedFamilyError(f"{self.where} does not set {key}, and so it can't be converted: {reason}")
+        for key, values, reason in family.refused_values:
+            if config_value(config, key) in values:
+                raise UnsupportedFamilyError(
+                    f"{self.where} has {key} = {config_value(config, key)!r}, and so it can't be converted: {reason}"
+                )
         self.heads = self._count(family.heads_key)
         places = {module: self._place(module) for module in self._modules()}
         modules = [module for module, place in places.items() if encoder or place != "encoder"]

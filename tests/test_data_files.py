@@ -113,6 +113,14 @@ def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path
     assert tokens_of(str(path), tmp_path, tokenizer=tokenizer).tokens.tolist() == [bos, 4, 5, EOS, bos, 6, EOS]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["some.json", "some.jsonl", "some.json.gz"])
+def test_an_array_is_read_as_its_items(name: str, indent: int | None, tmp_path: Path) -> None:
+    text = json.dumps([{"id": 1, "text": "w1 w2"}, {"text": ""}, {"text": "w3"}], indent=indent)
+    path = written(tmp_path, name, gzip.compress(text.encode()) if name.endswith(".gz") else text)
+    assert tokens_of(str(path), tmp_path).tokens.tolist() == [4, 5, EOS, 6, EOS]
+
+
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path, "some.jsonl", '{"text": "w1 \\ud800"}\n')
     assert tokens_of(str(path), tmp_path).tokens.tolist() == [4, TOKENIZER.unk_token_id, EOS]
@@ -122,7 +130,11 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "not UTF-8": ("some.txt", b"w1 \xff\xfe", "is not UTF-8"),
     "JSON lines that are not UTF-8": ("some.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
     "no JSON": ("some.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
-    "no object": ("some.jsonl", '["w1"]\n', "line 1 holds a list"),
+    "no object": ("some.jsonl", '"w1"\n', "line 1 holds a str"),
+    "an array of texts": ("some.json", '["w1"]\n', "item 1 holds a str, expected an object with the field 'text'"),
+    "an array that is cut off": ("some.json", '[{"text": "w1"},', "begins like a JSON array and is none"),
+    "several arrays": ("some.jsonl", '["w1"]\n["w2"]\n', "one array of objects, or one object per line"),
+    "an object over several lines": ("some.json", '{\n"text": "w1"\n}', "line 1 is not JSON.*one object per line, or one array"),
     "no such field": ("some.jsonl", json_lines("w1", field="content"), r"line 1 has no 'text', found id, content.*text_field"),
     "no text": ("some.jsonl", json_lines(5), "line 1: 'text' holds a int"),
     "empty": ("some.txt", "", "holds no text"),

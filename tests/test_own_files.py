@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
+from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import FAMILIES, Modeling
 from gqa_convert.plan import make_plan
 from tests.elsewhere import (
@@ -652,3 +653,15 @@ def test_plan_tells_what_is_needed(case: str, sources: Callable[..., Path]) -> N
     assert ("cross_kv_bytes_per_encoder_token" in sizes) == ("cross" in held)
     for both in sizes.values():
         assert both["before"] * groups == both["after"] * heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [("grouped_query_attention", "grouped K/V heads"), ("multiquery_attention", "one K/V head already")]
+)
+def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, word: str, tmp_path: Path) -> None:
+    source = make_source("mpt", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["attn_config"] |= {"attn_type": kind, "kv_n_heads": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*{word}.*llm-foundry"):
+        make_plan(open_checkpoint(source), 3)

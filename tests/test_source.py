@@ -1,5 +1,6 @@
 """Opening a checkpoint: what is read, what is refused, and that every refusal is one line."""
 
+import codecs
 import json
 import os
 import shutil
@@ -335,6 +336,32 @@ class TestRefusals:
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:
         refused(tmp_path, SourceNotFoundError, "no weights")
+
+    @pytest.mark.parametrize(
+        ("files", "variant"),
+        [
+            (["model.fp16.safetensors"], "fp16"), (["pytorch_model.fp16.bin"], "fp16"), (["model.bf-16.safetensors"], "bf-16"),
+            (["model.safetensors.index.fp16.json", "model-00001-of-00002.fp16.safetensors"], "fp16"),
+            (["pytorch_model.bin.index.no_ema.json", "pytorch_model-00001-of-00002.no_ema.bin"], "no_ema"),
+        ],
+    )  # fmt: skip
+    def test_a_variant_alone(self, single: Path, files: list[str], variant: str) -> None:
+        (single / "model.safetensors").unlink()
+        for file in files:
+            (single / file).write_bytes(b"{}")
+        refused(single, UnsupportedFormatError, f"of the variant {variant!r} only", files[0], f"variant={variant!r}")
+
+    def test_a_variant_beside_the_weights_is_left_behind(self, single: Path) -> None:
+        for file in ("model.fp16.safetensors", "model.safetensors.index.fp16.json", "pytorch_model.bin.index.fp16.json"):
+            (single / file).write_bytes(b"{}")
+        opened = open_checkpoint(single)
+        assert opened.left_behind == ("model.fp16.safetensors", "model.safetensors.index.fp16.json", "pytorch_model.bin.index.fp16.json")
+        assert opened.carried == ("tokenizer.json",)
+
+    def test_a_byte_order_mark(self, single: Path) -> None:
+        raw = (single / "config.json").read_bytes()
+        (single / "config.json").write_bytes(codecs.BOM_UTF8 + raw)
+        refused(single, ConfigError, "byte order mark", "without the mark")
 
     def test_no_weights(self, single: Path) -> None:
         (single / "model.safetensors").unlink()

@@ -27,6 +27,7 @@ from transformers import (
 
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
+from gqa_convert.evaluating.reading import read_file
 from gqa_convert.verify import Check, VerificationReport, behaviour, verify_checkpoint
 from gqa_convert.verify.report import Failure
 
@@ -440,6 +441,21 @@ def test_a_wrong_cache_fails_cached_decoding(made: Callable[..., tuple[Path, Pat
 
     monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", forgetful)
     assert set(failed(verify_checkpoint(out, source))) == {"cached decoding"}
+
+
+def test_text_in_json_is_its_text(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    documents = ["first text", "second text"]
+    files = {
+        "plain.txt": "first text\n\nsecond text",
+        "lines.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in documents),
+        "array.json": json.dumps([{"text": text} for text in documents], indent=1),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        assert read_file(tmp_path / name) == files["plain.txt"]
+    (tmp_path / "rows.json").write_text('[{"content": "w1"}]')
+    with pytest.raises(OptionError, match="has no 'text', found content"):
+        verify_checkpoint(*made("llama", 3), text=tmp_path / "rows.json")
 
 
 def test_mistakes_of_the_user_are_errors(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:

@@ -16,12 +16,18 @@ _PREFERENCE = (SAFETENSORS_SINGLE, SAFETENSORS_INDEX, TORCH_SINGLE, TORCH_INDEX)
 """The order in which transformers looks for weights."""
 
 _WEIGHT_PATTERNS = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
+    "*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json", "*.bin", "*.bin.index.json", "*.bin.index.*.json",
+    "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
     "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
 )  # fmt: skip
 """Weights in any format, and the state of an interrupted training: none of it may survive beside converted weights."""
 
 _WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
+
+_VARIANT = re.compile(
+    r"(model\.(?P<single>[\w-]+)\.safetensors|pytorch_model\.(?P<bin>[\w-]+)\.bin"
+    r"|(model\.safetensors|pytorch_model\.bin)\.index\.(?P<index>[\w-]+)\.json)"
+)
 
 _QUANTISED_TENSORS = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
@@ -50,6 +56,11 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     for name in _PREFERENCE:
         if name in names:
             return name
+    if variant := _variant(names):
+        raise UnsupportedFormatError(
+            f"{where} holds weights of the variant {variant[1]!r} only (found {variant[0]}), which nothing loads without being asked to: "
+            f"load it with from_pretrained(..., variant={variant[1]!r}), save_pretrained it without one, and name that folder"
+        )
     refusals = (
         (("resolved_recipe.yaml",), "a run of gqa-convert uptrain: name the folder model/ in it, which is there when the run is complete"),
         (("adapter_config.json", "adapter_model.*"), "an adapter, no whole model: merge it into its base model first (merge_and_unload)"),
@@ -66,6 +77,14 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     raise SourceNotFoundError(
         f"{where} holds no weights: none of {', '.join(_PREFERENCE)} is there; name the folder that save_pretrained wrote"
     )
+
+
+def _variant(names: set[str]) -> tuple[str, str] | None:
+    """A weight file that transformers loads only where a variant is asked for, and the variant."""
+    for name in sorted(names):
+        if found := _VARIANT.fullmatch(name):
+            return name, found["single"] or found["bin"] or found["index"]
+    return None
 
 
 def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:

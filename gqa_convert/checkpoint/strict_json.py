@@ -1,5 +1,6 @@
 """JSON that must mean one thing only: no duplicate keys, the expected top-level type, errors that name the file."""
 
+import codecs
 import json
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,8 @@ def parse_object(
     Raises:
         error: the text is no UTF-8, no JSON, no object, nested too deeply, or repeats a key.
     """
+    if raw.startswith(codecs.BOM_UTF8):
+        raise error(f"{where} begins with a byte order mark, with which transformers can't read it: save it as UTF-8 without the mark")
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

@@ -1,4 +1,4 @@
-"""Documents in local files: plain text, JSON lines and Parquet, compressed or not."""
+"""Documents in local files: plain text, JSON lines, JSON arrays and Parquet, compressed or not."""
 
 import gzip
 import io
@@ -25,7 +25,7 @@ _PIECE = 1 << 18
 class FileText:
     """Text files as an iterator of documents.
 
-    A text file is a document; a line of a JSON-lines file or a row of a Parquet file is one too. Empty documents are left out.
+    A text file is a document; a line of a JSON-lines file, an item of a JSON array or a row of a Parquet file is one too. Empty documents are left out.
 
     Attributes:
         files: the files, in the order in which they are read.
@@ -116,16 +116,10 @@ class FileText:
             yield from row_pieces(row, self.text_field, where)
 
     def _json_rows(self, path: Path, lines: Iterable[str], field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as problem:
-                raise DataError(f"{path} line {number} is not JSON ({problem}): expected one object per line") from None
+        for where, row in _json_values(path, iter(lines)):
             if not isinstance(row, dict):
-                raise DataError(f"{path} line {number} holds a {type(row).__name__}, expected an object with the field {field!r}")
-            yield f"{path} line {number}", row
+                raise DataError(f"{where} holds a {type(row).__name__}, expected an object with the field {field!r}")
+            yield where, row
 
     def _parquet(self, path: Path, handle: io.BufferedReader) -> Iterator[Piece]:
         for where, row in self._parquet_rows(path, handle, [self.text_field]):
@@ -145,6 +139,33 @@ class FileText:
                 yield from ((str(path), row) for row in batch.to_pylist())
         except (pa.ArrowException, UnicodeDecodeError) as problem:
             raise DataError(f"{path} is no readable Parquet file ({problem}): fetch it again, or leave it out") from None
+
+
+def _json_values(path: Path, lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+    """Where each value of a file is, and the value: one per line, or the items of an array, which is read whole."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if line.lstrip().startswith("["):
+            yield from _array_items(path, line + "".join(lines))
+            return
+        try:
+            row = json.loads(line)
+        except ValueError as problem:
+            raise DataError(
+                f"{path} line {number} is not JSON ({problem}): expected one object per line, or one array of objects"
+            ) from None
+        yield f"{path} line {number}", row
+
+
+def _array_items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise DataError(
+            f"{path} begins like a JSON array and is none ({problem}): expected one array of objects, or one object per line"
+        ) from None
+    yield from ((f"{path} item {number}", item) for number, item in enumerate(items, 1))
 
 
 def _pieces(text: IO[str]) -> Iterator[Piece]:

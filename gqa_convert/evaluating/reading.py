@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from gqa_convert.data.documents import Piece, row_pieces
@@ -40,6 +41,20 @@ def read_pieces(source: Source, tokenizer: Any, tokens: int | None, progress: Pr
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
+
+
+def read_file(path: Path, text_field: str = "text") -> str:
+    """All the text of a local file; documents in JSON or Parquet are put one after the other, with an empty line between.
+
+    Args:
+        path: of a file.
+        text_field: of the rows of JSON lines, a JSON array or a Parquet file.
+
+    Raises:
+        DataError: it can't be read, or a row has no such field.
+    """
+    parts = (piece.text + ("\n\n" if piece.last else "") for piece in FileText(str(path), [path], text_field))
+    return "".join(parts).removesuffix("\n\n")
 
 
 def read_pairs(

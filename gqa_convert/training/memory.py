@@ -26,7 +26,7 @@ _VOCABULARY = ("vocab_size", "padded_vocab_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "ffn_config.ffn_act_fn.name")
 _UNGATED = (
     "opt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "codegen", "bloom", "falcon", "mpt", "persimmon", "phi", "nemotron", "starcoder2",
-    "biogpt", "bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "blenderbot-small", "whisper",
+    "biogpt", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "blenderbot", "blenderbot-small", "whisper",
 )  # fmt: skip
 """Model types whose MLP has two matrices."""
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}

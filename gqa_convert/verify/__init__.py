@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, SourceNotFoundError
+from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
+from gqa_convert.evaluating.reading import read_file
 from gqa_convert.families import Family, find_family
 from gqa_convert.verify import config as configs
 from gqa_convert.verify import folder as folders
@@ -302,6 +303,6 @@ def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise OptionError(f"{path} cannot be read as UTF-8 text ({first_line(problem)}): name a plain text file") from None
+        return read_file(path)
+    except GQAConvertError as problem:
+        raise OptionError(str(problem)) from None
