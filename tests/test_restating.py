@@ -188,10 +188,14 @@ def test_stock_types_need_no_rewriting(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    source = REFERENCES["internlm"]().save(tmp_path / "source")
-    words = [sys.executable, "-m", "gqa_convert", "restate", str(source), str(tmp_path / "stock"), "--json", "-q"]
+    source = REFERENCES["qwen"]().save(tmp_path / "source")
+    words = [sys.executable, "-m", "gqa_convert", "restate", str(source), str(tmp_path / "stock")]
+    plain = subprocess.run([*words[:-1], str(tmp_path / "other")], capture_output=True, text=True, check=True)
+    assert "qwen -> qwen2" in plain.stdout
+    assert "the same up to 48 tokens" in plain.stderr
+    words += ["--json", "-q"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["result_model_type"] == "llama"
+    assert json.loads(done.stdout)["result_model_type"] == "qwen2"
     again = subprocess.run(words, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "exists already" in again.stderr

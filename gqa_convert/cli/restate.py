@@ -1,5 +1,6 @@
 """`gqa-convert restate`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ def restate(
     from contextlib import ExitStack
 
     from gqa_convert.console.progress import byte_progress
-    from gqa_convert.console.screen import print_json, stderr_console
+    from gqa_convert.console.screen import print_json, stderr_console, stdout_console, styled
     from gqa_convert.restating.restate import restate_checkpoint
 
     with ExitStack() as stack:
@@ -39,10 +40,14 @@ def restate(
         result = restate_checkpoint(
             source, out, revision=revision, overwrite=overwrite, on_plan=begin, progress=lambda nbytes: bar[0](nbytes)
         )
+    if not quiet:
+        for note in result["notes"]:
+            stderr_console().print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if as_json:
         print_json(result)
-    if not quiet:
-        console = stderr_console()
-        console.print(f"[green]done[/green]  {result['model_type']} -> {result['result_model_type']}, in {result['out']}", soft_wrap=True)
-        for note in result["notes"]:
-            console.print(f"[yellow]note:[/yellow] {note}", soft_wrap=True)
+    elif not quiet:
+        console = stdout_console()
+        console.print(
+            styled(("done", "green"), f"  {result['model_type']} -> {result['result_model_type']}, in {result['out']}"), soft_wrap=True
+        )
+        console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result['out'], '--groups'])} N", soft_wrap=True, markup=False)
