@@ -72,6 +72,10 @@ class OptionError(GQAConvertError):
     """A command-line value that makes no sense by itself or beside another."""
 
 
+class UnsupportedAttentionError(OptionError):
+    """A model that would not compute the same under an attention function as under eager attention."""
+
+
 class RecipeError(GQAConvertError):
     """A recipe that can't be read, or a key of it that makes no sense by itself or beside another."""
 

@@ -682,11 +682,8 @@ def test_relative_positions_of_t5_are_added() -> None:
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    (capped,) = models(Gemma2Config(**SIZES, num_key_value_heads=3, attn_logit_softcapping=50.0), "gqa")
-    with pytest.raises(OptionError, match="softcap"):
-        capped(torch.ones(1, 4, dtype=torch.int64))
     tensors = torch.zeros(1, 12, 2, 6), torch.zeros(1, 3, 2, 6), torch.zeros(1, 3, 2, 6)
-    for option in ({"s_aux": torch.zeros(12)}, {"cache": object()}, {"output_attentions": True}):
+    for option in ({"s_aux": torch.zeros(12)}, {"sinks": torch.zeros(12)}, {"softcap": 50.0}, {"cache": object()}, {"output_attentions": True}):
         with pytest.raises(OptionError, match="eager"):
             attention_forward(nn.Module(), *tensors, None, **option)
     attention_forward(nn.Module(), *tensors, None, softcap=None, output_attentions=False, sliding_window=4)

@@ -9,27 +9,33 @@ import torch
 from torch import Tensor
 
 from gqa_convert.attention.core import grouped_query_attention
+from gqa_convert.attention.support import checked_mask, guard
 from gqa_convert.errors import OptionError
 
 REFUSED: Final = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
     "cache": "a paged cache",
     "output_attentions": "returned attention weights",
 }
-"""Arguments that change the result and that this function cannot honour. A window needs no argument: the mask holds it."""
+"""Arguments that change the result and that this function cannot honour."""
 
 
 def register(name: str = "gqa") -> None:
     """Make `name` an attention implementation of transformers: `from_pretrained(..., attn_implementation="gqa")`.
 
     The function of the masks is registered beside it: without one, transformers would pass no mask and padding would be attended to.
+    From then on a model that would compute something else than with eager attention is refused when it is loaded under this name, by an
+    `UnsupportedAttentionError`: models with attention code of their own (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT in transformers),
+    with capped scores, or with attention sinks.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, checked_mask)
+    guard(name)
 
 
 def attention_forward(
@@ -42,6 +48,7 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
@@ -57,6 +64,7 @@ def attention_forward(
         scaling: factor of the scores; by default 1 / sqrt(c).
         is_causal: whether a query sees earlier keys only, where there is no mask.
         position_bias: [b|1, H, q, k], added to the scores.
+        sliding_window: keys that a query sees, its own among them. The mask has to hold it, unless there are no more keys than that.
         options: whatever else the model passes.
 
     Returns:
@@ -74,6 +82,10 @@ def attention_forward(
     if mask is not None and mask.dtype != torch.bool:
         mask, bias = None, mask if bias is None else bias + mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and sliding_window is not None and causal and key.shape[2] > sliding_window:
+        raise OptionError(
+            f"the model leaves its window of {sliding_window} out of the mask of {key.shape[2]} keys: load it with attn_implementation='eager'"
+        )
     causal = bool(causal) and query.shape[2] > 1 and attention_mask is None
     out = grouped_query_attention(
         query, key, value, mask=mask, bias=bias, causal=causal, cached=0 if causal else None, scale=scaling, dropout=dropout

@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.formats import refuse_quantised_config
 from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
 from gqa_convert.checkpoint.strict_json import parse_object
-from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedFamilyError
+from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedAttentionError, UnsupportedFamilyError
 from gqa_convert.families import find_family
 from gqa_convert.loading import auto_class, check_language_model, is_out_of_memory
 from gqa_convert.plan import make_plan
@@ -149,6 +149,8 @@ def refused_attention(attention: str | None) -> Iterator[None]:
     """
     try:
         yield
+    except UnsupportedAttentionError as problem:
+        raise UnknownAttentionError(f"--attention {attention}: {problem}") from None
     except (KeyError, ValueError) as problem:  # a table of the model's own, or a class that says no
         if attention is None or (problem.args != (attention,) and "attention implementation" not in str(problem)):
             raise

@@ -153,6 +153,10 @@ class GroupedModel(bloom.BloomPreTrainedModel):
 
     _supports_sdpa = True
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the answer in a source file, or takes that of its own class
+
     def __init__(self, config: Any) -> None:
         kind, config._attn_implementation = config._attn_implementation, "eager"  # transformers' model takes no other
         super().__init__(config)

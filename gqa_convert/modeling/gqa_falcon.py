@@ -161,12 +161,18 @@ class GQAFalconConfig(FalconConfig):
 
 
 class GroupedModel(falcon.FalconPreTrainedModel):
-    """Builds transformers' model, then gives its attention modules fewer K/V heads."""
+    """Builds transformers' model, then gives its attention modules fewer K/V heads and a choice of attention functions."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the answer in a source file, or takes that of its own class
 
     def __init__(self, config: Any) -> None:
+        requested = config._attn_implementation
+        config._attn_implementation = "eager"  # transformers' constructors know no other that is sure to be there
         super().__init__(config)
         replace_attention(self, falcon.FalconAttention, GQAFalconAttention)
-        replace_attention(self, falcon.FalconFlashAttention2, GQAFalconAttention)
+        config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
         self.post_init()
 
 

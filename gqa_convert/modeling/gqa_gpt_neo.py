@@ -145,7 +145,8 @@ class GQAGPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
             seen = layer_past.get_seq_length(self.layer_id)
             seen = seen.clone() if isinstance(seen, torch.Tensor) else seen  # a static cache counts in place
             key, value = layer_past.update(key, value, self.layer_id)
-        if self.config._attn_implementation in ("eager", "sdpa"):
+        kind = self.config._attn_implementation
+        if "flash" not in kind and "paged" not in kind:  # those apply the window themselves
             attention_mask = self.within_window(attention_mask, query.shape[2], key.shape[2], seen, query.device)
         output, weights = grouped_attention(
             self, query, key, value, attention_mask, eager_attention, scaling=1.0, sliding_window=self.window,
@@ -165,6 +166,10 @@ class GroupedModel:
     """Builds transformers' model, then gives its attention modules fewer K/V heads and a choice of attention functions."""
 
     _supports_sdpa = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the answer in a source file, or takes that of its own class
 
     def __init__(self, config: Any) -> None:
         requested = config._attn_implementation

@@ -147,6 +147,10 @@ class GroupedModel:
 
     _supports_sdpa = True
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the answer in a source file, or takes that of its own class
+
     def __init__(self, config: Any) -> None:
         requested = config._attn_implementation
         config._attn_implementation = "eager"  # transformers' constructors know no other that is sure to be there

@@ -1,0 +1,102 @@
+"""Which models of transformers may run under `attn_implementation="gqa"`.
+
+transformers checks its own attention functions against what a class declares, but accepts every registered name for every class. A class
+that never calls the registered function would still receive that function's masks, and would compute something else without an error.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from gqa_convert.errors import UnsupportedAttentionError
+
+VERIFIED = frozenset({"longt5", "gqa_longt5", "switch_transformers", "gqa_switch_transformers"})
+"""Model types that rule out transformers' sdpa attention, and whose logits here equal those of eager attention all the same."""
+
+_names: set[str] = set()
+_accepted: set[type] = set()
+"""Config classes whose models have been checked when a mask was made for them."""
+
+
+def why_unsupported(model_class: Any, config: Any) -> str | None:
+    """Why a model would not compute the same under this attention as under eager attention.
+
+    Args:
+        model_class: a `PreTrainedModel`.
+        config: of the model.
+
+    Returns:
+        The reason, as a clause whose subject is the class; None if there is none.
+    """
+    name = model_class.__name__
+    if getattr(config, "alibi", False) and str(config.model_type).removeprefix("gqa_") == "falcon":
+        return f"{name} adds ALiBi twice in transformers' eager attention and once in its sdpa attention"
+    if not model_class._can_set_attn_implementation():
+        return f"{name} computes attention in code of its own"
+    if model_class._supports_sdpa or config.model_type in VERIFIED:
+        return None
+    if hasattr(config, "attn_logit_softcapping"):
+        cap = config.attn_logit_softcapping
+        return None if cap is None else f"{name} caps its attention scores (attn_logit_softcapping is {cap})"
+    return f"{name} rules out scaled dot-product attention (it has attention sinks, a bias of its own or the like)"
+
+
+def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:
+    """Refuse a model that would not compute the same under this attention as under eager attention.
+
+    Args:
+        model_class: a `PreTrainedModel`.
+        config: of the model.
+        name: under which the attention is registered.
+
+    Raises:
+        UnsupportedAttentionError: it would not.
+    """
+    reason = why_unsupported(model_class, config)
+    if reason is not None:
+        raise UnsupportedAttentionError(f"{reason}, so that '{name}' attention would change its results: leave attn_implementation out")
+
+
+def guard(name: str) -> None:
+    """Have transformers check each model that asks for the attention function `name`: on loading, and in `set_attn_implementation`."""
+    from transformers import PreTrainedModel
+
+    if not _names:
+        stock = PreTrainedModel.get_correct_attn_implementation
+
+        @functools.wraps(stock)
+        def checked(model: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> str:
+            if requested_attention in _names:
+                check_supported(type(model), model.config, requested_attention)
+            return stock(model, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
+
+        PreTrainedModel.get_correct_attn_implementation = checked
+    _names.add(name)
+
+
+def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:
+    """transformers' mask for sdpa attention, which is None where causality is all there is to it.
+
+    A name that was written into a config by hand has passed no check when the first mask is made.
+
+    Raises:
+        UnsupportedAttentionError: the config's model does not run under this attention.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if type(config) not in _accepted and not torch.compiler.is_compiling():
+        _check_config(config)
+    return sdpa_mask(*arguments, config=config, **options)
+
+
+def _check_config(config: Any) -> None:
+    """Check the model class that transformers has for a config; a class of somebody else's was checked on loading."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if config is None:
+        return
+    if type(config) in MODEL_MAPPING:
+        found = MODEL_MAPPING[type(config)]
+        check_supported(found[0] if isinstance(found, tuple) else found, config, config._attn_implementation)
+    _accepted.add(type(config))
