@@ -69,6 +69,20 @@ class Family:
     """How one `model_type` stores attention, and what holds it with fewer K/V heads."""
 
     model_type: str
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = (("layers", ("num_hidden_layers",)),)
+    """Where a model without a head keeps its layers, and the config keys of their number, or of a list with an entry for each; the first
+    one stated counts."""
+    prefixes: tuple[str, ...] = ("", "model.", "model.model.", "transformer.")
+    """What transformers accepts in front of that: what a model with a head calls the model without one (`transformer` where it answers
+    questions), or nothing, or the same once more."""
+    without_attention: tuple[str, ...] = ()
+    """Parts of tensors' names by which a layer that has something else in the place of attention is known."""
+    shared_layers_key: str | None = None
+    """Config key of how many of the last layers use the keys and values of layers before them."""
+    hidden_key: str = "hidden_size"
+    """Config key of the width of the residual stream."""
+    attention_input_key: str | None = None
+    """Config key of the width that queries, keys and values are computed from, where that is another."""
     attention: tuple[str, ...] = ("self_attn",)
     """Names of the attention module inside a layer."""
     query: str = "q_proj"
@@ -144,13 +158,22 @@ def _families(model_types: str, **fields: Any) -> Iterator[Family]:
         yield Family(model_type=model_type, engines=frozenset({"transformers"}) | run_in(model_type), **fields)
 
 
+def _placed(layers: str, keys: str, base: str) -> dict[str, Any]:
+    """Where layers are in a family that has one kind of them, whose models with a head call the one without `base`."""
+    return {"layers": ((layers, tuple(keys.split())),), "prefixes": ("", f"{base}.", f"{base}.{base}.")}
+
+
 _T5: dict[str, Any] = {
+    "layers": (("decoder.block", ("num_decoder_layers", "num_layers")), ("encoder.block", ("num_layers",))),
+    "prefixes": ("", "transformer.", "switch_transformers."), "hidden_key": "d_model",
     "order_barriers": tuple((place, "each head has its own position bias, by its number") for place in ("decoder", "encoder")),
     "attention": ("SelfAttention", "EncDecAttention"), "cross_attention": ("EncDecAttention",), "encoder": "encoder", "query": "q",
     "key": "k", "value": "v", "output": "o", "rotary": "none", "heads_key": "num_heads", "encoder_heads_key": "num_heads",
     "head_width_key": "d_kv",
 }  # fmt: skip
 _BART: dict[str, Any] = {
+    "layers": (("decoder.layers", ("decoder_layers",)), ("encoder.layers", ("encoder_layers",))),
+    "prefixes": ("", "model.", "model.model."), "hidden_key": "d_model",
     "attention": ("self_attn", "encoder_attn"), "cross_attention": ("encoder_attn",), "encoder": "encoder", "output": "out_proj",
     "rotary": "none", "heads_key": "decoder_attention_heads", "encoder_heads_key": "encoder_attention_heads", "head_width_key": None,
     "document_barrier": _NO_POSITIONS,
@@ -224,51 +247,67 @@ FAMILIES: dict[str, Family] = {
             "ministral ministral3 mistral mixtral nemotron olmo phimoe qwen2 qwen2_moe seed_oss smollm3 solar_open "
             "starcoder2 vaultgemma"
         ),
-        *_families("bamba falcon_h1 minimax", document_barrier=_CARRIED),
-        *_families("granitemoehybrid", document_barrier=_CARRIED, document_mask="masks_by_kind"),
+        *_families("bamba", document_barrier=_CARRIED, without_attention=("mamba",)),
+        *_families("falcon_h1", document_barrier=_CARRIED),
+        *_families("minimax", document_barrier=_CARRIED, without_attention=("self_attn.qkv_proj",)),
+        *_families("granitemoehybrid", document_barrier=_CARRIED, document_mask="masks_by_kind", without_attention=("mamba",)),
         *_families("gpt_oss", document_mask="masks_by_kind"),
-        *_families("cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium llama4_text", rotary="interleaved"),
+        *_families("cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium", rotary="interleaved"),
+        *_families("llama4_text", rotary="interleaved", prefixes=("", "model.", "language_model.model.", "transformer.")),
         *_families("bitnet", value_barrier="a norm stands between its attention's output and the output projection"),
-        *_families("jamba", rotary="none", document_barrier=_CARRIED),
-        *_families("nemotron_h", rotary="none", attention=("mixer",), document_barrier=_CARRIED),
-        *_families("zamba", rotary="none", head_width_key="attention_head_dim", document_barrier=_CARRIED),
+        *_families("jamba", rotary="none", document_barrier=_CARRIED, without_attention=("mamba",)),
         *_families(
-            "zamba2", head_width_key="attention_head_dim", document_barrier=_CARRIED,
+            "nemotron_h", rotary="none", layers=(("layers", ("num_hidden_layers", "layers_block_type")),),
+            attention=("mixer",), without_attention=("mixer",), document_barrier=_CARRIED,
+            prefixes=("", "backbone.", "model.", "model.model.", "model.backbone."),
+        ),
+        *_families(
+            "zamba", rotary="none", head_width_key="attention_head_dim", attention_input_key="attention_hidden_size",
+            without_attention=("mamba", "mamba_decoder"), document_barrier=_CARRIED,
+        ),
+        *_families(
+            "zamba2", head_width_key="attention_head_dim", attention_input_key="attention_hidden_size",
+            without_attention=("mamba", "mamba_decoder"), document_barrier=_CARRIED,
             refused_when=(("use_shared_attention_adapter", "adapters beside its projections write to every K/V head"),),
         ),
-        *_families("recurrent_gemma", attention=("temporal_block",), document_barrier=_CARRIED),
+        *_families(
+            "recurrent_gemma", attention=("temporal_block",), without_attention=("temporal_block.conv_1d",), document_barrier=_CARRIED,
+        ),
         *_families(
             "apertus dots1 exaone4 exaone_moe flint gemma3_text glm4_moe hy_v3 kolibri1 mellum qwen3 qwen3_moe",
             key_norm="shared",
         ),
-        *_families("lfm3", key_norm="shared", document_barrier=_CARRIED),
+        *_families("lfm3", key_norm="shared", document_barrier=_CARRIED, without_attention=("conv",)),
         *_families("afmoe", key_norm="shared", value_barrier=_GATED, document_mask="masks_by_kind"),
         *_families("beam", key_norm="shared", value_barrier=_GATED),
         *_families(
             "gemma3n_text", key_norm="shared", value_barrier="its values are normalised behind their projection",
-            order_barred_when=(("num_kv_shared_layers", "layers share keys and values"),),
+            order_barred_when=(("num_kv_shared_layers", "layers share keys and values"),), shared_layers_key="num_kv_shared_layers",
         ),
         *_families("nanochat", key_norm="shared", key_barrier="its keys are normalised behind their projection"),
         *_families(
             "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text", key_norm="shared", query_outputs=2,
-            value_barrier=_GATED, order_barriers=(("decoder", _GATED),), document_barrier=_CARRIED,
+            value_barrier=_GATED, order_barriers=(("decoder", _GATED),), document_barrier=_CARRIED, without_attention=("linear_attn",),
         ),
         *_families("hunyuan_v1_dense hunyuan_v1_moe", key_norm="shared", key_norm_name="key_layernorm"),
         *_families(
             "lfm2 lfm2_moe", key_norm="shared", key_norm_name="k_layernorm", output="out_proj", document_barrier=_CARRIED,
+            without_attention=("conv",),
         ),
         *_families("phi", key_norm="shared", key_norm_name="k_layernorm", output="dense"),
         *_families("cohere", rotary="interleaved", key_norm="per_head"),
         *_families("stablelm", key_norm="per_head_list", key_norm_name="k_layernorm.norms"),
         *_families("flex_olmo minimax_m2 olmo2 olmo3 olmoe", key_norm="full"),
-        *_families("olmo_hybrid", key_norm="full", document_barrier=_CARRIED),
+        *_families("olmo_hybrid", key_norm="full", document_barrier=_CARRIED, without_attention=("linear_attn",)),
         *_families("phi3 phi4_multimodal", fused="qkv_proj"),
         *_families(
-            "dbrx", attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
+            "dbrx", **_placed("blocks", "n_layers", "transformer"), hidden_key="d_model",
+            attention=("norm_attn_norm.attn",), fused="Wqkv", output="out_proj", heads_key="n_heads",
             kv_heads_keys=("attn_config.kv_n_heads", "num_key_value_heads"), head_width_key=None,
         ),
         Family(
-            model_type="chatglm", attention=("self_attention",), fused="query_key_value", output="dense", rotary="interleaved",
+            model_type="chatglm", **_placed("encoder.layers", "num_layers", "transformer"),
+            attention=("self_attention",), fused="query_key_value", output="dense", rotary="interleaved",
             kv_heads_keys=("multi_query_group_num",), head_width_key="kv_channels",
             refused_unless=(("multi_query_attention", "only ChatGLM2 and later have K/V heads of their own"),),
             engines=frozenset(),
@@ -302,34 +341,39 @@ FAMILIES: dict[str, Family] = {
         ),
         *_own_file(
             "gqa_opt", {"opt": "OPT"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
+            **_placed("decoder.layers", "num_hidden_layers", "model"),
             output="out_proj", rotary="none", head_width_key=None, document_mask="mask",
         ),
         *_own_file(
             "gqa_biogpt", {"biogpt": "BioGpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification",
-            output="out_proj", rotary="none", head_width_key=None, document_mask="mask",
+            **_placed("layers", "num_hidden_layers", "biogpt"), output="out_proj", rotary="none", head_width_key=None, document_mask="mask",
         ),
         *_own_file(
             "gqa_gpt2", {"gpt2": "GPT2"}, "Model LMHeadModel ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            **_placed("h", "n_layer num_hidden_layers", "transformer"), hidden_key="n_embd",
             attention=("attn", "crossattention"), cross_attention=("crossattention",), fused="c_attn", query="q_attn", output="c_proj",
             transposed=True, rotary="none", heads_key="n_head", head_width_key=None,
         ),
         *_own_file(
             "gqa_gpt_neo", {"gpt_neo": "GPTNeo"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            **_placed("h", "num_layers num_hidden_layers", "transformer"),
             attention=("attn.attention",), output="out_proj", rotary="none", heads_key="num_heads", head_width_key=None,
         ),
         *_own_file(
             "gqa_gptj", {"gptj": "GPTJ"}, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering",
+            **_placed("h", "n_layer num_hidden_layers", "transformer"), hidden_key="n_embd",
             attention=("attn",), output="out_proj", rotary="interleaved", heads_key="n_head", head_width_key=None,
         ),
         *_own_file(
             "gqa_codegen", {"codegen": "CodeGen"}, "Model ForCausalLM",
+            **_placed("h", "n_layer num_hidden_layers", "transformer"), hidden_key="n_embd",
             attention=("attn",), fused="qkv_proj", fused_layout="quarters", output="out_proj", rotary="interleaved", heads_key="n_head",
             head_width_key=None,
         ),
         *_own_file(
             "gqa_gpt_neox", {"gpt_neox": "GPTNeoX"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
-            attention=("attention",), **_PER_HEAD,
+            **_placed("layers", "num_hidden_layers", "gpt_neox"), attention=("attention",), **_PER_HEAD,
         ),
         *_own_file(
             "gqa_persimmon", {"persimmon": "Persimmon"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification",
@@ -338,17 +382,20 @@ FAMILIES: dict[str, Family] = {
         *_own_file(
             "gqa_bloom", {"bloom": "Bloom"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            **_placed("h", "n_layer num_hidden_layers", "transformer"),
             attention=("self_attention",), rotary="none", heads_key="n_head", order_barriers=_SLOPED,
             document_barrier=_PADDING_ONLY, **_PER_HEAD,
         ),
         *_own_file(
             "gqa_falcon", {"falcon": "Falcon"},
             "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            **_placed("h", "num_hidden_layers n_layer", "transformer"),
             attention=("self_attention",), kv_heads="falcon", order_barred_when=(("alibi", _SLOPED[0][1]),), document_mask="mask",
             document_barred_when=(("alibi", _PADDING_ONLY),), **_PER_HEAD,
         ),
         *_own_file(
             "gqa_mpt", {"mpt": "Mpt"}, "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering",
+            **_placed("blocks", "n_layers num_hidden_layers", "transformer"), hidden_key="d_model",
             attention=("attn",), fused="Wqkv", output="out_proj", rotary="none", heads_key="n_heads", head_width_key=None,
             order_barriers=_SLOPED, document_mask="mask", refused_values=_GROUPED_MPT,
         ),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint import store
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -257,9 +258,45 @@ class TestRefusals:
         write_config(single, **changes)
         refused(single, UnsupportedFormatError, "quantised")
 
-    def test_an_empty_quantisation_is_none(self, single: Path) -> None:
-        write_config(single, quantization_config=None)
+    def test_no_quantisation(self, single: Path) -> None:
+        write_config(single, quantization_config=None, text_config={"quantization_config": None})
         open_checkpoint(single)
+
+    @pytest.mark.parametrize("empty", [{}, [], "", False])
+    def test_an_empty_quantisation(self, single: Path, empty: Any) -> None:
+        """transformers can't load it, while null is as good as none."""
+        write_config(single, quantization_config=empty)
+        refused(single, UnsupportedFormatError, "quantization_config", "remove the key")
+        with pytest.raises((ValueError, AttributeError)):
+            AutoModelForCausalLM.from_pretrained(single)
+        write_config(single, quantization_config=None)
+        AutoModelForCausalLM.from_pretrained(single)
+
+    @pytest.mark.parametrize(
+        ("prefix", "wrapper"),
+        [
+            ("module.", "DistributedDataParallel"),
+            ("_orig_mod.", "torch.compile"),
+            ("module._orig_mod.", "DistributedDataParallel"),
+            ("model.layers.0._orig_mod.", "torch.compile"),
+            ("base_model.model.", "PEFT"),
+            ("_fsdp_wrapped_module.", "FSDP"),
+            ("model.layers.0._checkpoint_wrapped_module.", "activation checkpointing"),
+        ],
+    )
+    def test_a_wrapped_model(self, tmp_path: Path, prefix: str, wrapper: str) -> None:
+        inside = "model.layers.0." if prefix.startswith("model.") else ""
+        arrays = {
+            prefix + name.removeprefix(inside) if name.startswith(inside) else name: array for name, array in llama_arrays().items()
+        }
+        folder = write_llama(tmp_path / "wrapped", arrays=arrays)
+        refused(folder, UnsupportedFormatError, wrapper, prefix, "save_pretrained")
+        missing = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]["missing_keys"]
+        assert any("layers.0.self_attn" in name for name in missing)
+
+    def test_an_adapter_that_is_not_merged(self, tmp_path: Path) -> None:
+        arrays = {name.replace("q_proj.weight", "q_proj.base_layer.weight"): array for name, array in llama_arrays().items()}
+        refused(write_llama(tmp_path / "wrapped", arrays=arrays), UnsupportedFormatError, "PEFT", "base_layer", "merge_and_unload")
 
     @pytest.mark.parametrize(
         ("name", "dtype"),

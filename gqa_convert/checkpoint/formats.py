@@ -1,5 +1,6 @@
 """What kinds of weight files there are, which set is read, and which kinds are refused."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
@@ -35,6 +36,15 @@ _QUANTISED_TENSORS = re.compile(
 )
 _QUANTISED_BYTES = re.compile(r"(weight|_blocks|_scales)$")
 _QUANTISED_DTYPES = {"F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U8", "I8", "F4", "F6_E2M3", "F6_E3M2"}
+
+_WRAPPERS = (
+    (re.compile(r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\."), "PEFT", "merge_and_unload()"),
+    (re.compile(r"^module\."), "DistributedDataParallel or DeepSpeed", "its attribute module"),
+    (re.compile(r"(^|\.)_orig_mod\."), "torch.compile", "its attribute _orig_mod"),
+    (re.compile(r"(^|\.)_fsdp_wrapped_module\."), "FSDP", "accelerate's unwrap_model"),
+    (re.compile(r"(^|\.)_checkpoint_wrapped_module\."), "activation checkpointing", "the model before it was wrapped"),
+)
+"""Names that a tensor has inside a wrapper, which puts them there, and how the model inside is reached."""
 
 _MERGE_FIRST = "load it in its own library and save it in bf16, then convert that"
 
@@ -90,7 +100,13 @@ def _variant(names: set[str]) -> tuple[str, str] | None:
 def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedFormatError if the config or a config inside it is that of quantised weights."""
     for key, value in config.items():
-        if key in ("quantization_config", "compression_config") and value:
+        # transformers looks for a method in whatever quantization_config holds, be it empty
+        if (key == "quantization_config" and value is not None) or (key == "compression_config" and value):
+            if not value:
+                raise UnsupportedFormatError(
+                    f"{where} has {key} = {json.dumps(value)}, with which transformers loads nothing: remove the key if the weights are not "
+                    "quantised"
+                )
             method = value.get("quant_method", "unnamed method") if isinstance(value, Mapping) else value
             raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {_MERGE_FIRST}")
         if isinstance(value, Mapping):
@@ -101,3 +117,13 @@ def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
     """Raise UnsupportedFormatError if a tensor's name or type is that of quantised weights."""
     if _QUANTISED_TENSORS.search(name) or (dtype in _QUANTISED_DTYPES and _QUANTISED_BYTES.search(name)):
         raise UnsupportedFormatError(f"{where} holds quantised weights (tensor {name}, type {dtype}): {_MERGE_FIRST}")
+
+
+def refuse_wrapped_tensor(name: str, where: str) -> None:
+    """Raise UnsupportedFormatError if a tensor's name is that of a model inside a wrapper, which transformers does not look for."""
+    for pattern, wrapper, inside in _WRAPPERS:
+        if pattern.search(name):
+            raise UnsupportedFormatError(
+                f"{where} holds a model that {wrapper} had wrapped (tensor {name}), and transformers does not look for such names: save the model "
+                f"inside it ({inside}) with save_pretrained, and convert that"
+            )

@@ -225,10 +225,11 @@ def read_shard(store: FileStore, file: str, source_id: str) -> Shard:
 
 
 def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
-    """Every tensor once, where the index says, and none quantised."""
+    """Every tensor once, where the index says, none quantised, and none of a model inside a wrapper."""
     homes: dict[str, str] = {}
     for shard in shards:
         for name, entry in shard.header.tensors.items():
+            formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
             formats.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
             if name in homes:
                 raise CorruptCheckpointError(f"{source_id} holds tensor {name!r} twice, in {homes[name]} and {shard.file}: remove one")

@@ -13,6 +13,7 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families import Family, Modeling, find_family
 from gqa_convert.geometry import AttentionFinder
 from gqa_convert.merging.pooling import METHODS, Method
+from gqa_convert.plan.completeness import check_tensors
 from gqa_convert.plan.model import Plan, TensorChange
 from gqa_convert.plan.older_words import older_words
 from gqa_convert.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
@@ -38,7 +39,7 @@ def make_plan(
 
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
-        ConfigError: the tensors' shapes contradict the config.
+        ConfigError: the tensors' names or shapes contradict the config.
         GroupsError: `groups` does not fit the heads.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
         OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
@@ -53,6 +54,7 @@ def make_plan(
     pooling: Method = "first" if absorbing else next(name for name in METHODS if name == method)
     family = find_family(checkpoint.config.get("model_type"))
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
+    unused = tuple(check_tensors(checkpoint, finder))
     for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
         _check_groups(groups, kv_heads, heads, family.model_type)
     home = _home(checkpoint, finder, groups, native)
@@ -75,7 +77,7 @@ def make_plan(
     return Plan(
         checkpoint=checkpoint, family=family, modeling=modeling, home=home, groups=groups, method=method, seed=seed, heads=finder.heads,
         source_kv_heads=finder.kv_heads, layers=finder.layers, changes=tuple(changes), shards=tuple(shards), config=config,
-        warnings=(*barriers, *_warnings(checkpoint, family, modeling, home)),
+        warnings=(*unused, *barriers, *_warnings(checkpoint, family, modeling, home)),
     )  # fmt: skip
 
 
