@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.companions import write_companions, write_json
 from gqa_convert.fitting.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
 from gqa_convert.fitting.merging import LayerDone, merge_heads
+from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.provenance import PROVENANCE, FileHasher, earlier_record, provenance, record_files
 from gqa_convert.writing import Progress, write_weights
@@ -74,7 +76,7 @@ def convert_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-    out = Path(out)
+    out = local_path(out)
     text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps)
     method = default_method(text) if method is None else method
     options: dict[str, Any] = {"method": method, "seed": seed, "encoder": encoder, "native": native, "max_shard_size": max_shard_size}
@@ -95,7 +97,8 @@ def convert_checkpoint(
         # methods that work on whole layers take so long that reading their result again is nothing beside it
         result = record_files(staged.path, (shard.file for shard in plan.shards)) if hash_weights or merged.errors is not None else None
         record = provenance(
-            plan, errors, digests, command, calibration=merged.calibration, head_order=merged.head_order, result=result, previous=previous
+            plan, errors, digests, command, calibration=merged.calibration, head_order=merged.head_order, result=result, previous=previous,
+            written=list_written(staged.path, result),
         )  # fmt: skip
         write_json(staged.path / PROVENANCE, record)
         staged.publish(overwrite=overwrite)

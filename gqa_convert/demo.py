@@ -12,6 +12,7 @@ from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
 from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.loading import load_causal_lm, load_tokenizer
+from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.stdlib_text import read_texts, source_files
 from gqa_convert.verify import verify_checkpoint
@@ -37,7 +38,7 @@ _PRETRAINING_TOKENS = 20_004_864
 
 
 def run_demo(
-    out: Path,
+    out: str | Path,
     *,
     overwrite: bool = False,
     uptraining_tokens: int = UPTRAINING_TOKENS,
@@ -67,6 +68,7 @@ def run_demo(
         InterruptedRunError: the uptraining was stopped.
         SourceNotFoundError: the installed package lacks the checkpoint or Python its library's sources.
     """
+    out = local_path(out)
     if not (CHECKPOINT / "config.json").is_file():
         raise SourceNotFoundError(f"{CHECKPOINT} is missing: install the package again")
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (overwrite and (out / RESULTS).is_file()))):

@@ -8,12 +8,13 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import RECORD, WRITTEN
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.machine import machine
 from gqa_convert.plan import Plan
 
-PROVENANCE = "gqa_conversion.json"
+PROVENANCE = RECORD
 
 _CHUNK = 1 << 20
 
@@ -89,7 +90,7 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 def provenance(
     plan: Plan, errors: dict[str, float], digests: dict[str, str], command: list[str] | None, *,
     calibration: dict[str, Any] | None = None, head_order: dict[str, list[int]] | None = None, result: dict[str, Any] | None = None,
-    previous: dict[str, Any] | None = None,
+    previous: dict[str, Any] | None = None, written: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a conversion.
 
@@ -103,6 +104,7 @@ def provenance(
             the result's order before those of a group became one.
         result: of `record_files`, for the weights that were written, if they were read again.
         previous: the record of the conversion that made the source.
+        written: of `list_written`, for the files beside the record.
 
     Returns:
         Plain data.
@@ -136,4 +138,5 @@ def provenance(
         "uptraining_tokens": 0,
         "result": result,
         "previous": previous,
+        WRITTEN: written,
     }

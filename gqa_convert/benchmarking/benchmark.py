@@ -15,6 +15,7 @@ from gqa_convert.inspecting.heatmap import check_picture
 from gqa_convert.lengths import stated_positions
 from gqa_convert.loading import is_out_of_memory
 from gqa_convert.machine import available_memory, measurement
+from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan
 
 Progress = Callable[[str, int, int], None]
@@ -48,8 +49,9 @@ def benchmark_model(
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not suffice.
     """
     options = options or BenchmarkOptions()
-    if plot is not None:
-        check_picture(Path(plot))
+    picture = None if plot is None else local_path(plot)
+    if picture is not None:
+        check_picture(picture)
     whole = open_subject(model, config, revision)
     layers = decoder_layers(transformers_config(whole.config, whole.name))
     subject = whole if options.layers is None else cut(whole, options.layers)
@@ -67,13 +69,13 @@ def benchmark_model(
     with _memory_told():
         return _measure(
             subject, plans, options, context=context, encoder_tokens=encoder_tokens, positions=positions, dtype=dtype, device=device,
-            model_layers=layers, weight_bytes=weight_bytes, plot=plot, command=command, progress=progress,
+            model_layers=layers, weight_bytes=weight_bytes, picture=picture, command=command, progress=progress,
         )  # fmt: skip
 
 
 def _measure(
     subject: Subject, plans: Sequence[Plan], options: BenchmarkOptions, *, context: Sequence[int], encoder_tokens: int | None,
-    positions: int | None, dtype: str, device: Any, model_layers: int, weight_bytes: dict[int, int], plot: str | Path | None,
+    positions: int | None, dtype: str, device: Any, model_layers: int, weight_bytes: dict[int, int], picture: Path | None,
     command: list[str] | None, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
@@ -116,11 +118,11 @@ def _measure(
         from gqa_convert.benchmarking.memory import ASSUMED
 
         result["memory"] = {"bytes": options.memory, "assumed": ASSUMED}
-    if plot is not None:
+    if picture is not None:
         from gqa_convert.benchmarking.plot import draw_times
 
-        draw_times(result, Path(plot))
-    return result | {"plot": None if plot is None else str(plot)}
+        draw_times(result, picture)
+    return result | {"plot": None if picture is None else str(picture)}
 
 
 def _dtype(subject: Subject, asked: str | None) -> str:

@@ -14,6 +14,7 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedAttentionError, UnsupportedFamilyError
 from gqa_convert.families import find_family
 from gqa_convert.loading import auto_class, check_language_model, is_out_of_memory
+from gqa_convert.paths import local_path
 from gqa_convert.plan import make_plan
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
@@ -57,7 +58,7 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
     assert config is not None
     if revision is not None:
         raise OptionError("--revision belongs to a MODEL on the Hub, and --config is a local file: leave one out")
-    path = Path(config).expanduser()
+    path = local_path(config)
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise SourceNotFoundError(f"--config {config}: there is no file {path}: name a config.json or the folder that holds it")

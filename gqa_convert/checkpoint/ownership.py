@@ -5,7 +5,6 @@ what the record says, is the user's. Results of versions whose records have no l
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,10 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 RECORD = "gqa_conversion.json"
-"""Lies in every result and says how it was made."""
+"""Lies in every converted checkpoint and says how it was made."""
+
+RESTATED = "gqa_restated.json"
+"""Lies in every restated checkpoint instead."""
 
 WRITTEN = "written"
 """The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`."""
@@ -28,74 +30,72 @@ _NAMED = 3
 Entries = Mapping[str, Any]
 
 
-def list_written(folder: Path, digests: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """What the record says of the files in a new result: their sizes, and SHA-256 of all but weights.
+def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """What the record says of the files in a new result: their sizes, and the SHA-256 of all but weights.
 
     Args:
-        folder: with everything in it but the record.
-        digests: SHA-256 of weight files, for as many as are known.
+        folder: with everything in it but the record, which is written last.
+        result: the record's `{"files": {name: {"bytes": ..., "sha256": ...}}}` of weight files, if their hashes are known.
     """
     listed: dict[str, dict[str, Any]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        listed[name] = {"bytes": path.stat().st_size}
-        digest = (digests or {}).get(name) if path.suffix == ".safetensors" else _sha256(path)
-        if digest:
-            listed[name]["sha256"] = digest
+        known = (result or {"files": {}})["files"].get(name)
+        if known is not None:
+            listed[name] = dict(known)
+        elif path.suffix == ".safetensors":
+            listed[name] = {"bytes": path.stat().st_size}
+        else:
+            listed[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return listed
 
 
 def foreign_files(folder: Path) -> list[str]:
     """The files in a folder that are not part of a result of this program, by their paths in it; a folder without any of ours ends in `/`."""
-    record = folder / RECORD
-    ours = _entries(folder) if record.is_file() and not record.is_symlink() else {}
-    kept = {RECORD, *ours} if ours else set()
-    homes = {parent.as_posix() for name in kept for parent in Path(name).parents}
-    return list(_foreign(folder, "", ours, kept, homes))
+    record = next((name for name in (RECORD, RESTATED) if (folder / name).is_file() and not (folder / name).is_symlink()), None)
+    ours = _entries(folder, record) if record else {}
+    if record is None or not ours:
+        return sorted(f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.iterdir())
+    return list(_foreign(folder, "", record, ours, {parent.as_posix() for name in ours for parent in Path(name).parents}))
 
 
-def _foreign(folder: Path, inside: str, ours: Entries, kept: set[str], homes: set[str]) -> Iterator[str]:
-    with os.scandir(folder / inside) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        name = f"{inside}{entry.name}"
-        if entry.is_dir(follow_symlinks=False):
+def _foreign(folder: Path, inside: str, record: str, ours: Entries, homes: set[str]) -> Iterator[str]:
+    for path in sorted((folder / inside).iterdir()):
+        name = f"{inside}{path.name}"
+        if path.is_symlink():
+            yield name
+        elif path.is_dir():
             if name in homes:
-                yield from _foreign(folder, f"{name}/", ours, kept, homes)
+                yield from _foreign(folder, f"{name}/", record, ours, homes)
             else:
                 yield f"{name}/"
-        elif entry.is_symlink() or not ((name in kept and _is_unchanged(folder, name, ours)) or (name == CARD and kept and _is_card(folder))):
+        elif name != record and not (name in ours and _is_unchanged(path, ours[name], folder / record)) and not _is_card(path, name):
             yield name
 
 
-def _is_unchanged(folder: Path, name: str, ours: Entries) -> bool:
+def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
     """Every file was complete before the record was written, so that a later one is ours only if it has the hash that was recorded."""
-    if name == RECORD:
-        return True
-    known, status = ours[name], (folder / name).stat()
+    status = path.stat()
     if known.get("bytes") not in (None, status.st_size):
         return False
-    if status.st_mtime_ns <= (folder / RECORD).stat().st_mtime_ns:
+    if status.st_mtime_ns <= record.stat().st_mtime_ns:
         return True
-    return known.get("sha256") is not None and known["sha256"] == _sha256(folder / name)
+    return known.get("sha256") is not None and known["sha256"] == _sha256(path)
 
 
-def _is_card(folder: Path) -> bool:
-    """Whether README.md is a model card of `publish`, which comes later than the record."""
+def _is_card(path: Path, name: str) -> bool:
+    """Whether a file is a model card of `publish`, which comes later than the record."""
     try:
-        return is_our_card((folder / CARD).read_text(encoding="utf-8"))
+        return name == CARD and is_our_card(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 
 
-def _entries(folder: Path) -> dict[str, dict[str, Any]]:
+def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     """The files of a result, by name; none if its record can't be understood."""
-    try:
-        record = parse_object((folder / RECORD).read_bytes(), RECORD)
-    except (OSError, CorruptCheckpointError):
-        return {}
+    record = _read(folder / name)
     listed = record.get(WRITTEN)
-    if listed is None:
+    if listed is None and name == RECORD:
         return _older_entries(folder, record)
     return {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
 

@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
+from gqa_convert.checkpoint.ownership import foreign_files, some
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
 _LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
@@ -25,10 +26,11 @@ _ATTEMPTS = 100
 
 
 def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> None:
-    """Refuse a result folder that would lose or mix up files.
+    """Refuse a result folder that would lose or mix up files. An empty folder is as good as none.
 
     Raises:
-        OutputError: OUT exists (without `overwrite`), is no checkpoint folder, is the source, or one lies within the other.
+        OutputError: OUT holds something (without `overwrite`), or files that this program did not write; it is a file, a link, a mount point
+            or the current folder; it is the source, or one lies within the other.
     """
     try:
         _check_destination(out, source, overwrite)
@@ -39,22 +41,42 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
 def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
     real = Path(os.path.realpath(out))
     if source is not None:
-        origin = source.resolve()
-        if real == origin:
-            raise OutputError(f"{out} is the source itself: name another folder")
-        if real.is_relative_to(origin):
-            raise OutputError(f"{out} lies inside the source {source}: name a folder outside it")
-        if origin.is_relative_to(real):
-            raise OutputError(f"{out} contains the source {source}: name another folder")
-        if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
-            raise OutputError(f"{out} contains files that {source} links to: name another folder")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise OutputError(f"{out} is a {'link' if out.is_symlink() else 'file'}: name a folder")
-    if out.exists():
-        if not overwrite:
-            raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
-        if any(out.iterdir()) and not (out / "config.json").is_file():
-            raise OutputError(f"{out} is no checkpoint (it has no config.json), so --overwrite leaves it alone: name a new folder")
+        _check_apart(out, real, source)
+    if out.is_symlink():
+        raise OutputError(f"{out} is a link: name the folder itself, or another one")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise OutputError(f"{out} is a file: name a folder")
+    foreign = foreign_files(real)
+    if foreign:
+        what = f"files that gqa-convert did not write, or that were changed since ({some(foreign)})"
+        raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
+    if any(real.iterdir()) and not overwrite:
+        raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
+    if os.path.ismount(real):
+        raise OutputError(f"{out} is a mount point, which can't be replaced as a whole: name a new folder in it")
+    if _current_folder().is_relative_to(real):
+        raise OutputError(f"{out} is the current folder, which would be gone once it is replaced: go to another folder, or name a new one")
+
+
+def _check_apart(out: Path, real: Path, source: Path) -> None:
+    origin = source.resolve()
+    if real == origin or (real.exists() and real.samefile(origin)):
+        raise OutputError(f"{out} is the source itself: name another folder")
+    if real.is_relative_to(origin):
+        raise OutputError(f"{out} lies inside the source {source}: name a folder outside it")
+    if origin.is_relative_to(real):
+        raise OutputError(f"{out} contains the source {source}: name another folder")
+    if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
+        raise OutputError(f"{out} contains files that {source} links to: name another folder")
+
+
+def _current_folder() -> Path:
+    try:
+        return Path(os.path.realpath(Path.cwd()))
+    except FileNotFoundError:  # deleted already
+        return Path("/")
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -165,22 +187,26 @@ class StagedFolder:
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
         check_destination(self.out, None, overwrite=overwrite)
-        if self.out.exists():
-            self._replace()
-        else:
+        if not self.out.exists():
             try:
                 _rename(self.path, self.out, _RENAME_NOREPLACE)
             except FileExistsError:
                 raise OutputError(f"{self.out} has appeared meanwhile: name a new folder, or replace it with --overwrite") from None
-            self.path = self.out
+        elif any(self.out.iterdir()):
+            self._replace()
+        else:
+            self.path.rename(self.out)  # takes the place of an empty folder only
+        self.path = self.out
         sync(self.out.parent)
 
     def _replace(self) -> None:
         """Exchange the two folders in one step, so that a complete one stands at `out` at every moment; the old one goes last."""
         _rename(self.path, self.out, _RENAME_EXCHANGE)
+        if foreign := foreign_files(self.path):  # written between the check and the exchange
+            _rename(self.path, self.out, _RENAME_EXCHANGE)
+            raise OutputError(f"{self.out} was written to meanwhile ({some(foreign)}): move that away, or name a new folder")
         sync(self.out.parent)
         shutil.rmtree(self.path, ignore_errors=True)  # that is the old one now; should this process die, the next run removes it
-        self.path = self.out
 
 
 def _discard(path: Path, new_parents: list[Path], process: int) -> None:

@@ -50,4 +50,4 @@ def restate(
         console.print(
             styled(("done", "green"), f"  {result['model_type']} -> {result['result_model_type']}, in {result['out']}"), soft_wrap=True
         )
-        console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result['out'], '--groups'])} N", soft_wrap=True, markup=False)
+        console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result['out'], '--groups'])} N", soft_wrap=True)

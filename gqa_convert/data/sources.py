@@ -12,6 +12,7 @@ from pathlib import Path
 from gqa_convert.data.hub_rows import HubText, commit_of
 from gqa_convert.data.text_files import SUFFIXES, FileText, kind_of
 from gqa_convert.errors import DataError
+from gqa_convert.paths import local_path
 from gqa_convert.stdlib_text import source_files
 
 STDLIB = "python-stdlib"
@@ -72,7 +73,7 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText |
         raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
     if given in (STDLIB, HELD_OUT):
         return FileText(given, _found(source_files(given == HELD_OUT), given), source.text_field, lenient=True)
-    path = Path(given).expanduser()
+    path = local_path(given)
     if path.is_file():
         return FileText(given, [path], source.text_field)
     if path.is_dir():

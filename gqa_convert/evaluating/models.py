@@ -22,6 +22,7 @@ from gqa_convert.loading import (
     load_model,
     read_config,
 )
+from gqa_convert.paths import local_path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
@@ -73,7 +74,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         DataError: one has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
     """
-    remote = [name for name in names if not Path(name).expanduser().exists()]
+    remote = [name for name in names if not local_path(name).exists()]
     found = []
     for name in names:
         checkpoint = open_checkpoint(name, revision=revision if not remote or name in remote else None, download=True)

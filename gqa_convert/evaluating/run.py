@@ -28,6 +28,7 @@ from gqa_convert.evaluating.results import check_output, write_results
 from gqa_convert.evaluating.tasks import Tasks, open_tasks, run_tasks
 from gqa_convert.loading import no_bars
 from gqa_convert.machine import measurement
+from gqa_convert.paths import local_path
 
 if TYPE_CHECKING:
     from gqa_convert.evaluating.comparison import Measured
@@ -102,6 +103,9 @@ def evaluate(
         GQAConvertError: models, text, options or the launch make no sense, or the memory does not suffice.
     """
     settings = settings or Settings()
+    output = None if output is None else local_path(output)
+    if tasks is not None and tasks.folder is not None:
+        tasks = replace(tasks, folder=local_path(tasks.folder))
     _check(models, data, settings, tasks)
     from gqa_convert.evaluating.processes import come_together
     from gqa_convert.training.distributed import taking_part

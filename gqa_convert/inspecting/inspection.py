@@ -16,6 +16,7 @@ from gqa_convert.fitting.layers import SourceTensors, attention_of
 from gqa_convert.geometry import AttentionLayer
 from gqa_convert.inspecting.heatmap import check_picture, draw_errors
 from gqa_convert.inspecting.layers import LayerInspection
+from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan, make_plan
 
 MAX_LOSS_INCREASE = 0.1
@@ -56,8 +57,9 @@ def inspect_checkpoint(
     text = CalibrationOptions(calibration, calibration_tokens, seed=seed)
     check_calibration("factor", text)
     limit = _limit(max_loss_increase, calibrated=calibration is not None)
-    if plot is not None:
-        check_picture(Path(plot))
+    picture = None if plot is None else local_path(plot)
+    if picture is not None:
+        check_picture(picture)
     checkpoint = open_local(source, revision, lambda remote: _plan(remote, groups, text, encoder=encoder))
     plan, counts = _plan(checkpoint, groups, text, encoder=encoder)
     finder = attention_of(plan)
@@ -82,10 +84,10 @@ def inspect_checkpoint(
             measured["recommendation"] = recommend(measured["loss"]["by_groups"], limit, str(source), options, encoder=encoder)
     result: dict[str, Any] = {
         "source": str(source), "model_type": plan.family.model_type, "heads": plan.heads, "kv_heads": plan.source_kv_heads,
-        "groups": counts, **measured, "plot": None if plot is None else str(plot),
+        "groups": counts, **measured, "plot": None if picture is None else str(picture),
     }  # fmt: skip
-    if plot is not None:
-        draw_errors(result, Path(plot))
+    if picture is not None:
+        draw_errors(result, picture)
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.errors import OptionError, PublishError
+from gqa_convert.paths import local_path
 from gqa_convert.provenance import PROVENANCE
 from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts
@@ -76,7 +77,7 @@ def publish(
     options = options or Options()
     check_place(place)
     _check(options)
-    facts = read_facts(Path(out))
+    facts = read_facts(local_path(out))
     token = own_token()
     repository = None if dry_run else Repository(place, token)
     card, warnings = make_card(facts, place, options)
@@ -114,7 +115,7 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     stated = stated_by_source(facts, readme)
     licence, warnings = find_licence(stated, options.licence)
     said, more = duties(licence, place.repo_id)
-    measured = read_measurements(options.results, facts, [place.repo_id, *options.names])
+    measured = read_measurements([local_path(each) for each in options.results], facts, [place.repo_id, *options.names])
     base, unknown = _base(facts, options.base_model)
     warnings = [*warnings, *more, *measured.warnings, *unknown, *_paths(facts)]
     front = front_matter_of(facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options))

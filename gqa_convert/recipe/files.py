@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from gqa_convert.errors import RecipeError
+from gqa_convert.paths import local_path
 from gqa_convert.recipe import readers
 from gqa_convert.recipe.making import KEYS, instead, make_recipe
 from gqa_convert.recipe.schema import Recipe
@@ -106,7 +107,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     Raises:
         RecipeError: the file or an override can't be read, or the recipe makes no sense.
     """
-    values = dict(_read_file(Path(path)))
+    values = dict(_read_file(local_path(path)))
     changes = _read_overrides(overrides)
     if changes.get("tokens") is not None:
         values = {key: value for key, value in values.items() if key not in ("alpha", "pretraining_tokens")}

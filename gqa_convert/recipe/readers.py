@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, get_args
 
 from gqa_convert.errors import RecipeError
+from gqa_convert.paths import local_path
 
 Reader = Callable[[str, Any], Any]
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d{1,3})?)")
@@ -74,9 +74,9 @@ def text(key: str, value: Any) -> str:
 
 
 def place(key: str, value: Any) -> str:
-    """A path, where `~/` is the home folder, or a Hub id."""
+    """A path, where `~` is the home folder, or a Hub id."""
     given = text(key, value)
-    return str(Path(given).expanduser()) if given.startswith("~/") else given
+    return str(local_path(given)) if given.startswith("~") else given
 
 
 def choice(of: Any) -> Reader:

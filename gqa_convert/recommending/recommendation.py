@@ -12,6 +12,7 @@ from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.inspecting.inspection import inspect_checkpoint
 from gqa_convert.lengths import stated_positions
 from gqa_convert.machine import measurement
+from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.recommending.choice import Candidate, Constraints, choose, failing
 from gqa_convert.recommending.results import Found, Loss, read_results
@@ -72,7 +73,7 @@ def recommend_groups(
     encoder_tokens = _encoder_tokens(plans[0], constraints)
     if constraints.memory is not None:
         check_budget(constraints.memory, {plan.groups: plan.weight_bytes_after for plan in plans})
-    found = read_results([Path(each) for each in results], name, plans[0], constraints) if results else Found()
+    found = read_results([local_path(each) for each in results], name, plans[0], constraints) if results else Found()
     setting = None
     if constraints.min_speedup is not None and not found.speeds:
         setting = choose_setting(checkpoint, plans, constraints, encoder_tokens)

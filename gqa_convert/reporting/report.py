@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import OptionError, OutputError
+from gqa_convert.paths import local_path
 from gqa_convert.reporting import drawing
 from gqa_convert.reporting.figures import Figure, Missing, quality_groups, quality_time, recovery, time_groups
 from gqa_convert.reporting.finding import find
@@ -41,9 +42,9 @@ def make_report(folders: Sequence[str | Path], out: str | Path | None = None, *,
     if not folders:
         raise OptionError("no folder was named: name one with what convert, uptrain, evaluate or benchmark wrote")
     drawing.check_matplotlib()
-    places = [Path(folder) for folder in folders]
+    places = [local_path(folder) for folder in folders]
     material = find(places)
-    target = _default(places[0]) if out is None else Path(out)
+    target = _default(places[0]) if out is None else local_path(out)
     tables, notes = join(material)
     figures, missing = draw_all(material, tables)
     report = Report(

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import RESTATED, WRITTEN, list_written
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.source import open_local
-from gqa_convert.companions import write_companions
+from gqa_convert.companions import write_companions, write_json
+from gqa_convert.paths import local_path
 from gqa_convert.restating.planning import StockPlan, plan_stock
 from gqa_convert.writing import Progress, write_weights
 
@@ -33,7 +35,7 @@ def restate_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-    out = Path(out)
+    out = local_path(out)
     checkpoint = open_local(source, revision, plan_stock)
     plan = plan_stock(checkpoint)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
@@ -43,8 +45,10 @@ def restate_checkpoint(
         staged = stack.enter_context(StagedFolder(out))
         write_weights(plan, staged.path, progress)
         write_companions(plan, staged.path)
+        made = {
+            "source": checkpoint.source_id, "revision": checkpoint.revision, "model_type": plan.record.model_type,
+            "result_model_type": plan.record.stock,
+        }  # fmt: skip
+        write_json(staged.path / RESTATED, made | {WRITTEN: list_written(staged.path)})
         staged.publish(overwrite=overwrite)
-    return {
-        "source": checkpoint.source_id, "revision": checkpoint.revision, "model_type": plan.record.model_type,
-        "result_model_type": plan.record.stock, "out": str(out), "notes": list(plan.notes),
-    }  # fmt: skip
+    return {**made, "out": str(out), "notes": list(plan.notes)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.loading import TASKS, auto_class, check_complete, check_language_model, load_model, load_tokenizer, read_config
+from gqa_convert.paths import local_path
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import compare
@@ -56,6 +57,7 @@ def check_serving(
         raise OptionError(f"there is no client {unknown[0]!r}: choose from {', '.join(client.name for client in known)}")
     if not minutes > 0:
         raise OptionError(f"engines can't answer within {minutes:g} minutes: allow more")
+    out = local_path(out)
     config = read_config(out)
     if not config:
         raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a converted checkpoint")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.paths import local_path
 
 from .client import Client
 from .process import run
@@ -53,7 +54,7 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
         python: an interpreter that the user named; then no other counts.
     """
     if python is not None:
-        path = shutil.which(python) or shutil.which(Path(python).expanduser())
+        path = shutil.which(python) or shutil.which(local_path(python))
         candidates = [Place(str(Path(path).absolute()), "")] if path else []  # links stay: they lead out of a virtual environment
     else:
         folder = client_folder(client)

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import WRITTEN, list_written
 from gqa_convert.checkpoint.publication import StagedFolder, sync
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.provenance import PROVENANCE, earlier_record, record_files
@@ -39,6 +40,7 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
         conversion["result"] = record_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
+        conversion[WRITTEN] = list_written(staged.path, conversion["result"])
         (staged.path / PROVENANCE).write_text(json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in staged.path.rglob("*"):
             if path.is_file():

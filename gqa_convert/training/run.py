@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gqa_convert.checkpoint.publication import sweep
+from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.samples import evaluation_blocks, open_samples
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.machine import available_memory, measurement
@@ -67,6 +67,8 @@ class Run:
         if finished is not None:
             self.say(f"{self.recipe.output} is complete already; a larger budget or another output would train on")
             return finished if self.main else {}
+        with self.together():
+            check_destination(self.folder.model, None, overwrite=True)
         progress = self._progress(record)
         with self.together():
             self.opened = open_recipe(self.recipe)

@@ -14,6 +14,7 @@ from typing import Any
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.evaluating.reading import read_file
 from gqa_convert.families import Family, find_family
+from gqa_convert.paths import local_path
 from gqa_convert.verify import config as configs
 from gqa_convert.verify import folder as folders
 from gqa_convert.verify.absorbed_tensors import AbsorbedComparison
@@ -68,12 +69,13 @@ def verify_checkpoint(
         UnsupportedFamilyError: its model type is not one that can be converted.
         OptionError: the text cannot be read.
     """
-    out = Path(out).expanduser()
+    out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is no folder: name the converted checkpoint")
     if text is not None:
         if not logits:
             raise OptionError("a text needs the models to be run: leave out either")
+        text = local_path(text)
         _read_text(text)
     origin = _resolve(source, revision)
     original = _source_config(origin)
@@ -256,7 +258,7 @@ def _counted(progress: Progress, total: int) -> Callable[[int], None]:
 
 def _resolve(source: str | Path, revision: str | None) -> Path:
     """The source's local folder; one on the Hub is downloaded."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")

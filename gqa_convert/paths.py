@@ -1,0 +1,12 @@
+"""Paths as a user writes them."""
+
+import os
+from pathlib import Path
+
+
+def local_path(given: str | os.PathLike[str]) -> Path:
+    """The path, with `~` and `~name` replaced by a home folder; as in a shell, `~name` stays where there is no such user."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        return Path(given)
