@@ -1,32 +1,39 @@
 """The whole story on the bundled checkpoint, offline: plan, convert to several N by mean pooling and by calibrated fitting, verify, measure
 the loss, uptrain one, draw it."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
 from gqa_convert.evaluating.text_loss import text_loss
+from gqa_convert.inspecting.heatmap import is_our_picture, save_picture
 from gqa_convert.loading import load_causal_lm, load_tokenizer
 from gqa_convert.paths import local_path
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.stdlib_text import read_texts, source_files
+from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.verify import verify_checkpoint
 
 CHECKPOINT = Path(__file__).with_name("demo_checkpoint")
 """A Llama-style model with 12 K/V heads, trained by recipes/demo/train.py."""
 
 GROUPS = (12, 6, 3, 1)
-RESULTS = "results.json"
-PLOT = "loss_and_cache.svg"
 _TOKENS = 40_000
 
 SHOWN = 3
 """The N whose plan is shown, and that is uptrained."""
+
+RESULTS, PLOT, RECIPE, UPTRAINING = "results.json", "loss_and_cache.svg", "uptraining.yaml", "uptraining"
+"""What lies in the demo's folder beside the checkpoints `gqa-N` and `gqa-N-fit`."""
+
+_RECIPE_SIGNATURE = "# Written by gqa-convert demo; SHA-256 of what follows: "
 
 UPTRAINING_TOKENS = 200_000
 """Tokens of the uptraining: one in a hundred of those that the checkpoint was trained on."""
@@ -64,15 +71,14 @@ def run_demo(
         "fit": {"out", "loss", ...}}], "plot", "uptraining"}`, losses in nats per token; the same is written to `results.json`.
 
     Raises:
-        OutputError: `out` exists already and is not empty.
+        OutputError: `out` exists already and is not empty, or (with `overwrite`) the demo would replace what no demo wrote.
         InterruptedRunError: the uptraining was stopped.
         SourceNotFoundError: the installed package lacks the checkpoint or Python its library's sources.
     """
     out = local_path(out)
     if not (CHECKPOINT / "config.json").is_file():
         raise SourceNotFoundError(f"{CHECKPOINT} is missing: install the package again")
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (overwrite and (out / RESULTS).is_file()))):
-        raise OutputError(f"{out} exists already: name a new folder, or replace an earlier demo with --overwrite")
+    check_place(out, overwrite=overwrite)
     on_plan(make_plan(open_checkpoint(CHECKPOINT), SHOWN, method="fit"))
     ids = _held_out_tokens()
     out.mkdir(parents=True, exist_ok=True)
@@ -98,10 +104,58 @@ def run_demo(
     }
     _write(summary, out / RESULTS)
     if uptraining_tokens:
-        summary["uptraining"] = _uptrain(out, uptraining_tokens, overwrite, progress)
+        summary["uptraining"] = _uptrain(out, uptraining_tokens, progress)
         summary["plot"] = draw(results, summary["uptraining"], out / PLOT)
         _write(summary, out / RESULTS)
     return summary
+
+
+def check_place(out: Path, *, overwrite: bool) -> None:
+    """Refuse a folder in which the demo would replace what no demo wrote.
+
+    Raises:
+        OutputError: it would, or the folder holds something and may not be written to.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise OutputError(f"{out} is a file: name a folder")
+    if any(out.iterdir()) and not (overwrite and any((out / name).exists() for name in (RESULTS, f"gqa-{GROUPS[0]}"))):
+        raise OutputError(f"{out} exists already: name a new folder, or replace the results of an earlier demo with --overwrite")
+    owned: dict[str, Callable[[Path], bool]] = {
+        RESULTS: _is_summary,
+        PLOT: is_our_picture,
+        RECIPE: _is_our_recipe,
+        UPTRAINING: lambda path: not RunFolder(path).foreign(),
+    }
+    for name, is_ours in owned.items():
+        path = out / name
+        if path.is_symlink() or (path.exists() and not is_ours(path)):
+            raise OutputError(f"{path} was not written by gqa-convert demo, or was changed since: move it away, or name a new folder")
+    for groups in GROUPS:
+        for name in (f"gqa-{groups}", f"gqa-{groups}-fit"):
+            check_destination(out / name, None, overwrite=overwrite)
+
+
+def _is_summary(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"held_out_tokens", "results_file", "uptraining"} <= found.keys()
+
+
+def _signed_recipe(text: str) -> str:
+    """A recipe that is known again unless somebody has changed it."""
+    return f"{_RECIPE_SIGNATURE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def _is_our_recipe(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return text == _signed_recipe(text.partition("\n")[2])
 
 
 def _converted(folder: Path, groups: int, ids: list[int], overwrite: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -124,15 +178,15 @@ def _write(summary: dict[str, Any], path: Path) -> None:
     temporary.replace(path)
 
 
-def _uptrain(out: Path, tokens: int, overwrite: bool, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+def _uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Distil the source into one of the converted checkpoints; the recipe is left beside the result, to be run again or changed."""
     import yaml
 
     from gqa_convert.training.metrics import read_metrics
     from gqa_convert.uptrain import uptrain
 
-    run = out / "uptraining"
-    if overwrite and (run / "resolved_recipe.yaml").is_file():
+    run = out / UPTRAINING
+    if run.is_dir():
         shutil.rmtree(run)
     recipe = {
         "model": str(out / f"gqa-{SHOWN}-fit"), "teacher": str(CHECKPOINT), "output": str(run), "data": "python-stdlib",
@@ -140,8 +194,8 @@ def _uptrain(out: Path, tokens: int, overwrite: bool, progress: Callable[[str, i
         "pretraining_tokens": _PRETRAINING_TOKENS, "tokens_per_step": 4096, "sequence_length": 512, "micro_batch_size": 8,
         "learning_rate": 4e-4, "precision": "no", "save_every": 1000,
     }  # fmt: skip
-    path = out / "uptraining.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    path = out / RECIPE
+    path.write_text(_signed_recipe(yaml.safe_dump(recipe, sort_keys=False)), encoding="utf-8")
     try:
         result = uptrain(path, [], on_step=lambda line: progress("uptraining", line["step"], line["steps"]))
     except StoppedError:
@@ -212,5 +266,5 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
         axes.set_ylabel("held-out loss, nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path)
+    save_picture(figure, path)
     return str(path)

@@ -1,6 +1,7 @@
 """The demo on the bundled checkpoint, and the checkpoint itself."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from gqa_convert import stdlib_text
-from gqa_convert.demo import CHECKPOINT, GROUPS, PLOT, RESULTS, run_demo
+from gqa_convert.demo import CHECKPOINT, GROUPS, PLOT, RESULTS, check_place, run_demo
 from gqa_convert.errors import OutputError
 from gqa_convert.evaluating.text_loss import text_loss
 from gqa_convert.loading import load_causal_lm
@@ -77,6 +78,26 @@ def test_an_earlier_demo_is_replaced_only_when_asked(demo: tuple[Path, dict, lis
     (tmp_path / "precious").write_text("x")
     with pytest.raises(OutputError, match="exists already"):
         run_demo(tmp_path, overwrite=True)
+
+
+def test_what_no_demo_wrote_is_neither_replaced_nor_deleted(demo: tuple[Path, dict, list[Plan]], tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(demo[0], out)
+    check_place(out, overwrite=True)
+    (out / "notes.txt").write_text("beside the results, where the demo writes nothing")
+    check_place(out, overwrite=True)
+    for name in ("gqa-3/thesis.tex", "gqa-12/data", "uptraining/thesis.tex", "uptraining/model/thesis.tex"):
+        (out / name).write_text("mine")
+        with pytest.raises(OutputError, match=r"not w|changed since"):
+            check_place(out, overwrite=True)
+        (out / name).unlink()
+    for name in (RESULTS, PLOT, "uptraining.yaml"):
+        kept = (out / name).read_bytes()
+        (out / name).write_text((out / name).read_text().replace("gqa-convert", "me") if name == PLOT else "{}")
+        with pytest.raises(OutputError, match=name):
+            check_place(out, overwrite=True)
+        (out / name).write_bytes(kept)
+    check_place(out, overwrite=True)
 
 
 def test_every_token_but_the_first_is_scored_once() -> None:

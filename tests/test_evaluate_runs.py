@@ -73,6 +73,12 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     code, out, err = ask("one", "--data", "text.txt", "--output", file)
     assert (code, out, file.read_text()) == (2, "", "mine")
     assert "exists already" in err
+    code, out, err = ask("one", "--data", "text.txt", "--output", file, "--overwrite")
+    assert (code, out, file.read_text()) == (2, "", "mine")
+    assert "does not hold results of evaluate" in err
+    file.write_text("")
+    assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
+    assert ask("one", "--data", "text.txt", "--output", file, "-q")[0] == 2
     assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
     assert json.loads(file.read_text())["kind"] == "evaluate"
 

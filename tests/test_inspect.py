@@ -20,7 +20,7 @@ from gqa_convert.absorbing.merge import Moments, merge_layer
 from gqa_convert.calibration.text import calibration_batches
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli import app
-from gqa_convert.errors import DataError, GroupsError, MissingExtraError, NonFiniteError, OptionError
+from gqa_convert.errors import DataError, GroupsError, MissingExtraError, NonFiniteError, OptionError, OutputError
 from gqa_convert.families import FAMILIES
 from gqa_convert.geometry import AttentionFinder
 from gqa_convert.inspecting.inspection import inspect_checkpoint, recommend
@@ -349,6 +349,14 @@ def test_the_picture_is_no_blank(weights: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / "a.png") in result.stdout
     picture = matplotlib_image.imread(tmp_path / "a.png")
+    for kind in ("png", "svg", "pdf"):
+        path = tmp_path / f"again.{kind}"
+        inspect_checkpoint(weights, groups=[3], plot=path)
+        inspect_checkpoint(weights, groups=[3], plot=path)  # its own it may replace
+        path.write_bytes(b"a photograph")
+        with pytest.raises(OutputError, match="did not draw it"):
+            inspect_checkpoint(weights, groups=[3], plot=path)
+        assert path.read_bytes() == b"a photograph"
     assert picture.shape[0] > 200
     assert picture.shape[1] > 400
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50

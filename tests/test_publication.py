@@ -57,14 +57,21 @@ def complete(folder: Path, reference: dict[str, str]) -> bool:
 
 class TestDestination:
     def test_an_existing_folder(self, source: Path, out: Path) -> None:
+        convert_checkpoint(source, out, 4)
+        before = digests(out, ignore=())
+        refused(OutputError, "exists already", "--overwrite", call=lambda: convert_checkpoint(source, out, 3))
+        assert digests(out, ignore=()) == before
+
+    def test_an_empty_folder_is_as_good_as_none(self, source: Path, out: Path, tmp_path: Path) -> None:
         out.mkdir()
-        refused(OutputError, "exists already", "--overwrite", call=lambda: convert_checkpoint(source, out, 4))
-        assert list(out.iterdir()) == []
+        convert_checkpoint(source, out, 4)
+        convert_checkpoint(source, tmp_path / "reference", 4)
+        assert complete(out, digests(tmp_path / "reference"))
+        assert leftovers(tmp_path) == []
 
     def test_overwrite_replaces_everything(self, source: Path, out: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "reference", 4)
         convert_checkpoint(source, out, 3, max_shard_size=20_000)
-        (out / "stale.safetensors").write_bytes(b"x")
         convert_checkpoint(source, out, 4, overwrite=True)
         assert complete(out, digests(tmp_path / "reference"))
         assert leftovers(tmp_path) == []
@@ -79,7 +86,7 @@ class TestDestination:
     def test_overwrite_spares_what_is_no_checkpoint(self, source: Path, out: Path) -> None:
         out.mkdir()
         (out / "thesis.tex").write_text("x")
-        refused(OutputError, "no checkpoint", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        refused(OutputError, "thesis.tex", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
         assert (out / "thesis.tex").read_text() == "x"
 
     @pytest.mark.parametrize("overwrite", [False, True])

@@ -504,6 +504,8 @@ def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
     card(out, overwrite_card=True)
     text = (out / "README.md").read_text()
     assert is_our_card(text)
+    assert (out / "README.md.old").read_text() == "# Mine\n"
+    (out / "README.md.old").unlink()
     (out / "README.md").write_text(text + "\nMy own words.\n")
     with pytest.raises(PublishError, match="edited"):
         card(out)

@@ -309,6 +309,7 @@ def test_files_of_others_are_left_alone(runs: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report-mine.svg", "report.md"]
     make_report([runs], tmp_path, overwrite=True)
     assert (tmp_path / "report-recovery.svg").is_file()
+    assert (tmp_path / "report.md.old").read_text() == "my own notes"
     make_report([runs / "gqa-3"], tmp_path)
     assert "made by gqa-convert report" in page.read_text()
     assert mine.read_text() == "<svg/>"

@@ -199,3 +199,9 @@ def test_the_command(tmp_path: Path) -> None:
     again = subprocess.run(words, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "exists already" in again.stderr
+    (tmp_path / "stock" / "thesis.tex").write_text("mine")
+    refused = subprocess.run([*words, "--overwrite"], capture_output=True, text=True, check=False)
+    assert (refused.returncode, (tmp_path / "stock" / "thesis.tex").read_text()) == (2, "mine")
+    assert "thesis.tex" in refused.stderr
+    (tmp_path / "stock" / "thesis.tex").unlink()
+    assert subprocess.run([*words, "--overwrite"], capture_output=True, text=True, check=False).returncode == 0

@@ -16,6 +16,7 @@ from gqa_convert.training.checkpoints import Checkpoints
 from gqa_convert.training.distributed import OutputLock
 from gqa_convert.training.run import Run
 from gqa_convert.uptrain import uptrain
+from tests.checkpoints import digests
 from tests.uptrain_runs import STEPS, AtFileEvent, die, in_child, leftovers, losses, make_student, metrics, run, weights
 
 
@@ -152,6 +153,16 @@ def test_run_again_after_the_end(whole: Path) -> None:
     assert summary == json.loads((whole / "summary.json").read_text())
     assert said == [f"{whole} is complete already; a larger budget or another output would train on"]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
+
+
+def test_a_file_beside_the_model_is_no_run_s_to_delete(home: Path, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "model" / "thesis.tex").write_text("mine")
+    before = digests(output, ignore=(".lock",))
+    with pytest.raises(OutputError, match=r"thesis\.tex"):
+        run(home, output, tokens=(STEPS + 2) * 64)
+    assert digests(output, ignore=(".lock",)) == before
 
 
 def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:

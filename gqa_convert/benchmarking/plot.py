@@ -1,8 +1,9 @@
 """Times against the number of groups as a picture."""
 
-import io
 from pathlib import Path
 from typing import Any
+
+from gqa_convert.inspecting.heatmap import save_picture
 
 
 def draw_times(result: dict[str, Any], path: Path) -> None:
@@ -41,9 +42,7 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
     some = "" if result["layers"] == result["model_layers"] else f", {result['layers']} of {result['model_layers']} layers"
     figure.suptitle(f"{result['model']} ({result['model_type']}{some}), {result['dtype']}, {result['machine']['processor']}", fontsize=9)
     FigureCanvasAgg(figure)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=150)
-    path.write_bytes(picture.getvalue())
+    save_picture(figure, path)
 
 
 def lines(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -82,7 +82,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     if path is not None and path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
-        return read_checkpoint(FolderStore(path), str(source), None)
+        named = str(path) if str(source).startswith("~") else str(source)  # records and commands must find it too
+        return read_checkpoint(FolderStore(path), named, None)
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
     from gqa_convert.checkpoint.hub import HubStore, open_hub_store

@@ -47,7 +47,7 @@ def convert(
     ] = None,
     seed: Seed = 0, encoder: Encoder = False, native: Native = None,
     revision: Revision = None, max_shard_size: ShardSize = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")] = False,
     hash_weights: Annotated[bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's and OUT's weight files; reads them whole.")] = False,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip

@@ -58,7 +58,7 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results here too.", show_default=False)
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE.json.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace earlier results in FILE.json.")] = False,
     revision: Revision = None,
     seed: Annotated[int, typer.Option("--seed", help="Of span corruption and of lm-eval.")] = 0,
     as_json: Json = False, quiet: Quiet = False,

@@ -33,7 +33,7 @@ def publish(
         list[str] | None,
         typer.Option("--dataset", metavar="ORG/NAME", help="Dataset on the Hub that OUT was trained on; repeatable.", show_default=False),
     ] = None,
-    overwrite_card: Annotated[bool, typer.Option("--overwrite-card", help="Replace a README.md that is your own.")] = False,
+    overwrite_card: Annotated[bool, typer.Option("--overwrite-card", help="Rename a README.md that is your own, and write the card.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch to send to; made if it is not there.", show_default=False)] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request in place of a commit.")] = False,
     as_json: Json = False, quiet: Quiet = False,

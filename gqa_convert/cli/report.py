@@ -14,7 +14,7 @@ def report(
         Path | None,
         typer.Option("--out", "-o", metavar="FOLDER", help="Default: report in the first RUN_DIR, or beside a checkpoint.", show_default=False),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names that no report has made.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename files of the same names that no report has made.")] = False,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Draw tables and plots from what convert, uptrain, evaluate and benchmark wrote: quality against time, recovery, time and bytes, errors.

@@ -13,7 +13,7 @@ def restate(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
     revision: Revision = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new checkpoint is complete.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")] = False,
     as_json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Rewrite SOURCE, which loads by code of its own, for transformers' own classes.

@@ -8,17 +8,22 @@ from typing import Any
 
 from gqa_convert.errors import OutputError
 
+_KIND = "evaluate"
+
 
 def check_output(path: Path, *, overwrite: bool) -> None:
     """Refuse a file that can't be written, before hours of work.
 
     Raises:
-        OutputError: it exists, or its folder does not.
+        OutputError: it exists (without `overwrite`, or with other content than results), or its folder does not.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a folder: name a file such as {path / 'results.json'}")
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
+    if path.exists():
+        if not _is_ours(path):
+            raise OutputError(f"{path} exists already and does not hold results of evaluate: name a new file")
+        if not overwrite:
+            raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
     if not path.absolute().parent.is_dir():
         raise OutputError(f"the folder {path.absolute().parent} does not exist: make it, or name another file")
     try:
@@ -26,6 +31,16 @@ def check_output(path: Path, *, overwrite: bool) -> None:
             Path(file.name).unlink()
     except OSError as problem:
         raise _unwritable(path, problem) from None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file holds results of evaluate, or nothing."""
+    try:
+        raw = path.read_bytes()
+        found = json.loads(raw) if raw else {"kind": _KIND}
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("kind") == _KIND
 
 
 def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> None:

@@ -4,9 +4,10 @@ import io
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import MissingExtraError, OptionError
+from gqa_convert.errors import MissingExtraError, OptionError, OutputError
 
 FORMATS = (".png", ".svg", ".pdf")
+_DRAWN_BY = "drawn by gqa-convert"
 _WRITTEN = 48
 """Up to so many layers, numbers are written into the cells."""
 
@@ -16,16 +17,35 @@ def check_picture(path: Path) -> None:
 
     Raises:
         OptionError: the file's name or folder won't do.
+        OutputError: there is such a file already, and this program did not draw it.
         MissingExtraError: matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise OptionError(f"--plot {path} ends in {path.suffix or 'nothing'!r}: name a file that ends in one of {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise OptionError(f"--plot {path}: there is no folder {path.parent}, make it first")
+    if path.exists() and not is_our_picture(path):
+        raise OutputError(f"--plot {path} exists and gqa-convert did not draw it: name another file")
     try:
         import matplotlib as mpl  # noqa: F401
     except ImportError:
         raise MissingExtraError("matplotlib is not installed, which --plot needs: pip install 'gqa-convert[plot]'") from None
+
+
+def is_our_picture(path: Path) -> bool:
+    """Whether `save_picture` wrote a file."""
+    try:
+        return _DRAWN_BY.encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib in the format that the file's name says, marked as drawn by this program."""
+    kind = path.suffix[1:].lower()
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": _DRAWN_BY})
+    path.write_bytes(picture.getvalue())
 
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:
@@ -62,6 +82,4 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
     measured = "on calibration text" if result["calibration"] else "of the weights alone"
     figure.suptitle(f"What merging {result['kv_heads']} K/V heads loses, {measured}", fontsize=11)
     FigureCanvasAgg(figure)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=150)
-    path.write_bytes(picture.getvalue())
+    save_picture(figure, path)

@@ -37,7 +37,7 @@ class Options:
         base_model: id on the Hub of what it was made from.
         licence: identifier of the Hub.
         datasets: ids on the Hub of what it was trained on.
-        overwrite_card: replace a README.md that is somebody's own.
+        overwrite_card: rename a README.md that is somebody's own, to README.md.old, rather than refuse.
     """
 
     results: tuple[Path, ...] = ()
@@ -94,7 +94,7 @@ def publish(
         "repo_id": place.repo_id, "url": place.url, "revision": place.revision, "commit": None, "pull_request": None,
         "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in files],
         "replaced": None if dry_run else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
-        "card": str(write_card(facts.folder, card)), "warnings": warnings, "dry_run": dry_run,
+        "card": str(write_card(facts, card)), "warnings": warnings, "dry_run": dry_run,
     }  # fmt: skip
     on_checked(result)
     if repository is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.publication import sync
 from gqa_convert.checkpoint.signed_card import MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
@@ -50,7 +51,7 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
         return
     if not _came_with_source(facts, text):
         kind = "a card that was edited since publish wrote it" if MARKER.search(text) else "neither the source's nor a card of publish"
-        raise PublishError(f"{facts.folder / README} is {kind}: move it away, or replace it with --overwrite-card")
+        raise PublishError(f"{facts.folder / README} is {kind}: move it away, or let --overwrite-card rename it")
 
 
 def sign(front: str, body: str, stated: dict[str, Any]) -> str:
@@ -88,12 +89,13 @@ def _came_with_source(facts: Facts, text: str) -> bool:
     return hashlib.sha256(text.encode()).hexdigest() in facts.source_digest(README)
 
 
-def write_card(folder: Path, card: str) -> Path:
-    """Put the card in its place, whole or not at all.
+def write_card(facts: Facts, card: str) -> Path:
+    """Put the card in its place, whole or not at all; a README that somebody wrote for this folder is renamed before.
 
     Raises:
         OutputError: it can't be written.
     """
+    folder = facts.folder
     path = folder / README
     temporary = folder / f".{README}-{secrets.token_hex(4)}"
     try:
@@ -101,6 +103,9 @@ def write_card(folder: Path, card: str) -> Path:
             return path
         temporary.write_bytes(card.encode())
         sync(temporary)
+        text = read_readme(folder)
+        if text is not None and not is_our_card(text) and not _came_with_source(facts, text):
+            set_aside(path)
         temporary.replace(path)
         sync(folder)
     except OSError as problem:

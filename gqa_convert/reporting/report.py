@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.errors import OptionError, OutputError
 from gqa_convert.paths import local_path
 from gqa_convert.reporting import drawing
@@ -28,7 +29,7 @@ def make_report(folders: Sequence[str | Path], out: str | Path | None = None, *,
         folders: to look into, four levels deep; a JSON file may be named itself.
         out: the folder for `report.html`, `report.md` and `report-*.svg`; by default `report` in the first folder, or beside it
             where that is a checkpoint or a file.
-        overwrite: replace files of these names that no report has made.
+        overwrite: rename files of these names that no report has made (`report.html.old`), rather than refuse.
 
     Returns:
         `out`, `html` and `markdown`; `figures`, each with its `name`, `title` and `file`; `missing`, figures that could not be drawn and what
@@ -92,8 +93,10 @@ def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
         foreign = [name for name in contents if (target / name).exists() and not _ours(target / name)]
         if foreign and not overwrite:
             raise OutputError(
-                f"{target / foreign[0]} exists and no report made it: name another folder with --out, or replace it with --overwrite"
+                f"{target / foreign[0]} exists and no report made it: name another folder with --out, or let --overwrite rename it"
             )
+        for name in foreign:
+            set_aside(target / name)
         for name, text in contents.items():
             write_whole(target / name, text.encode("utf-8"))
         for path in target.glob(FIGURE.format("*")):

@@ -15,6 +15,7 @@ from typing import Any
 
 from gqa_convert import errors
 from gqa_convert.errors import GQAConvertError, LaunchError
+from gqa_convert.training.run_folder import LOCK
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which srun and MPI launchers say how many tasks they started."""
@@ -233,7 +234,7 @@ class OutputLock:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / ".lock").open("w")
+        self._file = (folder / LOCK).open("w")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,9 +7,13 @@ from typing import Any
 
 import yaml
 
+from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import OutputError, ResumeError
 from gqa_convert.recipe import Recipe, make_recipe
+
+LOCK = ".lock"
+"""The file that a run holds locked."""
 
 
 class RunFolder:
@@ -43,6 +47,20 @@ class RunFolder:
             for path in (self.checkpoints, self.model, self.trackers, self.metrics, self.plot, self.summary, self.diverged):
                 if path.exists() or path.is_symlink():
                     raise OutputError(f"{path} exists and is of no run of this program: name another output, or move it away")
+
+    def foreign(self) -> list[str]:
+        """What lies in the folder and no run wrote, by its path in the folder."""
+        if not self.recipe.is_file():
+            return sorted(path.name for path in self.path.iterdir())
+        kept = (self.checkpoints, self.model, self.trackers, self.metrics, self.plot, self.recipe, self.summary, self.diverged)
+        names = {LOCK, *(path.name for path in kept)}
+        found = sorted(path.name for path in self.path.iterdir() if path.name not in names)
+        if self.model.is_dir():
+            found += [f"{self.model.name}/{name}" for name in foreign_files(self.model)]
+        if self.checkpoints.is_dir():
+            steps = [path.name for path in self.checkpoints.iterdir() if not path.name.startswith((".", "step-", "damaged-step-"))]
+            found += [f"{self.checkpoints.name}/{name}" for name in sorted(steps)]
+        return found
 
     def read_recipe(self) -> Recipe:
         """The recipe that the run was last started with.
