@@ -77,7 +77,7 @@ def converted(case: str, folder: Path) -> nn.Module:
 
 def refused(config: dict[str, Any]) -> bool:
     try:
-        refuse_mixing("here", config)
+        refuse_mixing("here", config, sum(LENGTHS))
     except RecipeError:
         return True
     return False
@@ -136,7 +136,25 @@ def test_which_types_are_refused() -> None:
         "bart", "mbart", "pegasus", "blenderbot", "blenderbot_small", "m2m_100", "marian", "plbart",
     }  # fmt: skip
     with pytest.raises(RecipeError, match="ALiBi"):
-        refuse_mixing("here", {"model_type": "falcon", "alibi": True})
+        refuse_mixing("here", {"model_type": "falcon", "alibi": True}, 32)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "llama"])
+def test_long_rope_takes_the_frequencies_of_the_longest_document(model_type: str, tmp_path: Path) -> None:
+    """Of 14 tokens here. Below the length that was trained first, nothing is chosen."""
+    rotary = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 10}
+    pairs, beside = {"phi3": (4, {"original_max_position_embeddings": 10}), "llama": (8, {})}[model_type]
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
+    model = tiny.make_model(tiny.make_config(model_type, kv_heads=3, rope_parameters=rotary | factors, **beside))
+    assert distance(model) > 0.1
+    assert distance(model, lengths=[4, 6]) < 2e-5
+    model.config.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_bytes())
+    older = {"model_type": "phi3", "original_max_position_embeddings": 10, "rope_scaling": {"type": "su", **factors}}
+    for config in (stated, older):
+        refuse_mixing("here", config, 10)
+        with pytest.raises(RecipeError, match=r"longrope.* lower sequence_length to 10, or leave document_mask out"):
+            refuse_mixing("here", config, 11)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "mbart", "plbart", "pegasus", "blenderbot", "blenderbot-small", "marian"])

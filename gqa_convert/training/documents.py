@@ -16,16 +16,23 @@ _NOISE: Final = 0.05
 """Logits may differ by rounding, where experts take other numbers of tokens: by this share of their standard deviation at most."""
 
 
-def refuse_mixing(name: str, config: Mapping[str, Any]) -> None:
+def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
     """Refuse a checkpoint that is known to mix packed documents.
 
     Args:
         name: of the checkpoint, for the message.
         config: what its config.json holds.
+        length: tokens of a row.
 
     Raises:
         RecipeError: it does.
     """
+    short = _short_context(config)
+    if short is not None and length > short:
+        raise RecipeError(
+            f"document_mask with a sequence_length of {length} is impossible, since {name} chooses its rotary frequencies (longrope) by the "
+            f"longest document of a batch, one above {short} tokens or none: lower sequence_length to {short}, or leave document_mask out"
+        )
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return
@@ -35,6 +42,16 @@ def refuse_mixing(name: str, config: Mapping[str, Any]) -> None:
         reasons.append(family.document_barrier)
     if reasons:
         raise _refusal(f"{name} is of model type {family.model_type}, and document_mask is impossible since {reasons[0]}")
+
+
+def _short_context(config: Mapping[str, Any]) -> int | None:
+    """The length from which on LongRoPE takes its other frequencies, for all documents of a batch at once; None for other positions."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rotary = config.get(key)
+        if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):
+            stated = config.get("original_max_position_embeddings") or rotary.get("original_max_position_embeddings")
+            return stated if isinstance(stated, int) else None
+    return None
 
 
 def check_apart(name: str, model: Any) -> None:

@@ -59,9 +59,9 @@ def open_recipe(recipe: Recipe) -> Opened:
             shared_vocabulary(student.folder, teacher)
     objective, length = _objective(recipe, student)
     if recipe.document_mask:
-        refuse_mixing(recipe.model, student.config)
+        refuse_mixing(recipe.model, student.config, length)
         if opened is not None:
-            refuse_mixing(str(recipe.teacher), opened.config)
+            refuse_mixing(str(recipe.teacher), opened.config, length)
     return Opened(student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length)
 
 
