@@ -44,6 +44,18 @@ STEPS = [9, 1, 1, 6, 1, 1, 2]  # the first step reaches beyond the padding on th
 NAMES = [name for name, family in FAMILIES.items() if family.modeling is None and name != "chatglm"]  # which transformers has no class of
 NAMES += [prefix + name for name in CASES for prefix in ("", "gqa_")]
 
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}),
+    "gemma2, uncapped": ("gemma2", {"attn_logit_softcapping": None}),
+    "gemma2, uncapped and bidirectional": ("gemma2", {"attn_logit_softcapping": None, "use_bidirectional_attention": True}),
+    "gemma3, bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+    "llama4, small chunks": ("llama4_text", {"attention_chunk_size": 4}),
+    "vaultgemma, uncapped": ("vaultgemma", {"attn_logit_softcapping": None}),
+}
+"""Configs of stock types that differ from the tests' usual ones in a way that touches masks."""
+NAMES += CHANGED
+
 Case = tuple[str, Callable[[Any], Tensor], Tensor]
 """Its name, what gives logits [2, L, V], and which positions are no padding [2, L]."""
 
@@ -51,6 +63,9 @@ Case = tuple[str, Callable[[Any], Tensor], Tensor]
 def configured(name: str) -> tuple[Any, str]:
     """A tiny config and its auto class; in the form with a modelling file, 3 K/V heads, and 2 in an encoder."""
     stock = name.removeprefix("gqa_")
+    if name in CHANGED:
+        model_type, changes = CHANGED[name]
+        return make_config(model_type, kv_heads=3, **changes), "AutoModelForCausalLM"
     if stock not in CASES:
         return make_config(name, kv_heads=3), "AutoModelForCausalLM"
     model_type, changes = CASES[stock]
@@ -85,7 +100,7 @@ def build(name: str, *implementations: str) -> list[Any]:
 
 
 def reason(name: str) -> str | None:
-    return REFUSED.get(name) or REFUSED.get(name.split(",")[0])
+    return REFUSED.get(name) or (None if name in CHANGED else REFUSED.get(name.split(",")[0]))
 
 
 def in_steps(model: Any, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:

@@ -87,6 +87,8 @@ def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:
 
     if type(config) not in _accepted and not torch.compiler.is_compiling():
         _check_config(config)
+    if getattr(config, "use_bidirectional_attention", False):
+        options["allow_is_causal_skip"] = False  # Gemma's modules call themselves bidirectional even where its masks are causal
     return sdpa_mask(*arguments, config=config, **options)
 
 
