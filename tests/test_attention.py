@@ -352,6 +352,15 @@ def test_a_cache_can_forget_and_refuses_gradients() -> None:
         KVCache().keys  # noqa: B018
 
 
+def test_a_cache_may_be_filled_in_and_outside_of_inference_mode() -> None:
+    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, WIDTH), KVCache(16)
+    outputs = []
+    for mode, piece in ((torch.inference_mode, slice(0, 6)), (torch.no_grad, slice(6, 8)), (torch.inference_mode, slice(8, 10))):
+        with mode():
+            outputs.append(attention(inputs[:, piece], cache=cache).clone())
+    torch.testing.assert_close(torch.cat(outputs, 1), attention(inputs).detach(), **EXACT)
+
+
 def test_packed_documents_equal_separate_runs() -> None:
     attention = layer(3, causal=True, rotary=Rotary())
     lengths = [4, 9, 7]

@@ -51,10 +51,31 @@ def test_a_memory_that_was_written_to_is_refused(mode: Callable[[], torch.infere
         for memory in (numbers(2, 7, WIDTH), outside):
             cache = KVCache()
             layer(queries, memory, cache=cache)
-            memory[1, 3] += 1.0
+            memory[1, 3, 4] = torch.nextafter(memory[1, 3, 4], torch.tensor(9.0, dtype=torch.float64))
             with pytest.raises(OptionError, match="changed in place"):
                 layer(queries, memory, cache=cache)
             torch.testing.assert_close(layer(queries, memory, cache=KVCache()), layer(queries, memory))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.inference_mode()
+def test_a_buffer_that_was_filled_anew_is_noticed_without_counted_writes(dtype: torch.dtype, batch_first: bool) -> None:
+    layer = cross(batch_first=batch_first).to(dtype)
+    queries, memory = numbers(3, 3, WIDTH).to(dtype), numbers(3, 3, WIDTH).to(dtype)
+    for write in (
+        lambda: memory.copy_(numbers(3, 3, WIDTH)),
+        lambda: memory[2, 1].copy_(numbers(WIDTH)),
+        lambda: memory.copy_(memory.flip(0)),
+        lambda: memory.copy_(memory.flip(1)),
+        lambda: memory.copy_(memory.flip(2)),
+    ):
+        cache = KVCache()
+        layer(queries, memory, cache=cache)
+        layer(queries, memory, cache=cache)
+        write()
+        with pytest.raises(OptionError, match="changed in place"):
+            layer(queries, memory, cache=cache)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,6 +102,11 @@ def test_values_of_their_own_are_remembered_too() -> None:
                 layer(queries, memory, other, cache=cache)
         with pytest.raises(OptionError, match="without memory"):
             layer(queries, memory_values=values, cache=cache)
+        cache = KVCache()
+        layer(queries, memory, cache=cache)  # which is the values' memory too
+        layer(queries, memory, memory.clone(), cache=cache)
+        with pytest.raises(OptionError, match="another memory"):
+            layer(queries, memory, values, cache=cache)
 
 
 def test_the_same_memory_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

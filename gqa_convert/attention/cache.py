@@ -50,7 +50,9 @@ class KVCache:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
         length = self.length + key.shape[2]
-        if self._buffers is None or length > self._buffers[0].shape[2]:
+        held = None if self._buffers is None else self._buffers[0]
+        # inference tensors cannot be written to outside of inference mode: there, they are copied like buffers that are full
+        if held is None or length > held.shape[2] or (held.is_inference() and not torch.is_inference_mode_enabled()):
             self._grow(key, value, length)
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key, value), strict=True):
