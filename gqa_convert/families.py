@@ -119,6 +119,8 @@ class Family:
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
     head_width_key: str | None = "head_dim"
+    decoder_starts_with_last: bool = False
+    """Whether the decoder's input begins with its target's last token, a mark of the language perhaps, whatever the config says."""
     query_outputs: int = 1
     """How many times heads * width rows the query projection has (2 where it also yields a gate)."""
     refused_when: tuple[tuple[str, str], ...] = ()
@@ -321,11 +323,17 @@ FAMILIES: dict[str, Family] = {
         ),
         *_own_file(
             "gqa_bart",
-            {"bart": "Bart", "mbart": "MBart"},
+            {"bart": "Bart"},
             "Model ForConditionalGeneration ForCausalLM ForSequenceClassification ForQuestionAnswering", **_BART,
         ),
         *_own_file(
-            "gqa_bart", {"plbart": "PLBart"}, "Model ForConditionalGeneration ForCausalLM ForSequenceClassification", **_BART,
+            "gqa_bart", {"plbart": "PLBart"}, "Model ForConditionalGeneration ForCausalLM ForSequenceClassification",
+            decoder_starts_with_last=True, **_BART,
+        ),
+        *_own_file(
+            "gqa_bart",
+            {"mbart": "MBart"},
+            "Model ForConditionalGeneration ForCausalLM ForSequenceClassification ForQuestionAnswering", decoder_starts_with_last=True, **_BART,
         ),
         *_own_file(
             "gqa_bart",

@@ -33,6 +33,7 @@ class ArrayTokens:
     """Tokens in memory; with `growing`, they come as they are asked for, and their end is seen only when it is reached."""
 
     fingerprint = "array"
+    grows = False
 
     def __init__(self, tokens: npt.ArrayLike, *, growing: bool = False) -> None:
         self.tokens = np.asarray(tokens)

@@ -35,7 +35,7 @@ ALLOWED = {
     "convert": {"checkpoint", "companions", "errors", "fitting", "paths", "plan", "provenance", "writing"},
     "restating": {"checkpoint", "companions", "errors", "families", "layouts", "merging", "paths", "plan", "writing"},
     "inspecting": {"absorbing", "calibration", "checkpoint", "errors", "fitting", "geometry", "paths", "plan"},
-    "data": {"errors", "paths", "stdlib_text"},
+    "data": {"errors", "families", "paths", "stdlib_text"},
     "recipe": {"errors", "paths"},
     "training": {
         "",

@@ -181,7 +181,9 @@ def test_t5_is_read() -> None:
     assert read_architecture(config) == KNOWN["t5-large-gqa8"][0]
 
 
-@pytest.mark.parametrize(("objective", "length"), [("causal", 0), ("span_corruption", 114), ("ul2", 513)])
+@pytest.mark.parametrize(
+    ("objective", "length"), [("causal", 0), ("span_corruption", 114), ("ul2", 513), ("text_infilling", 512), ("pairs", 512)]
+)
 def test_lengths_of_targets(objective: str, length: int) -> None:
     assert memory.target_length(objective, 512) == length
 

@@ -136,7 +136,7 @@ BADKEYS = {
     "seed: 4294967296": "seed is 4294967296: it must be at least 0 and at most 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine, inverse_sqrt or wsd",
     "optimizer: sgd": "optimizer is sgd: it must be adamw, adafactor or muon",
-    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption or ul2",
+    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2, text_infilling or pairs",
     "precision: fp16": "precision is fp16: it must be bf16 or no",
     "precision: false": "precision is false: it must be bf16 or no",
     "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
@@ -168,6 +168,8 @@ BADKEYS = {
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is an empty list",
     "document_mask: true\nobjective: ul2": "document_mask belongs to the causal objective, and objective is ul2",
+    "document_mask: true\nobjective: text_infilling": "document_mask belongs to the causal objective, and objective is text_infilling",
+    "objective: pairs": "objective is pairs and data names no fields for them: give it source_field and target_field",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
     "teacher: [a]": "teacher is ['a']: it must be text",
@@ -189,12 +191,43 @@ BAD_DATA = {
     "[{source: b, weight: 0}]": "data[0].weight is 0: it must be a number above 0",
     "[[a]]": "data[0] is ['a']: it must be text",
     "[{source: b, split: null}]": "data[0].split is null: it must be text",
+    "{source: b, source_field: x}": "data names source_field without target_field: give both, or neither",
+    "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
+    "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
+    "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
+    "{source: b, target_language: de}": "data names target_language without source_language: give both, or neither",
+    "{source: b, source_language: en, target_language: de}": "data names target_language and is running text, in one language: leave it",
+    "{source: b, source_feild: x}": "data has an unknown key 'source_feild': did you mean 'source_field'?",
+    "{source: b, src_lang: en}": "data has an unknown key 'src_lang': did you mean 'source_language'?",
 }
 
 
 @pytest.mark.parametrize("written", BAD_DATA)
 def test_bad_data(written: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, LINES.replace("data: d", f"data: {written}")).startswith(BAD_DATA[written])
+
+
+def test_pairs_beside_other_keys() -> None:
+    pairs = {"source": "p", "source_field": "en", "target_field": "de", "source_language": "en_XX", "target_language": "de_DE"}
+    recipe = make(data=pairs, evaluation_data=pairs)
+    assert recipe.data[0].holds_pairs
+    assert make_recipe(recipe.resolved()) == recipe
+    assert make(data=pairs, objective="pairs").objective == "pairs"
+    assert make(data={"source": "t", "source_language": "en_XX"}, objective="text_infilling").data[0].source_language == "en_XX"
+    for keys, message in (
+        ({"objective": "causal"}, "objective is causal and data names source_field and target_field: leave objective out, or name the text"),
+        ({"objective": "text_infilling"}, "objective is text_infilling and data names source_field"),
+        ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
+        ({"objective": "ul2", "data": {"source": "t", "source_language": "en"}}, "objective is ul2 and data names source_language"),
+    ):  # fmt: skip
+        with pytest.raises(RecipeError, match=message):
+            make(**{"data": pairs} | keys)
+
+
+def test_objectives_are_those_of_the_samples() -> None:
+    from gqa_convert.data.samples import OBJECTIVES
+
+    assert get_args(get_type_hints(Recipe)["objective"]) == ("auto", *OBJECTIVES)
 
 
 BAD_YAML = {

@@ -66,7 +66,7 @@ class Run:
     @property
     def tokens(self) -> int:
         """Of text, seen so far."""
-        return self.step * self.step_size * self.samples.tokens_per_sample
+        return int(self.step * self.step_size * self.samples.tokens_per_sample)
 
     def _settings(self) -> dict[str, Any]:
         free = {"tokens", "output", "data"}

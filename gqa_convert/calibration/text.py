@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.hub_rows import HubText
 from gqa_convert.data.order import Integers, mix, permuted
 from gqa_convert.data.samples import SPAN_CORRUPTION, make_sampler
 from gqa_convert.data.sources import as_source, open_source
-from gqa_convert.data.spans import T5, SpanCut, sentinel_ids, shape_for
+from gqa_convert.data.spans import T5, SpanCut, has_sentinels, shape_for
 from gqa_convert.data.streams import GrowingFile
 from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import default_cache
-from gqa_convert.data.tokenizing import TextEncoder, batches, end_of_text
+from gqa_convert.data.tokenizing import TextEncoder, batches
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
 from gqa_convert.loading import TASKS, auto_class, load_tokenizer, read_config
@@ -305,26 +306,6 @@ def usable_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in names):
         raise DataError(f"{folder} has no tokenizer, found none of {', '.join(sorted(names))}: copy them from where the model comes from")
     return tokenizer
-
-
-def has_sentinels(tokenizer: Any) -> bool:
-    try:
-        return len(sentinel_ids(tokenizer)) > 0
-    except DataError:
-        return False
-
-
-def decoder_start(folder: Path, config: dict[str, Any], tokenizer: Any) -> int:
-    """What the decoder's input begins with: as the checkpoint says, or else the padding token for T5, or else end-of-text."""
-    try:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        generation = {}
-    for values in (config, generation):
-        if isinstance(start := values.get("decoder_start_token_id"), int):
-            return start
-    pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
-    return end_of_text(tokenizer) if pad is None else int(pad)
 
 
 def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Integers], int]], folder: Path) -> None:

@@ -1,14 +1,14 @@
 """Hub datasets as streams of rows."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.data.documents import no_field
-from gqa_convert.errors import DataError
+from gqa_convert.data.documents import no_field, pair_columns
+from gqa_convert.errors import DataError, GQAConvertError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -36,7 +36,7 @@ class HubText:
         """The rows, as `datasets` streams them.
 
         Args:
-            fields: which columns; without any, that of the text.
+            fields: those of pairs; without any, the column of the text.
 
         Raises:
             DataError: there is no such dataset, configuration or split, or it has no such column.
@@ -49,11 +49,28 @@ class HubText:
             raise DataError(f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split") from problem
         if not rows.column_names:
             return rows  # type: ignore[no-any-return]
-        wanted = list(fields) or [self.text_field]
-        for field in wanted:
-            if field not in rows.column_names:
-                raise no_field(self.label, field, rows.column_names)
-        return rows.select_columns(wanted)  # type: ignore[no-any-return]
+        if fields:
+            return rows.select_columns(pair_columns(self.label, fields, rows.column_names))  # type: ignore[no-any-return]
+        if self.text_field not in rows.column_names:
+            raise no_field(self.label, self.text_field, rows.column_names)
+        return rows.select_columns([self.text_field])  # type: ignore[no-any-return]
+
+
+def numbered_rows(text: HubText, fields: Sequence[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each row is, and the row, from the first to the last.
+
+    Raises:
+        DataError: as `HubText.rows`, or the stream broke off.
+    """
+    number = 0
+    try:
+        for number, row in enumerate(text.rows(fields), 1):
+            yield f"{text.label} row {number}", row
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        reason = str(problem) or type(problem).__name__
+        raise DataError(f"{text.label} broke off after {number} rows ({reason}): check the network, and run it again") from problem
 
 
 def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool) -> str:

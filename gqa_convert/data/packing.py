@@ -4,6 +4,7 @@ The tokens are read as a circle, so that an offset loses none of them.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -60,12 +61,22 @@ class Sampler(Protocol):
     """Makes samples of one objective out of tokens.
 
     Attributes:
-        raw_tokens: tokens of text in a sample, in the mean.
         shortest: tokens that a source must have.
     """
 
-    raw_tokens: int
     shortest: int
+
+    @property
+    def raw_tokens(self) -> int | Fraction:
+        """Tokens of text in a sample, in the mean."""
+
+    @property
+    def longest(self) -> tuple[int, int] | None:
+        """Tokens of the longest encoder input and target, where the data decide that and not the objective."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about the data."""
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Any:
         """Where a source's sample lies, as `cut` says it."""
@@ -88,6 +99,9 @@ class CausalSampler:
         eos: closes each document.
         document_mask: number the documents, for attention within each.
     """
+
+    longest: None = None
+    notes = ()
 
     def __init__(self, length: int, eos: int, *, document_mask: bool) -> None:
         self.raw_tokens, self.shortest = length, length + 1

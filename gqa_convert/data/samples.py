@@ -5,18 +5,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.data.hub_rows import HubText
+from gqa_convert.data.collating import DecoderInput
+from gqa_convert.data.infilling import InfillingSampler, mask_token
+from gqa_convert.data.opening import Opener, PairOpener, TextOpener, infilling_frames
 from gqa_convert.data.order import Integers, Mixture, mix
-from gqa_convert.data.packing import CausalSampler, Sampler, check_size
-from gqa_convert.data.sources import Source, as_source, open_source
+from gqa_convert.data.packing import CausalSampler, Sampler
+from gqa_convert.data.pair_files import PairFile
+from gqa_convert.data.pair_sampling import PairSampler
+from gqa_convert.data.sources import Source, as_source
 from gqa_convert.data.spans import T5, UL2, SpanSampler
-from gqa_convert.data.streams import GrowingFile
-from gqa_convert.data.text_files import FileText
-from gqa_convert.data.token_files import Progress, TokenSource, build_token_file, default_cache, file_key, open_token_file
-from gqa_convert.data.tokenizing import TextEncoder, end_of_text
+from gqa_convert.data.token_files import Progress, TokenSource, default_cache
+from gqa_convert.data.tokenizing import end_of_text
 from gqa_convert.errors import DataError
 
-CAUSAL, SPAN_CORRUPTION, UL2_MIXTURE = OBJECTIVES = ("causal", "span_corruption", "ul2")
+CAUSAL, SPAN_CORRUPTION, UL2_MIXTURE, TEXT_INFILLING, PAIRS = OBJECTIVES = ("causal", "span_corruption", "ul2", "text_infilling", "pairs")
 
 
 class Samples:
@@ -27,6 +29,8 @@ class Samples:
     Attributes:
         tokens_per_sample: tokens of text that a sample uses up (in the mean, where samples differ).
         fingerprint: a hash of the tokens, the objective and the seed; with the same one, samples are the same.
+        longest: tokens of the longest encoder input and target, where the data decide that; otherwise None.
+        notes: what a user should know about the data.
     """
 
     def __init__(self, sources: Sequence[tuple[TokenSource, float]], sampler: Sampler, seed: int, settings: str) -> None:
@@ -34,8 +38,9 @@ class Samples:
         self._mixture = Mixture([weight for _, weight in sources])
         self._sampler, self._seed = sampler, seed
         self._keys = [mix(seed, number) for number in range(len(sources))]
-        self._grows = [isinstance(tokens, GrowingFile) for tokens in self._tokens]
+        self._grows = [tokens.grows for tokens in self._tokens]
         self.tokens_per_sample = sampler.raw_tokens
+        self.longest, self.notes = sampler.longest, list(sampler.notes)
         parts = [
             settings,
             str(seed),
@@ -53,7 +58,7 @@ class Samples:
         return max(self._mixture.samples_for(source, count) for source, count in enumerate(counts))
 
     def batch(self, indices: Sequence[int]) -> dict[str, Integers]:
-        """The samples of these numbers, as `causal_batch` and `SpanSampler.batch` say."""
+        """The samples of these numbers, as `causal_batch`, `SpanSampler.batch` and `collated` say."""
         places = []
         for index in indices:
             source, number = self._mixture.locate(index)
@@ -101,6 +106,7 @@ def open_samples(
     seed: int = 0,
     document_mask: bool = False,
     decoder_start: int | None = None,
+    starts_with_last: bool = False,
     cache: Path | None = None,
     is_local_main: bool = True,
     wait: Callable[[], None] = lambda: None,
@@ -111,11 +117,13 @@ def open_samples(
     Args:
         sources: strings, mappings or objects with the attributes of `Source`.
         tokenizer: a transformers tokenizer.
-        objective: causal, span_corruption or ul2.
-        sequence_length: tokens of a causal block or of the encoder's input.
+        objective: one of OBJECTIVES.
+        sequence_length: tokens of a causal block, of the encoder's input in span corruption, of the decoder's text in text infilling, and
+            of either text of a pair at most.
         seed: of the order and the corruption.
         document_mask: number the documents of causal blocks, for attention within each.
         decoder_start: what the decoder's input begins with; the padding token by default, as for T5.
+        starts_with_last: in text infilling and pairs it begins with the target's last token instead, as for mBART.
         cache: folder of the token files; by default one for all of the user's runs.
         is_local_main: whether this is the one process of this machine that writes to the cache.
         wait: a barrier of the processes of this machine; called exactly once, also before an error is raised.
@@ -125,7 +133,16 @@ def open_samples(
         DataError: the text can't be found or read, is too short, or does not suit the tokenizer; or the cache can't be written.
     """
     opened, sampler, settings = _open(
-        sources, tokenizer, objective, sequence_length, document_mask, decoder_start, cache, is_local_main, wait, progress
+        sources,
+        tokenizer,
+        objective,
+        sequence_length,
+        document_mask,
+        (decoder_start, starts_with_last),
+        cache,
+        is_local_main,
+        wait,
+        progress,
     )
     return Samples(opened, sampler, seed, settings)
 
@@ -139,6 +156,7 @@ def evaluation_blocks(
     tokens: int,
     document_mask: bool = False,
     decoder_start: int | None = None,
+    starts_with_last: bool = False,
     cache: Path | None = None,
     is_local_main: bool = True,
     wait: Callable[[], None] = lambda: None,
@@ -146,7 +164,16 @@ def evaluation_blocks(
 ) -> EvaluationBlocks:
     """Consecutive blocks of the first `tokens` tokens of the data, shared among the sources by weight; otherwise as `open_samples`."""
     opened, sampler, settings = _open(
-        sources, tokenizer, objective, sequence_length, document_mask, decoder_start, cache, is_local_main, wait, progress
+        sources,
+        tokenizer,
+        objective,
+        sequence_length,
+        document_mask,
+        (decoder_start, starts_with_last),
+        cache,
+        is_local_main,
+        wait,
+        progress,
     )
     blocks = EvaluationBlocks(opened, sampler, tokens, settings)
     for source, _ in opened:
@@ -160,7 +187,7 @@ def _open(
     objective: str,
     sequence_length: int,
     document_mask: bool,
-    decoder_start: int | None,
+    decoder: tuple[int | None, bool],
     cache: Path | None,
     is_local_main: bool,
     wait: Callable[[], None],
@@ -171,71 +198,71 @@ def _open(
         given = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
         if not given:
             raise DataError("there is no data: name at least one source of text")
-        sampler = make_sampler(tokenizer, objective, sequence_length, document_mask=document_mask, decoder_start=decoder_start)
-        encoder = TextEncoder(tokenizer, closed=objective == CAUSAL)
+        _check_objective(objective, sequence_length, document_mask=document_mask)
         Mixture([source.weight for source in given])
-        opened = [_tokens(source, encoder, sampler, folder, progress) for source in given] if is_local_main else []
+        if objective == PAIRS:
+            opener: Opener = PairOpener(tokenizer, folder, progress)
+        else:
+            sampler: Sampler = _text_sampler(given, tokenizer, objective, sequence_length, document_mask, decoder)
+            opener = TextOpener(
+                tokenizer, folder, progress, closed=objective == CAUSAL, framed=objective == TEXT_INFILLING, shortest=sampler.shortest
+            )  # fmt: skip
+        opened = [opener.make(source) for source in given] if is_local_main else []
     finally:
         wait()
     if not is_local_main:
-        opened = [_written_tokens(source, encoder, sampler, folder) for source in given]
-    settings = f"{objective} {sequence_length} {document_mask} {decoder_start}"
-    return [(tokens, source.weight) for tokens, source in zip(opened, given, strict=True)], sampler, settings
+        opened = [opener.find(source) for source in given]
+    weighted = [(tokens, source.weight) for tokens, source in zip(opened, given, strict=True)]
+    if objective == PAIRS:  # whose mean length is known only now
+        pairs = [(tokens, weight) for tokens, weight in weighted if isinstance(tokens, PairFile)]
+        sampler = PairSampler(sequence_length, pairs, _decoder_input(tokenizer, *decoder))
+    settings = f"{objective} {sequence_length} {document_mask} {decoder[0]}" + (" last" if decoder[1] else "")
+    return weighted, sampler, settings
 
 
-def make_sampler(tokenizer: Any, objective: str, sequence_length: int, *, document_mask: bool, decoder_start: int | None) -> Sampler:
-    """What makes the samples of an objective.
-
-    Raises:
-        DataError: the tokenizer lacks a token that the objective needs, or the lengths make no sense.
-    """
+def _check_objective(objective: str, sequence_length: int, *, document_mask: bool) -> None:
     if objective not in OBJECTIVES:
         raise DataError(f"there is no objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if sequence_length < 1:
         raise DataError(f"sequence_length is {sequence_length}, expected a number above 0")
-    if objective == CAUSAL:
-        return CausalSampler(sequence_length, end_of_text(tokenizer), document_mask=document_mask)
-    if document_mask:
+    if document_mask and objective != CAUSAL:
         raise DataError(f"document_mask is for the objective causal, and this is {objective}: leave it out")
-    start = tokenizer.pad_token_id if decoder_start is None else decoder_start
+
+
+def _text_sampler(
+    given: Sequence[Source], tokenizer: Any, objective: str, length: int, document_mask: bool, decoder: tuple[int | None, bool]
+) -> Sampler:
+    if objective != TEXT_INFILLING:
+        return make_sampler(tokenizer, objective, length, document_mask=document_mask, decoder_start=decoder[0])
+    mask = mask_token(tokenizer)
+    frame = max(frame.size for source in given for frame in infilling_frames(tokenizer, source))
+    return InfillingSampler(length, frame, mask, _decoder_input(tokenizer, *decoder))
+
+
+def _decoder_input(tokenizer: Any, start: int | None, last_first: bool) -> DecoderInput:
+    start = _decoder_start(tokenizer, start)
+    return DecoderInput(start, start if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id), last_first)
+
+
+def _decoder_start(tokenizer: Any, stated: int | None) -> int:
+    start = tokenizer.pad_token_id if stated is None else stated
     if start is None:
         raise DataError(
             "the tokenizer has no padding token, which the decoder's input begins with: set decoder_start_token_id in config.json"
         )
+    return int(start)
+
+
+def make_sampler(tokenizer: Any, objective: str, sequence_length: int, *, document_mask: bool, decoder_start: int | None) -> Sampler:
+    """What makes the samples of causal, span_corruption or ul2.
+
+    Raises:
+        DataError: the tokenizer lacks a token that the objective needs, or the lengths make no sense.
+    """
+    _check_objective(objective, sequence_length, document_mask=document_mask)
+    if objective == CAUSAL:
+        return CausalSampler(sequence_length, end_of_text(tokenizer), document_mask=document_mask)
+    start = _decoder_start(tokenizer, decoder_start)
     if objective == UL2_MIXTURE:
         return SpanSampler(sequence_length, tokenizer, UL2, decoder_start=start, cap_spans=True)
     return SpanSampler(sequence_length, tokenizer, T5, decoder_start=start, cap_spans=False)
-
-
-def _tokens(source: Source, encoder: TextEncoder, sampler: Sampler, folder: Path, progress: Progress) -> TokenSource:
-    """A source's tokens, made if need be."""
-    text = open_source(source, folder)
-    if isinstance(text, HubText):
-        tokens: TokenSource = GrowingFile(text, encoder, folder, writes=True)
-    else:
-        tokens = _opened(build_token_file(text, encoder, folder, progress), text)
-    check_size(tokens, sampler.shortest, text.label)
-    return tokens
-
-
-def _written_tokens(source: Source, encoder: TextEncoder, sampler: Sampler, folder: Path) -> TokenSource:
-    """A source's tokens, which another process has made, or begun to make."""
-    text = open_source(source, folder, ask=False)
-    if isinstance(text, HubText):
-        tokens = GrowingFile(text, encoder, folder, writes=False)
-        tokens.look()
-        if tokens.size()[0] < sampler.shortest:
-            raise _not_there(text.label, folder)
-        return tokens
-    return _opened(folder / f"{file_key(text.identity(), encoder)}.tokens", text)
-
-
-def _opened(path: Path, text: FileText) -> TokenSource:
-    tokens = open_token_file(path)
-    if tokens is None:
-        raise _not_there(text.label, path.parent)
-    return tokens
-
-
-def _not_there(label: str, folder: Path) -> DataError:
-    return DataError(f"{label} has not been tokenised in {folder}, which is up to the first process of this machine: see its message")

@@ -31,6 +31,10 @@ class Source:
         split: of a Hub dataset.
         name: the configuration of a Hub dataset.
         revision: branch, tag or commit of a Hub dataset.
+        source_field: for pairs of texts, the field of what an encoder reads.
+        target_field: the field of what its decoder is to write.
+        source_language: where the tokenizer marks languages, that of the texts that are read, as the tokenizer writes it.
+        target_language: that of the texts that are to be written.
     """
 
     source: str
@@ -39,6 +43,10 @@ class Source:
     split: str = "train"
     name: str | None = None
     revision: str | None = None
+    source_field: str | None = None
+    target_field: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
 
 
 def as_source(given: object) -> Source:

@@ -166,8 +166,19 @@ def sentinel_ids(tokenizer: Any) -> Integers:
     while (number := vocabulary.get(f"<extra_id_{len(found)}>", vocabulary.get(f"▁<extra_id_{len(found)}>"))) is not None:
         found.append(number)
     if not found:
-        raise DataError("the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective causal, or a T5 tokenizer")
+        raise DataError(
+            "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective text_infilling if it has a mask token, "
+            "or else pairs"
+        )
     return np.array(found, np.int64)
+
+
+def has_sentinels(tokenizer: Any) -> bool:
+    """Whether the tokenizer has sentinel tokens, as T5's have."""
+    try:
+        return len(sentinel_ids(tokenizer)) > 0
+    except DataError:
+        return False
 
 
 class SpanCut(NamedTuple):
@@ -191,6 +202,9 @@ class SpanSampler:
         decoder_start: what the decoder's input begins with.
         cap_spans: make fewer and longer spans where sentinels are missing.
     """
+
+    longest: None = None
+    notes = ()
 
     def __init__(self, length: int, tokenizer: Any, denoisers: Sequence[Denoiser], *, decoder_start: int, cap_spans: bool) -> None:
         self._eos, self._start = end_of_text(tokenizer), decoder_start

@@ -58,6 +58,8 @@ class GrowingFile:
         writes: whether this process may append (one of each machine).
     """
 
+    grows = True
+
     def __init__(self, text: HubText, encoder: TextEncoder, cache: Path, *, writes: bool) -> None:
         self.label = text.label
         self.fingerprint = file_key(text.identity(), encoder)

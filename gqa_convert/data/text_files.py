@@ -4,12 +4,12 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from gqa_convert.data.documents import Piece, no_field, row_pieces
+from gqa_convert.data.documents import PAIR_KEYS, Piece, no_field, pair_columns, row_pieces
 from gqa_convert.errors import DataError
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -63,10 +63,10 @@ class FileText:
         """Where each row of JSON-lines and Parquet files is, and those of the fields that it has.
 
         Args:
-            fields: of a row.
+            fields: those of pairs.
 
         Raises:
-            DataError: a file can't be read, or is plain text, which has no fields.
+            DataError: a file can't be read, lacks a field, or is plain text, which has no fields.
         """
         self._finished = 0
         for path, stat in zip(self.files, self._stats, strict=True):
@@ -77,10 +77,13 @@ class FileText:
     def _rows(self, path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         kind = kind_of(path)
         if kind in _PARQUET:
-            yield from self._parquet_rows(path, handle, fields)
+            yield from self._parquet_rows(path, handle, lambda names: pair_columns(str(path), fields, names))
             return
         if kind not in _JSON_LINES:
-            raise DataError(f"{path} is plain text, which has no fields {' and '.join(fields)}: name JSON lines, Parquet or a dataset")
+            raise DataError(
+                f"{path} is plain text, which has no fields {' and '.join(fields)}: name JSON lines, Parquet or a dataset, or leave "
+                f"{PAIR_KEYS} out"
+            )
         with _decompressed(path, handle) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
             yield from self._json_rows(path, text, fields[0])
 
@@ -122,20 +125,23 @@ class FileText:
             yield where, row
 
     def _parquet(self, path: Path, handle: io.BufferedReader) -> Iterator[Piece]:
-        for where, row in self._parquet_rows(path, handle, [self.text_field]):
+        def column(names: Sequence[str]) -> list[str]:
+            if self.text_field not in names:
+                raise no_field(str(path), self.text_field, names)
+            return [self.text_field]
+
+        for where, row in self._parquet_rows(path, handle, column):
             yield from row_pieces(row, self.text_field, where)
 
-    def _parquet_rows(self, path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _parquet_rows(
+        self, path: Path, handle: io.BufferedReader, columns: Callable[[Sequence[str]], list[str]]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             file = pq.ParquetFile(handle)
-            names = file.schema_arrow.names
-            for field in fields:
-                if field not in names:
-                    raise no_field(str(path), field, names)
-            for batch in file.iter_batches(batch_size=256, columns=list(fields)):
+            for batch in file.iter_batches(batch_size=256, columns=columns(file.schema_arrow.names)):
                 yield from ((str(path), row) for row in batch.to_pylist())
         except (pa.ArrowException, UnicodeDecodeError) as problem:
             raise DataError(f"{path} is no readable Parquet file ({problem}): fetch it again, or leave it out") from None

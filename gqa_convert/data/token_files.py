@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from gqa_convert.data.tokenizing import TextEncoder, batches
 from gqa_convert.errors import DataError
 
 FORMAT = 1
-_HEADER = 4096
+HEADER = 4096
 _MAGIC = b"GQATOKEN"
 
 Progress = Callable[[str, int, int], None]
@@ -42,6 +42,10 @@ class TokenSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """Stands for the tokens."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether the source is not all there at the beginning, so that its first epoch is read in order."""
 
     def size(self, wanted: int | None = None) -> tuple[int, bool]:
         """How many tokens there are, and whether that is all; waits until there are `wanted` or there are no more."""
@@ -66,11 +70,13 @@ def circular(tokens: npt.NDArray[Any], start: int, count: int) -> npt.NDArray[An
 class TokenFile:
     """The tokens of files, all there."""
 
+    grows = False
+
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         dtype = np.dtype(header["dtype"])
         self.documents: int = header["documents"]
         self.fingerprint: str = header["sha256"]
-        self.tokens = map_tokens(path, dtype, header["tokens"], offset=_HEADER)
+        self.tokens = map_tokens(path, dtype, header["tokens"], offset=HEADER)
 
     def size(self, wanted: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
         return len(self.tokens), True
@@ -93,12 +99,24 @@ def map_tokens(path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0)
 
 def open_token_file(path: Path) -> TokenFile | None:
     """The tokens in a file, or None if it is missing, truncated or no such file."""
+    header = read_header(path, lambda header: header["tokens"] * np.dtype(header["dtype"]).itemsize)
+    return None if header is None else TokenFile(path, header)
+
+
+def read_header(path: Path, body_bytes: Callable[[dict[str, Any]], int]) -> dict[str, Any] | None:
+    """What the beginning of a file says about the rest, or None if it is missing, truncated or no such file.
+
+    Args:
+        path: of the file.
+        body_bytes: the size of the rest, by what the header says.
+
+    Raises:
+        DataError: the system can't read it.
+    """
     try:
         with path.open("rb") as file:
-            header = _unpacked(file.read(_HEADER))
-            if header is None or os.fstat(file.fileno()).st_size != _HEADER + header["tokens"] * np.dtype(header["dtype"]).itemsize:
-                return None
-        return TokenFile(path, header)
+            header = _unpacked(file.read(HEADER))
+            return header if header is not None and os.fstat(file.fileno()).st_size == HEADER + body_bytes(header) else None
     except FileNotFoundError:
         return None
     except OSError as problem:
@@ -107,12 +125,12 @@ def open_token_file(path: Path) -> TokenFile | None:
 
 def _packed(header: dict[str, Any]) -> bytes:
     body = json.dumps(header).encode()
-    return (_MAGIC + hashlib.sha256(body).digest() + body).ljust(_HEADER, b" ")
+    return (_MAGIC + hashlib.sha256(body).digest() + body).ljust(HEADER, b" ")
 
 
 def _unpacked(block: bytes) -> dict[str, Any] | None:
     body = block[40:].rstrip(b" ")
-    if len(block) != _HEADER or block[:8] != _MAGIC or block[8:40] != hashlib.sha256(body).digest():
+    if len(block) != HEADER or block[:8] != _MAGIC or block[8:40] != hashlib.sha256(body).digest():
         return None
     header: dict[str, Any] = json.loads(body)
     return header if header["format"] == FORMAT else None
@@ -124,38 +142,56 @@ def build_token_file(text: FileText, encoder: TextEncoder, cache: Path, progress
     Raises:
         DataError: the text can't be read or is empty, or the cache can't be written.
     """
-    key = file_key(text.identity(), encoder)
-    path = cache / f"{key}.tokens"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{key}.lock") as alone:
-            if open_token_file(path) is None:
-                _sweep(cache, key if alone else None)
-                _write(text, encoder, path, progress)
-    except OSError as problem:
-        raise cache_problem(problem, cache) from None
+
+    def write(file: BinaryIO) -> dict[str, Any]:
+        digest, count, documents, begins = hashlib.sha256(), 0, 0, True
+        for batch in batches(text):
+            tokens, ended = encoder.encode(batch, begins=begins)
+            begins = batch[-1].last
+            data = tokens.tobytes()
+            file.write(data)
+            digest.update(data)
+            count, documents = count + len(tokens), documents + ended
+            progress(text.label, text.bytes_read(), text.total_bytes)
+        if not count:
+            raise DataError(f"{text.label} holds no text ({len(text.files)} files without a document): name other files")
+        return {"dtype": encoder.dtype.name, "tokens": count, "documents": documents, "sha256": digest.hexdigest()}
+
+    path = cache / f"{file_key(text.identity(), encoder)}.tokens"
+    build_once(path, lambda: open_token_file(path) is not None, write)
     return path
 
 
-def _write(text: FileText, encoder: TextEncoder, path: Path, progress: Progress) -> None:
+def build_once(path: Path, is_there: Callable[[], bool], write: Callable[[BinaryIO], dict[str, Any]]) -> None:
+    """Write a file of the cache unless it is there; it appears whole or not at all.
+
+    Args:
+        path: of the file; its stem is a key.
+        is_there: asked under a lock of this key.
+        write: writes what follows the header, and returns the header.
+
+    Raises:
+        DataError: the cache can't be written.
+    """
+    cache, key = path.parent, path.stem
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / f"{key}.lock") as alone:
+            if not is_there():
+                _sweep(cache, key if alone else None)
+                _write(path, write)
+    except OSError as problem:
+        raise cache_problem(problem, cache) from None
+
+
+def _write(path: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> None:
     part = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.part")
-    digest, count, documents, begins = hashlib.sha256(), 0, 0, True
     try:
         with part.open("wb") as file:
-            file.write(bytes(_HEADER))
-            for batch in batches(text):
-                tokens, ended = encoder.encode(batch, begins=begins)
-                begins = batch[-1].last
-                data = tokens.tobytes()
-                file.write(data)
-                digest.update(data)
-                count, documents = count + len(tokens), documents + ended
-                progress(text.label, text.bytes_read(), text.total_bytes)
-            if not count:
-                raise DataError(f"{text.label} holds no text ({len(text.files)} files without a document): name other files")
-            header = {"format": FORMAT, "dtype": encoder.dtype.name, "tokens": count, "documents": documents, "sha256": digest.hexdigest()}
+            file.write(bytes(HEADER))
+            header = write(file)
             file.seek(0)
-            file.write(_packed(header))
+            file.write(_packed({"format": FORMAT} | header))
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -36,7 +36,7 @@ class TextEncoder:
         self.end = [self.eos] if closed else []
         size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
         self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
-        self.key = hashlib.sha256(json.dumps([_state(tokenizer), self.begin, self.end, self.dtype.name]).encode()).hexdigest()
+        self.key = hashlib.sha256(json.dumps([tokenizer_state(tokenizer), self.begin, self.end, self.dtype.name]).encode()).hexdigest()
 
     def encode(self, pieces: list[Piece], *, begins: bool) -> tuple[Tokens, int]:
         """The pieces' tokens, one after the other.
@@ -98,7 +98,7 @@ def _beginning(tokenizer: Any) -> list[int]:
     return [int(bos)] if bos is not None and bos != tokenizer.eos_token_id and ids[:1] == [bos] else []
 
 
-def _state(tokenizer: Any) -> list[Any]:
+def tokenizer_state(tokenizer: Any) -> list[Any]:
     """Everything that the tokens of a text depend on, as plain data."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -106,7 +106,14 @@ def _state(tokenizer: Any) -> list[Any]:
         state.pop("truncation", None)  # set by whoever used the tokenizer last
         state.pop("padding", None)
         return [type(tokenizer).__name__, state]
-    settings = {name: repr(value) for name, value in sorted(getattr(tokenizer, "init_kwargs", {}).items()) if name != "name_or_path"}
-    vocabulary = getattr(tokenizer, "vocab_file", None)
-    content = hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest() if vocabulary and Path(vocabulary).is_file() else ""
-    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), settings, content]
+    given = {name: value for name, value in sorted(getattr(tokenizer, "init_kwargs", {}).items()) if name != "name_or_path"}
+    settings = {name: _content(value) or repr(value) for name, value in given.items()}
+    files = [getattr(tokenizer, "vocab_file", None), getattr(tokenizer, "spm_file", None), *getattr(tokenizer, "spm_files", ())]
+    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), settings, [_content(file) for file in files]]
+
+
+def _content(file: object) -> str | None:
+    """A hash of what is in a file; None if it is no file."""
+    if not isinstance(file, str) or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.data.documents import Piece
+from gqa_convert.data.framing import frame_around
 from gqa_convert.data.order import mix
+from gqa_convert.data.pair_files import shortened
 from gqa_convert.data.samples import SPAN_CORRUPTION, make_sampler
 from gqa_convert.data.spans import SpanCut
 from gqa_convert.data.tokenizing import TextEncoder, batches
@@ -50,7 +52,7 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
 
 
 def pair_material(
-    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, start: int, context: int, batch: int,
+    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, start: int, context: int, batch: int, starts_with_last: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Material:  # fmt: skip
     """Pairs of a text to read and one to write, each with the special tokens that the tokenizer puts around it; those are scored too.
@@ -59,26 +61,30 @@ def pair_material(
         pairs: sources and targets.
         tokenizer: the model's.
         start: what the decoder's input begins with.
-        context: tokens of each, at most; what is longer is cut.
+        context: tokens of each, at most; what is longer is cut before the special tokens that close it.
         batch: pairs at a time.
+        starts_with_last: the decoder's input begins with the target's last token instead, as mBART's does.
         progress: called with the pairs tokenised, and their number.
     """
     sources, targets, sizes, truncated = [], [], [], 0
+    closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
     for number, (source, target) in enumerate(pairs):
         read, _ = encode(tokenizer, source, special=True)
         written, ends = encode(tokenizer, target, special=True, target=True)
         truncated += len(read) > context or len(written) > context
-        sources.append(read[:context])
-        targets.append(written[:context])
-        sizes.append(np.diff(byte_ends(target, ends), prepend=0)[:context])
+        sources.append(shortened(read, context, closing))
+        targets.append(shortened(written, context, target_closing))
+        sizes.append(shortened(np.diff(byte_ends(target, ends), prepend=0), context, target_closing))
         progress(number + 1, len(pairs))
-    return _material(sources, targets, np.concatenate([np.empty(0, np.int64), *sizes]), start, batch, truncated)
+    flat = np.concatenate([np.empty(0, np.int64), *sizes])
+    return _material(sources, targets, flat, start, batch, truncated, starts_with_last=starts_with_last)
 
 
 class _Tokens:
     """Tokens in memory, as far as a sampler needs a `TokenSource`."""
 
     fingerprint = ""
+    grows = False
 
     def __init__(self, tokens: Integers) -> None:
         self._tokens = tokens
@@ -94,14 +100,18 @@ class _Tokens:
 
 
 def _material(
-    sources: list[Integers], targets: list[Integers], sizes: Integers | None, start: int, batch: int, truncated: int = 0
+    sources: list[Integers], targets: list[Integers], sizes: Integers | None, start: int, batch: int, truncated: int = 0, *,
+    starts_with_last: bool = False,
 ) -> Material:  # fmt: skip
     ids, lengths = np.concatenate(targets), [len(target) for target in targets]
     blocks = np.repeat(np.arange(len(targets)), lengths)
-    digest = hashlib.sha256(np.array([start, *map(len, sources), *lengths], np.int64).tobytes() + ids.tobytes())
+    firsts = [int(target[-1]) if starts_with_last and len(target) else start for target in targets]
+    digest = hashlib.sha256(
+        np.array([*(firsts if starts_with_last else [start]), *map(len, sources), *lengths], np.int64).tobytes() + ids.tobytes()
+    )
     for source in sources:
         digest.update(source.tobytes())
-    made = PairBatches(sources, targets, start, batch)
+    made = PairBatches(sources, targets, firsts, batch)
     return Material(ids, np.ones(len(ids), np.bool_), sizes, blocks, len(targets), made, digest.hexdigest(), truncated)
 
 
@@ -111,12 +121,12 @@ class PairBatches:
     Args:
         sources: tokens for the encoder.
         targets: tokens that the decoder is to predict.
-        start: what its input begins with.
+        starts: what its input begins with, for each pair.
         batch: pairs at a time.
     """
 
-    def __init__(self, sources: Sequence[Integers], targets: Sequence[Integers], start: int, batch: int) -> None:
-        self._sources, self._targets, self._start = sources, targets, start
+    def __init__(self, sources: Sequence[Integers], targets: Sequence[Integers], starts: Sequence[int], batch: int) -> None:
+        self._sources, self._targets, self._starts = sources, targets, starts
         self._firsts = np.cumsum([0, *(len(target) for target in targets)])
         self._batches = longest_first([len(source) + len(target) for source, target in zip(sources, targets, strict=True)], batch)
 
@@ -127,7 +137,7 @@ class PairBatches:
         chosen = self._batches[number]
         longest, longest_target = (max(len(side[each]) for each in chosen) for side in (self._sources, self._targets))
         read, mask = np.zeros((2, len(chosen), longest), np.int64)
-        decoder = np.full((len(chosen), longest_target), self._start, np.int64)
+        decoder = np.zeros((len(chosen), longest_target), np.int64) + np.array([self._starts[each] for each in chosen])[:, None]
         rows, places = [], []
         for row, each in enumerate(chosen):
             source, target = self._sources[each], self._targets[each]

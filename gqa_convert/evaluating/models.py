@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.calibration.text import decoder_start, has_sentinels, usable_tokenizer
+from gqa_convert.calibration.text import usable_tokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.spans import has_sentinels
 from gqa_convert.errors import DataError, DeviceMemoryError, OptionError
 from gqa_convert.evaluating.material import Material
 from gqa_convert.lengths import LONGEST, SPAN_LENGTH, stated_positions
@@ -59,6 +61,11 @@ class Candidate:
     def decoder_start(self) -> int:
         """What the decoder's input begins with."""
         return decoder_start(self.folder, self.config, self.tokenizer)
+
+    @property
+    def starts_with_last(self) -> bool:
+        """Whether it begins with the target's last token instead."""
+        return starts_with_last(self.config)
 
 
 def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:

@@ -1,16 +1,17 @@
 """Text to score: read once, so that all models see the same."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.data.documents import Piece, row_pieces
-from gqa_convert.data.hub_rows import HubText
+from gqa_convert.data.documents import PAIR_KEYS, Piece, row_pieces, well_formed
+from gqa_convert.data.hub_rows import HubText, numbered_rows
+from gqa_convert.data.pairs import Pair, pairs_of
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.text_files import FileText
 from gqa_convert.data.token_files import default_cache
-from gqa_convert.errors import DataError, GQAConvertError
+from gqa_convert.errors import DataError
 from gqa_convert.evaluating.texts import encode
 
 STREAM_TOKENS = 1 << 20
@@ -59,7 +60,7 @@ def read_file(path: Path, text_field: str = "text") -> str:
 
 def read_pairs(
     source: Source, fields: tuple[str, str], count: int | None, progress: Progress = lambda done, total: None
-) -> list[tuple[str, str]]:
+) -> list[Pair]:  # fmt: skip
     """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
 
     Args:
@@ -72,62 +73,35 @@ def read_pairs(
         DataError: the rows can't be found or read, lack a field or have no text in it.
     """
     text = open_source(source, default_cache())
-    rows = _hub_rows(text, fields) if isinstance(text, HubText) else text.rows(fields)
-    pairs: list[tuple[str, str]] = []
-    for where, row in rows:
-        pairs.append((_field(row, fields[0], where), _field(row, fields[1], where)))
-        if isinstance(text, FileText):
-            progress(text.bytes_read(), text.total_bytes)
-        elif count:
-            progress(len(pairs), count)
-        if len(pairs) == count:
-            break
+    pairs: list[Pair] = []
+    try:
+        for where, pair in pairs_of(text, fields):
+            for field, side in zip(fields, pair, strict=True):
+                if not side:
+                    raise DataError(f"{where}: {field!r} holds nothing, expected text: leave the row out, or name another field")
+            pairs.append(pair)
+            if isinstance(text, FileText):
+                progress(text.bytes_read(), text.total_bytes)
+            elif count:
+                progress(len(pairs), count)
+            if len(pairs) == count:
+                break
+    except DataError as problem:  # in the words of a recipe
+        raise DataError(str(problem).replace(PAIR_KEYS, "--source-field and --target-field")) from problem.__cause__
     if not pairs:
         raise DataError(f"{text.label} holds no rows: name another source")
     return pairs
 
 
-def _field(row: Mapping[str, Any], field: str, where: str) -> str:
-    if field not in row:
-        found = ", ".join(map(str, list(row)[:20])) or "nothing"
-        raise DataError(f"{where} has no {field!r}, found {found}: name the fields with --source-field and --target-field")
-    value = row[field]
-    if not isinstance(value, str) or not value:
-        what = "nothing" if value in (None, "") else f"a {type(value).__name__}"
-        raise DataError(f"{where}: {field!r} holds {what}, expected text: leave the row out, or name another field")
-    return _clean(value)
-
-
-def _clean(text: str) -> str:
-    """The text, with half of a surrogate pair, which JSON can say and UTF-8 can't, replaced."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _counted(text: FileText, progress: Progress) -> Iterator[Piece]:
     for piece in text:
         progress(text.bytes_read(), text.total_bytes)
-        yield piece._replace(text=_clean(piece.text))
-
-
-def _hub_rows(text: HubText, fields: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    number = 0
-    try:
-        for number, row in enumerate(text.rows(fields), 1):
-            yield f"{text.label} row {number}", row
-    except GQAConvertError:
-        raise
-    except Exception as problem:
-        reason = str(problem) or type(problem).__name__
-        raise DataError(f"{text.label} broke off after {number} rows ({reason}): check the network, and run it again") from problem
+        yield piece._replace(text=well_formed(piece.text))
 
 
 def _hub_pieces(text: HubText) -> Iterator[Piece]:
-    pieces = (row_pieces(row, text.text_field, where) for where, row in _hub_rows(text, (text.text_field,)))
-    return (piece._replace(text=_clean(piece.text)) for piece in chain.from_iterable(pieces))
+    pieces = (row_pieces(row, text.text_field, where) for where, row in numbered_rows(text))
+    return (piece._replace(text=well_formed(piece.text)) for piece in chain.from_iterable(pieces))
 
 
 def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:

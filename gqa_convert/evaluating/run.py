@@ -232,7 +232,10 @@ class _Run:
                 self.text, candidate.tokenizer, start=start, length=self.context, batch=settings.batch, seed=settings.seed
             )  # fmt: skip
         assert self.objective == PAIRS
-        return pair_material(self.text, candidate.tokenizer, start=start, context=self.context, batch=settings.batch, progress=show)
+        return pair_material(
+            self.text, candidate.tokenizer, start=start, starts_with_last=candidate.starts_with_last, context=self.context,
+            batch=settings.batch, progress=show,
+        )  # fmt: skip
 
     def _evaluated(
         self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any, *, tasks: bool

@@ -9,6 +9,7 @@ from typing import Any
 
 from gqa_convert.errors import RecipeError
 from gqa_convert.recipe import readers
+from gqa_convert.recipe.pairs import check_pairs
 from gqa_convert.recipe.schema import (
     TRACKERS,
     DataSource,
@@ -41,6 +42,10 @@ _SOURCE_KEYS: dict[str, readers.Reader] = {
     "split": readers.text,
     "name": readers.or_none(readers.text),
     "revision": readers.or_none(readers.text),
+    "source_field": readers.or_none(readers.text),
+    "target_field": readers.or_none(readers.text),
+    "source_language": readers.or_none(readers.text),
+    "target_language": readers.or_none(readers.text),
 }
 
 
@@ -118,6 +123,8 @@ _OTHER_NAMES = {
     "block_size": "sequence_length", "max_grad_norm": "gradient_clipping", "lr_scheduler_type": "schedule", "warmup": "warmup_steps",
     "mixed_precision": "precision", "report_to": "trackers", "source": "model", "save_total_limit": "keep_checkpoints",
     "path": "source", "dataset_config": "name", "subset": "name", "column": "text_field",
+    "src_lang": "source_language", "tgt_lang": "target_language",
+    "source_column": "source_field", "target_column": "target_field", "input_field": "source_field", "label_field": "target_field",
 }  # fmt: skip
 
 
@@ -157,7 +164,8 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
     _check_budget(recipe)
     _check_folders(recipe)
     _check_teacher(recipe)
-    if recipe.document_mask and recipe.objective in ("span_corruption", "ul2"):
+    check_pairs(recipe)
+    if recipe.document_mask and recipe.objective not in ("auto", "causal"):
         raise RecipeError(f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them")
     if recipe.evaluate_every is not None and recipe.evaluation_data is None:
         raise RecipeError(f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on")

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
 from gqa_convert.errors import RecipeError
 from gqa_convert.recipe import readers
 
-Objective = Literal["auto", "causal", "span_corruption", "ul2"]
+Objective = Literal["auto", "causal", "span_corruption", "ul2", "text_infilling", "pairs"]
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 Precision = Literal["bf16", "no"]
@@ -44,6 +45,19 @@ class DataSource:
     name: str | None = None
     """The configuration of a Hub data set."""
     revision: str | None = None
+    source_field: str | None = None
+    """For pairs of texts: the column of what the encoder reads."""
+    target_field: str | None = None
+    """The column of what the decoder is to write."""
+    source_language: str | None = None
+    """Where the tokenizer marks languages: that of the texts that are read."""
+    target_language: str | None = None
+    """That of the texts that are to be written."""
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether it is pairs of texts, and not running text."""
+        return self.source_field is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +71,11 @@ class Recipe:
     data: tuple[DataSource, ...]
     """Training text."""
     objective: Objective = "auto"
-    """`auto` is span corruption for encoder-decoders and next-token prediction for all others."""
+    """`auto` is next-token prediction for decoders; for encoder-decoders pairs where the data name their fields, or else span corruption or
+    text infilling, whichever the tokenizer has tokens for."""
     sequence_length: int | None = None
-    """Tokens of a sample; by default the model's context up to 2048, and 512 for span corruption."""
+    """Tokens of a sample, of either text of a pair at most; by default the model's context up to 2048, and up to 512 for
+    encoder-decoders."""
     micro_batch_size: int = 1
     """Sequences per process and forward pass: a matter of memory, never of the result's meaning."""
     tokens: int | None = None
@@ -141,11 +157,11 @@ class Recipe:
         """Weight of the language-model loss: what distillation leaves of 1."""
         return 1.0 - (self.distillation_weight or 0.0)
 
-    def samples_per_step(self, tokens_per_sample: int) -> int:
+    def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
         """Sequences of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
         return max(1, (2 * self.tokens_per_step + tokens_per_sample) // (2 * tokens_per_sample))
 
-    def steps(self, tokens_per_sample: int) -> int:
+    def steps(self, tokens_per_sample: int | Fraction) -> int:
         """The fewest whole steps that train on the budget."""
         return -(-self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample))
 

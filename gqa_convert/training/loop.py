@@ -81,7 +81,7 @@ class Trainer:
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.wanted()
         self._taps = recipe.attention_matching > 0
-        self._flops_per_token = _flops_per_token(self._inner(), samples.tokens_per_sample)
+        self._flops_per_token = _flops_per_token(self._inner(), int(samples.tokens_per_sample))
         self._peak: float | None = peak(accelerator.device)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
@@ -143,7 +143,7 @@ class Trainer:
 
     def _advance(self, step: int, skipped: bool) -> None:
         self.progress.step = step
-        self.progress.tokens += self.samples_per_step * self.samples.tokens_per_sample
+        self.progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
         self.progress.skipped += skipped
         self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
 

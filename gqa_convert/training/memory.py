@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.data.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING
 from gqa_convert.data.spans import T5, UL2, shape_for
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import find_family
@@ -227,10 +228,12 @@ def _count(config: dict[str, Any], *keys: str) -> int | None:
 
 
 def target_length(objective: str, sequence_length: int) -> int:
-    """Tokens of the longest decoder's side of a sample: what was taken out, a sentinel per span, and end-of-text."""
-    if objective == "causal":
+    """Tokens of the longest decoder's side of a sample: in span corruption what was taken out, a sentinel per span, and end-of-text."""
+    if objective == CAUSAL:
         return 0
-    denoisers = T5 if objective == "span_corruption" else UL2
+    if objective in (TEXT_INFILLING, PAIRS):
+        return sequence_length
+    denoisers = T5 if objective == SPAN_CORRUPTION else UL2
     shapes = [shape_for(denoiser, sequence_length) for denoiser in denoisers]
     return max((shape.noise + shape.spans + 1 for shape in shapes if shape is not None), default=sequence_length)
 

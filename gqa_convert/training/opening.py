@@ -10,10 +10,11 @@ from typing import Any
 
 from gqa_convert import loading
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.errors import DeviceMemoryError, MissingExtraError, RecipeError
-from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
+from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.errors import DeviceMemoryError, MissingExtraError
 from gqa_convert.recipe import Recipe
 from gqa_convert.training.documents import refuse_mixing
+from gqa_convert.training.objectives import check_input, choose_objective, sample_length
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
 """What to do with a checkpoint that was saved without its language-model head."""
@@ -34,17 +35,22 @@ class Opened:
     """The checkpoint that the student was converted from, if it lies on this machine."""
     objective: str
     sequence_length: int
+    decoder_start: int | None
+    """What the decoder's input begins with, beside an encoder."""
+    starts_with_last: bool
+    """Whether it begins with the target's last token instead."""
 
 
 def open_recipe(recipe: Recipe) -> Opened:
     """Look at the models of a recipe.
 
     Raises:
-        RecipeError: objective, sequence length or teacher don't suit the model.
+        RecipeError: objective, sequence length or teacher don't suit the model, or it reads sound.
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
     assert student.folder is not None
+    check_input(recipe.model, student.config)
     opened = None if recipe.teacher is None else open_checkpoint(recipe.teacher, download=True)
     teacher = None if opened is None else opened.folder
     for name, checkpoint in ((recipe.model, student), (str(recipe.teacher), opened)):
@@ -57,31 +63,16 @@ def open_recipe(recipe: Recipe) -> Opened:
 
         with explained(str(recipe.teacher), "the tokenizer of"):
             shared_vocabulary(student.folder, teacher)
-    objective, length = _objective(recipe, student)
+    objective, length = choose_objective(recipe, student.config, tokenizer), sample_length(recipe, student.config)
     if recipe.document_mask:
         refuse_mixing(recipe.model, student.config, length)
         if opened is not None:
             refuse_mixing(str(recipe.teacher), opened.config, length)
-    return Opened(student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length)
-
-
-def _objective(recipe: Recipe, student: Checkpoint) -> tuple[str, int]:
-    """The objective and the length of a sample, where the recipe leaves them open."""
-    config = student.config
-    seq2seq = bool(config.get("is_encoder_decoder"))
-    objective = recipe.objective
-    if objective == "auto":
-        objective = "span_corruption" if seq2seq else "causal"
-    if seq2seq == (objective == "causal"):
-        kind = "an encoder-decoder" if seq2seq else "a decoder alone"
-        raise RecipeError(f"objective is {objective} and {recipe.model} is {kind}: leave objective out")
-    if seq2seq and recipe.document_mask:
-        raise RecipeError(f"document_mask is for decoders alone, and {recipe.model} is an encoder-decoder: leave document_mask out")
-    context = stated_positions(config)
-    length = recipe.sequence_length or (SPAN_LENGTH if seq2seq else block_length(config))
-    if context is not None and length > context:
-        raise RecipeError(f"sequence_length is {length} and {recipe.model} has positions for {context}: lower it")
-    return objective, length
+    start = decoder_start(student.folder, student.config, tokenizer) if student.config.get("is_encoder_decoder") else None
+    return Opened(
+        student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length, start,
+        starts_with_last(student.config),
+    )  # fmt: skip
 
 
 def _source_of(student: Path) -> Path | None:

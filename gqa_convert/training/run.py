@@ -85,7 +85,7 @@ class Run:
         steps = self.recipe.steps(samples.tokens_per_sample)
         self.recipe.warmup(steps)
         torch.manual_seed(self.recipe.seed)
-        if estimate := self._memory():
+        if estimate := self._memory(samples.longest):
             self.say(estimate)
         with self.together():
             self.inner = load_student(self.recipe, self.opened.student_folder)
@@ -163,11 +163,13 @@ class Run:
         """Training samples; batches of evaluation data and their fingerprint."""
         common: dict[str, Any] = {
             "objective": self.opened.objective, "sequence_length": self.opened.sequence_length, "document_mask": self.recipe.document_mask,
-            "decoder_start": self.opened.student.config.get("decoder_start_token_id"),
+            "decoder_start": self.opened.decoder_start, "starts_with_last": self.opened.starts_with_last,
             "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait, "progress": self.on_tokenize,
         }  # fmt: skip
         with self.together():
             samples = open_samples(list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, **common)
+        for note in samples.notes:
+            self.say(note)
         if self.recipe.evaluation_data is None:
             return samples, ([], "")
         with self.together():
@@ -178,15 +180,20 @@ class Run:
         batches = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
         return samples, (batches, blocks.fingerprint)
 
-    def _memory(self) -> str | None:
-        """The estimate of what this run needs, where the model's sizes are known; on the main process."""
+    def _memory(self, longest: tuple[int, int] | None) -> str | None:
+        """The estimate of what this run needs, where the model's sizes are known; on the main process.
+
+        Args:
+            longest: tokens of the longest encoder input and target, where the data decide that.
+        """
         opened = self.opened
         architecture = memory.read_architecture(opened.student.config)
         if architecture is None or not self.main:
             return None
+        length, target = longest or (opened.sequence_length, memory.target_length(opened.objective, opened.sequence_length))
         setting = memory.setting_of(
-            self.recipe, **memory.parameters_of(opened.student, opened.teacher, self.recipe), sequence_length=opened.sequence_length,
-            target_length=memory.target_length(opened.objective, opened.sequence_length), processes=self.accelerator.num_processes,
+            self.recipe, **memory.parameters_of(opened.student, opened.teacher, self.recipe), sequence_length=length,
+            target_length=target, processes=self.accelerator.num_processes,
             sharded=sharding.wanted(), device=self.accelerator.device.type,
         )  # fmt: skip
         return memory.shown(memory.plan(architecture, setting), available_memory(self.accelerator.device, local_processes()))
@@ -230,7 +237,7 @@ class Run:
     def _train(self, trainer: Trainer, metrics: Metrics | None, evaluation: list[Any]) -> None:
         """The steps that are left, with what belongs between them."""
         progress, recipe, steps = trainer.progress, self.recipe, trainer.steps
-        saved, tokens_per_step = progress.step, trainer.samples_per_step * trainer.samples.tokens_per_sample
+        saved, tokens_per_step = progress.step, round(trainer.samples_per_step * trainer.samples.tokens_per_sample)
         self.say(
             f"{steps:,} steps of {tokens_per_step:,} tokens on {self.accelerator.num_processes} process(es), from step {progress.step + 1:,}"
         )
@@ -266,7 +273,7 @@ class Run:
         def finite(value: float | None) -> float | None:
             return value if value is not None and abs(value) < float("inf") else None
 
-        rate = trainer.samples_per_step * trainer.samples.tokens_per_sample / result.seconds
+        rate = float(trainer.samples_per_step * trainer.samples.tokens_per_sample) / result.seconds
         line = {
             "step": result.step, "tokens": result.tokens, "loss": finite(result.loss), "lm": finite(result.lm), "kl": finite(result.kl),
             "attention": finite(result.attention), "learning_rate": result.learning_rate, "gradient_norm": finite(result.gradient_norm),
