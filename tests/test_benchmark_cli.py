@@ -61,7 +61,8 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     broken = run("benchmark", source, "-n", "3,12", *QUICK)
     assert broken.returncode == 2
     assert broken.stderr == (
-        f"gqa-convert: {source} has no fitting tensor for model.norm.weight, which is [59] where the model needs [60] (1 in all): convert or fetch it again\n"
+        f"gqa-convert: {source} has no fitting tensor for model.norm.weight, which is [59] where the model needs [60] (1 in all): "
+        "convert or fetch it again\n"
     )
 
 

@@ -184,7 +184,7 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     last = err.splitlines()[-1]
     assert last.startswith("gqa-convert: NaN")
     assert str(tmp_path / "some") in last
-    assert f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss" in ask(tmp_path / "all", "--data", "text.txt")[1]
+    assert f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss" in ask(tmp_path / "all", "--data", tmp_path / "text.txt")[1]
     quiet = ask(tmp_path / "all", "--data", "text.txt", "-q")
     assert quiet[0] == 1
     assert "NaN" in quiet[2]
