@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.support import checked_mask, guard
+from gqa_convert.attention.support import guard, mask_function
 from gqa_convert.errors import OptionError
 
 REFUSED: Final = {
@@ -34,7 +34,7 @@ def register(name: str = "gqa") -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, checked_mask)
+    AttentionMaskInterface.register(name, mask_function())
     guard(name)
 
 

@@ -5,6 +5,7 @@ that never calls the registered function would still receive that function's mas
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,21 +76,23 @@ def guard(name: str) -> None:
     _names.add(name)
 
 
-def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:
-    """transformers' mask for sdpa attention, which is None where causality is all there is to it.
+def mask_function() -> Callable[..., Any]:
+    """transformers' mask for sdpa attention, which is None where causality is all there is to it, with two checks.
 
-    A name that was written into a config by hand has passed no check when the first mask is made.
-
-    Raises:
-        UnsupportedAttentionError: the config's model does not run under this attention.
+    A name that was written into a config by hand has passed no check when the first mask is made: then an `UnsupportedAttentionError`
+    says that the config's model does not run under this attention. And Gemma's modules call themselves bidirectional even where its
+    masks are causal, so that there the mask must not be None.
     """
     from transformers.masking_utils import sdpa_mask
 
-    if type(config) not in _accepted and not torch.compiler.is_compiling():
-        _check_config(config)
-    if getattr(config, "use_bidirectional_attention", False):
-        options["allow_is_causal_skip"] = False  # Gemma's modules call themselves bidirectional even where its masks are causal
-    return sdpa_mask(*arguments, config=config, **options)
+    def checked(*arguments: Any, config: Any = None, **options: Any) -> Any:
+        if type(config) not in _accepted and not torch.compiler.is_compiling():
+            _check_config(config)
+        if config is not None and vars(config).get("use_bidirectional_attention"):  # getattr takes long on configs that lack it
+            options["allow_is_causal_skip"] = False
+        return sdpa_mask(*arguments, config=config, **options)
+
+    return checked
 
 
 def _check_config(config: Any) -> None:
