@@ -24,7 +24,7 @@ ALLOWED = {
     "machine": {""},
     "lengths": set(),
     "merging": {"errors"},
-    "checkpoint": {"errors"},
+    "checkpoint": {"errors", "paths"},
     "geometry": {"checkpoint", "errors", "families", "layouts", "merging"},
     "absorbing": {"errors", "families", "geometry", "layouts", "merging"},
     "fitting": {"", "absorbing", "calibration", "checkpoint", "errors", "geometry", "loading", "merging", "plan", "training"},

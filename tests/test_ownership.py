@@ -14,6 +14,10 @@ from gqa_convert.checkpoint.ownership import foreign_files, set_aside, some
 from gqa_convert.checkpoint.signed_card import signed
 from gqa_convert.convert import convert_checkpoint
 from gqa_convert.errors import OutputError
+from gqa_convert.inspecting.inspection import inspect_checkpoint
+from gqa_convert.paths import expanded
+from gqa_convert.recipe.readers import place
+from gqa_convert.recommending import Constraints, recommend_groups
 from tests.checkpoints import digests, write_llama
 
 
@@ -186,3 +190,13 @@ def test_a_name_that_is_free_is_found(tmp_path: Path) -> None:
         assert set_aside(tmp_path / "card") == tmp_path / expected
     assert [(tmp_path / name).read_text() for name in ("card.old", "card.old1", "card.old2")] == ["0", "1", "2"]
     assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_a_home_folder_is_recorded_as_what_it_stands_for(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is read elsewhere, by others, and by commands that look for the folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inspect_checkpoint("~/source", groups=[3])["source"] == str(source)
+    assert recommend_groups("~/source", Constraints(memory=10**9, context=16))["source"] == str(source)
+    assert place("model", "~/source") == str(source)
+    assert place("model", "org/model") == "org/model"
+    assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [str(tmp_path), "~nobody-of-this-name/x", "./a~b"]

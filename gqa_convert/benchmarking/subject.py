@@ -14,7 +14,7 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import ConfigError, OptionError, SourceNotFoundError, UnsupportedAttentionError, UnsupportedFamilyError
 from gqa_convert.families import find_family
 from gqa_convert.loading import auto_class, check_language_model, is_out_of_memory
-from gqa_convert.paths import local_path
+from gqa_convert.paths import expanded, local_path
 from gqa_convert.plan import make_plan
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
@@ -54,7 +54,7 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
     if model is not None:
         checkpoint = open_local(model, revision, _check_remote)
         _check_head(checkpoint)
-        return Subject(str(model), checkpoint.config, checkpoint.folder)
+        return Subject(expanded(model), checkpoint.config, checkpoint.folder)
     assert config is not None
     if revision is not None:
         raise OptionError("--revision belongs to a MODEL on the Hub, and --config is a local file: leave one out")
@@ -68,7 +68,7 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
         raise ConfigError(f"{path} can't be read ({problem.strerror}): check its permissions") from None
     found = parse_object(raw, str(path), ConfigError)
     refuse_quantised_config(found, str(path))
-    return Subject(str(config), found, None)
+    return Subject(expanded(config), found, None)
 
 
 def _check_remote(checkpoint: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, he
 from gqa_convert.checkpoint.store import FileStore, FolderStore
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, RemoteHeadersError, SourceNotFoundError, UnsupportedFormatError
+from gqa_convert.paths import expanded
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 200_000_000
@@ -82,8 +83,7 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     if path is not None and path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
-        named = str(path) if str(source).startswith("~") else str(source)  # records and commands must find it too
-        return read_checkpoint(FolderStore(path), named, None)
+        return read_checkpoint(FolderStore(path), expanded(source), None)
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
     from gqa_convert.checkpoint.hub import HubStore, open_hub_store

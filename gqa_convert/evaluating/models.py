@@ -24,7 +24,7 @@ from gqa_convert.loading import (
     load_model,
     read_config,
 )
-from gqa_convert.paths import local_path
+from gqa_convert.paths import expanded, local_path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CAUSAL, SPANS, PAIRS = "causal", "spans", "pairs"
@@ -81,9 +81,9 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         DataError: one has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
     """
-    remote = [name for name in names if not local_path(name).exists()]
+    remote = [name for name in map(expanded, names) if not local_path(name).exists()]
     found = []
-    for name in names:
+    for name in map(expanded, names):
         checkpoint = open_checkpoint(name, revision=revision if not remote or name in remote else None, download=True)
         assert checkpoint.folder is not None
         config = read_config(checkpoint.folder)

@@ -16,7 +16,7 @@ from gqa_convert.fitting.layers import SourceTensors, attention_of
 from gqa_convert.geometry import AttentionLayer
 from gqa_convert.inspecting.heatmap import check_picture, draw_errors
 from gqa_convert.inspecting.layers import LayerInspection
-from gqa_convert.paths import local_path
+from gqa_convert.paths import expanded, local_path
 from gqa_convert.plan import Plan, make_plan
 
 MAX_LOSS_INCREASE = 0.1
@@ -81,9 +81,9 @@ def inspect_checkpoint(
                 "--revision": revision,
             }
             measured["max_loss_increase"] = limit
-            measured["recommendation"] = recommend(measured["loss"]["by_groups"], limit, str(source), options, encoder=encoder)
+            measured["recommendation"] = recommend(measured["loss"]["by_groups"], limit, expanded(source), options, encoder=encoder)
     result: dict[str, Any] = {
-        "source": str(source), "model_type": plan.family.model_type, "heads": plan.heads, "kv_heads": plan.source_kv_heads,
+        "source": expanded(source), "model_type": plan.family.model_type, "heads": plan.heads, "kv_heads": plan.source_kv_heads,
         "groups": counts, **measured, "plot": None if picture is None else str(picture),
     }  # fmt: skip
     if picture is not None:

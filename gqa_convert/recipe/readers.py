@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, get_args
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.paths import local_path
+from gqa_convert.paths import expanded
 
 Reader = Callable[[str, Any], Any]
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d{1,3})?)")
@@ -76,7 +76,7 @@ def text(key: str, value: Any) -> str:
 def place(key: str, value: Any) -> str:
     """A path, where `~` is the home folder, or a Hub id."""
     given = text(key, value)
-    return str(local_path(given)) if given.startswith("~") else given
+    return expanded(given)
 
 
 def choice(of: Any) -> Reader:

@@ -12,7 +12,7 @@ from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.inspecting.inspection import inspect_checkpoint
 from gqa_convert.lengths import stated_positions
 from gqa_convert.machine import measurement
-from gqa_convert.paths import local_path
+from gqa_convert.paths import expanded, local_path
 from gqa_convert.plan import Plan, make_plan
 from gqa_convert.recommending.choice import Candidate, Constraints, choose, failing
 from gqa_convert.recommending.results import Found, Loss, read_results
@@ -60,7 +60,7 @@ def recommend_groups(
     Raises:
         GQAConvertError: one of its subclasses for every mistake.
     """
-    name = str(source)
+    name = expanded(source)
     if calibration is None and calibration_tokens is not None:
         raise OptionError(f"--calibration-tokens {calibration_tokens} without text: name a text file or dataset with --calibration")
     if constraints.max_loss_increase is not None and calibration is None and not results:
