@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.sources import Source
+from gqa_convert.errors import OptionError
 from gqa_convert.evaluating.examples import span_material
 from gqa_convert.evaluating.run import Settings, evaluate
 from gqa_convert.evaluating.texts import byte_ends, encode, text_material
@@ -302,6 +303,35 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
+
+
+def test_pairs_in_languages_have_mbarts_own_loss(tmp_path: Path) -> None:
+    """Its decoder begins with the target's last token, the language, whatever its config says."""
+    from tests.seq2seq import language_tokenizer, model, write_pairs
+
+    model(tmp_path / "model", "mbart", language_tokenizer())
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 6)
+    languages = {"pairs": ("a", "b"), "languages": ("de_DE", "ro_RO")}
+    report = run(tmp_path, "model", data="pairs.jsonl", **languages, batch=4)
+    tokenizer, own = language_tokenizer(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer.src_lang, tokenizer.tgt_lang = "de_DE", "ro_RO"
+    total, count = 0.0, 0
+    for source, target in pairs:
+        made = tokenizer(source, text_target=target, return_tensors="pt")
+        with torch.no_grad():
+            total += float(own(**made).loss) * made["labels"].numel()
+        count += made["labels"].numel()
+    (result,) = report["results"]
+    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert (report["data"]["source_language"], report["data"]["target_language"]) == ("de_DE", "ro_RO")
+    cut = run(tmp_path, "model", data="pairs.jsonl", **languages, context=3)["results"][0]
+    assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
+    with pytest.raises(
+        OptionError, match="marks the language .* and the command does not name it: add --source-language and --target-language"
+    ):
+        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
+    with pytest.raises(OptionError, match="does not know the language 'xx'"):
+        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), languages=("xx", "de_DE"))
 
 
 def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def evaluate(
     target_field: Annotated[
         str | None, typer.Option("--target-field", metavar="NAME", help="For encoder-decoders: what is to be written.", show_default=False)
     ] = None,
+    source_language: Annotated[
+        str | None,
+        typer.Option("--source-language", metavar="CODE", help="Of pairs, where the tokenizer marks languages.", show_default=False),
+    ] = None,
+    target_language: Annotated[
+        str | None, typer.Option("--target-language", metavar="CODE", help="Of what is to be written.", show_default=False)
+    ] = None,
     data_split: Annotated[str, typer.Option("--data-split", metavar="NAME", help="Of a Hub dataset.")] = "train",
     data_name: Annotated[str | None, typer.Option("--data-name", metavar="NAME", help="A Hub dataset's configuration.", show_default=False)] = None,
     data_revision: Annotated[str | None, typer.Option("--data-revision", help="Of a Hub dataset.", show_default=False)] = None,
@@ -89,10 +96,14 @@ def evaluate(
 
     if (source_field is None) != (target_field is None):
         raise OptionError("--source-field and --target-field go together: name both, or neither")
+    if (source_language is None) != (target_language is None):
+        raise OptionError("--source-language and --target-language go together: name both, or neither")
+    if source_language is not None and source_field is None:
+        raise OptionError("--source-language and --target-language are for pairs: name --source-field and --target-field too")
     if tasks is None and (tasks_folder or fewshot is not None or task_limit is not None):
         raise OptionError("--tasks-folder, --fewshot and --task-limit are for lm-eval: name its tasks with --tasks")
     pairs = None if source_field is None or target_field is None else (source_field, target_field)
-    settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs)
+    settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs, (source_language, target_language))
     text = None if data is None else Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
     wanted = None if tasks is None else Tasks([name.strip() for name in tasks.split(",")], tasks_folder, fewshot, task_limit)
     with stage_progress(quiet=quiet) as step:

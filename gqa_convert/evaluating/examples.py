@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.data.documents import Piece
-from gqa_convert.data.framing import frame_around
+from gqa_convert.data.framing import Languages, frame_around, speak
 from gqa_convert.data.order import mix
 from gqa_convert.data.pair_files import shortened
 from gqa_convert.data.samples import SPAN_CORRUPTION, make_sampler
@@ -53,6 +53,7 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
 
 def pair_material(
     pairs: Sequence[tuple[str, str]], tokenizer: Any, *, start: int, context: int, batch: int, starts_with_last: bool = False,
+    languages: Languages = (None, None),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Material:  # fmt: skip
     """Pairs of a text to read and one to write, each with the special tokens that the tokenizer puts around it; those are scored too.
@@ -64,9 +65,11 @@ def pair_material(
         context: tokens of each, at most; what is longer is cut before the special tokens that close it.
         batch: pairs at a time.
         starts_with_last: the decoder's input begins with the target's last token instead, as mBART's does.
+        languages: of sources and targets, where the tokenizer marks them.
         progress: called with the pairs tokenised, and their number.
     """
     sources, targets, sizes, truncated = [], [], [], 0
+    speak(tokenizer, languages)
     closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
     for number, (source, target) in enumerate(pairs):
         read, _ = encode(tokenizer, source, special=True)

@@ -10,6 +10,7 @@ from typing import Any
 from gqa_convert.calibration.text import usable_tokenizer
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
+from gqa_convert.data.framing import Languages, speak
 from gqa_convert.data.spans import has_sentinels
 from gqa_convert.errors import DataError, DeviceMemoryError, OptionError
 from gqa_convert.evaluating.material import Material
@@ -119,6 +120,24 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
                 f"{model.name} has no sentinel tokens for span corruption: name pairs of texts with --source-field and --target-field"
             )
     return PAIRS if pairs else SPANS if first.seq2seq else CAUSAL
+
+
+def check_languages(models: Sequence[Candidate], languages: Languages) -> None:
+    """Refuse languages that a tokenizer does not know, and none where it marks them.
+
+    Raises:
+        OptionError: it is so.
+    """
+    for model in models:
+        try:
+            speak(model.tokenizer, languages)
+        except DataError as problem:  # in the words of a recipe
+            said = (
+                str(problem).replace("the data source", "the command").replace(" (and, for pairs, target_language)", " and target_language")
+            )
+            for side in ("source", "target"):
+                said = said.replace(f"{side}_language", f"--{side}-language")
+            raise OptionError(f"{model.name}: {said}") from None
 
 
 def common_context(models: Sequence[Candidate], objective: str, context: int | None, stride: int | None) -> tuple[int, int | None]:

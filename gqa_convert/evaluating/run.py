@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa_convert.data.framing import Languages
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import OptionError
 from gqa_convert.evaluating.models import (
@@ -17,6 +18,7 @@ from gqa_convert.evaluating.models import (
     PAIRS,
     SPANS,
     Candidate,
+    check_languages,
     check_tokens,
     common_context,
     common_objective,
@@ -57,6 +59,7 @@ class Settings:
         device: see `processes.come_together`.
         seed: of span corruption, and of lm-eval's choices.
         pairs: the fields of source and target, for pairs.
+        languages: of source and target, where the tokenizers mark them.
     """
 
     context: int | None = None
@@ -67,6 +70,7 @@ class Settings:
     device: str | None = None
     seed: int = 0
     pairs: tuple[str, str] | None = None
+    languages: Languages = (None, None)
 
 
 def evaluate(
@@ -163,6 +167,8 @@ class _Run:
         self.manager = None if self.tasks is None else open_tasks(self.tasks)
         if data is not None:
             self.objective = common_objective(found, pairs=self.settings.pairs is not None)
+            if self.objective == PAIRS:
+                check_languages(found, self.settings.languages)
             self.context, self.stride = common_context(found, self.objective, self.settings.context, self.settings.stride)
 
     def go(self, data: Source | None) -> dict[str, Any]:
@@ -200,7 +206,11 @@ class _Run:
             "tokens_limit": self.settings.tokens,
         }  # fmt: skip
         pairs = self.settings.pairs
-        return named if pairs is None else named | {"text_field": None, "source_field": pairs[0], "target_field": pairs[1]}
+        if pairs is None:
+            return named
+        named |= {"text_field": None, "source_field": pairs[0], "target_field": pairs[1]}
+        languages = self.settings.languages
+        return named if languages == (None, None) else named | {"source_language": languages[0], "target_language": languages[1]}
 
     def _read(self, data: Source | None) -> Any:
         """The text, which the first process reads for all."""
@@ -233,8 +243,8 @@ class _Run:
             )  # fmt: skip
         assert self.objective == PAIRS
         return pair_material(
-            self.text, candidate.tokenizer, start=start, starts_with_last=candidate.starts_with_last, context=self.context,
-            batch=settings.batch, progress=show,
+            self.text, candidate.tokenizer, start=start, starts_with_last=candidate.starts_with_last, languages=settings.languages,
+            context=self.context, batch=settings.batch, progress=show,
         )  # fmt: skip
 
     def _evaluated(

@@ -62,7 +62,7 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
     if possible == (PAIRS,):
         raise RecipeError(
             f"{recipe.model} is an encoder-decoder whose tokenizer has neither sentinel tokens nor a mask token to train on running text with: "
-            f"train it on pairs, with {_FIELDS}"
+            f"use the objective pairs, with {_FIELDS}"
         )
     return possible[0]
 
