@@ -327,7 +327,7 @@ def test_pairs_in_languages_have_mbarts_own_loss(tmp_path: Path) -> None:
     cut = run(tmp_path, "model", data="pairs.jsonl", **languages, context=3)["results"][0]
     assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
     with pytest.raises(
-        OptionError, match="marks the language .* and the command does not name it: add --source-language and --target-language"
+        OptionError, match=r"marks the language .* and the command does not name it: add --source-language and --target-language"
     ):
         run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
     with pytest.raises(OptionError, match="does not know the language 'xx'"):
