@@ -95,7 +95,7 @@ def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> N
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write and sync; piece by piece, since an index may name tens of thousands of tensors."""
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as JSON writes half a surrogate pair
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
     sync(path)

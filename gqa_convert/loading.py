@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
+from gqa_convert.families import FAMILIES
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 """transformers' auto classes for models with logits over a vocabulary."""
@@ -80,7 +81,7 @@ def auto_class(config: dict[str, Any]) -> str:
     stated = _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True)))
     if stated is not None:
         return stated
-    if not config.get("is_encoder_decoder"):
+    if not is_encoder_decoder(config):
         return TASKS[0]
     model_type = str(config.get("model_type")).removeprefix(_OWN)
     text, speech = (getattr(modeling_auto, mapping) for mapping in _MAPPINGS[1:])
@@ -162,6 +163,15 @@ def _head_names(model: Any) -> set[str]:
     head = model.get_output_embeddings()
     own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+
+
+def is_encoder_decoder(config: dict[str, Any]) -> bool:
+    """Whether a checkpoint has an encoder and a decoder: what its config.json says, or else what its model type has by default."""
+    stated = config.get("is_encoder_decoder")
+    if isinstance(stated, bool):
+        return stated
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.encoder is not None
 
 
 def is_out_of_memory(problem: BaseException) -> bool:

@@ -54,7 +54,7 @@ ALLOWED = {
     "uptrain": {"errors", "loading", "recipe", "training"},
     "calibration": {"checkpoint", "data", "errors", "lengths", "loading"},
     "evaluating": {"calibration", "checkpoint", "data", "errors", "lengths", "loading", "machine", "paths", "training"},
-    "loading": {"errors", "modeling"},
+    "loading": {"errors", "families", "modeling"},
     "verify": {"checkpoint", "errors", "evaluating", "families", "loading", "paths"},
     "demo": {
         "checkpoint",

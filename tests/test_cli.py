@@ -14,6 +14,7 @@ import pytest
 from gqa_convert import __version__
 from tests.checkpoints import HIDDEN, WIDTH, write_llama
 
+COMMAND = [sys.executable, "-m", "gqa_convert"]
 COMMANDS = (
     "plan",
     "inspect",
@@ -225,3 +226,35 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
     assert stdout == ""
     assert stderr == f"gqa-convert: stopped by {number.name}: nothing was left behind\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "source"]
+
+
+@pytest.mark.parametrize("arguments", [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3"), ("--help",), ("--version",)])
+def test_a_full_disk_behind_stdout_gets_one_line(source: Path, arguments: tuple[str, ...]) -> None:
+    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.endswith("No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3")])
+def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str, ...]) -> None:
+    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_mistakes_exit_with_2_whatever_is_behind_the_streams(source: Path, flags: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run([*COMMAND, "plan", source, "-n", "5", *flags], stdout=full, stderr=full, timeout=120, check=False)
+    assert result.returncode == 2
+
+
+def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source, tmp_path / os.fsdecode(b"o\xff"), "--groups", "3")
+    assert_mistake(result, r"o\udcff", "no UTF-8", "rename")
+    assert list(tmp_path.iterdir()) == []

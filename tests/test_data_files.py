@@ -182,6 +182,17 @@ def test_bad_sources(tmp_path: Path) -> None:
         open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
 
 
+@pytest.mark.parametrize("key", ["split", "name", "revision"])
+@pytest.mark.parametrize("place", ["text.txt", ".", "*.txt", "python-stdlib"])
+def test_local_text_has_no_keys_of_the_hub(tmp_path: Path, key: str, place: str) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    source = place if place == "python-stdlib" else str(tmp_path / place)
+    open_source(as_source({"source": source, "split": "train"}), tmp_path)  # the default, which splits nothing off
+    with pytest.raises(DataError, match=f"{key} = 'other' belongs to datasets on the Hub: leave {key} out") as caught:
+        open_source(as_source({"source": source, key: "other"}), tmp_path)
+    assert str(caught.value).startswith(source)
+
+
 def test_sources_of_a_recipe() -> None:
     given = DataSource(source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1")
     assert as_source(given) == Source("org/some", 2.0, "content", "train[:1%]", "en", "v1")

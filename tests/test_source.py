@@ -19,6 +19,7 @@ from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
     GQAConvertError,
+    OutputError,
     SourceNotFoundError,
     UnsupportedFormatError,
 )
@@ -293,6 +294,36 @@ class TestRefusals:
         refused(folder, UnsupportedFormatError, wrapper, prefix, "save_pretrained")
         missing = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]["missing_keys"]
         assert any("layers.0.self_attn" in name for name in missing)
+
+    def test_an_adapter_beside_a_model(self, single: Path) -> None:
+        (single / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+        refused(single, UnsupportedFormatError, "a model and an adapter", "merge_and_unload")
+
+    def test_adapters_in_folders_of_their_own(self, single: Path, tmp_path: Path) -> None:
+        """They were trained for the source's heads."""
+        (single / "speech").mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (single / "speech" / name).write_text("{}")
+        checkpoint = open_checkpoint(single)
+        assert checkpoint.left_behind == ("speech/adapter_config.json", "speech/adapter_model.safetensors")
+        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        assert not (tmp_path / "out" / "speech").exists()
+
+    def test_names_that_are_no_utf8(self, single: Path, tmp_path: Path) -> None:
+        foreign = os.fsdecode(b"x\xff")
+        (single / f"{foreign}.txt").write_text("")
+        refused(single, CorruptCheckpointError, r"x\udcff.txt", "rename or remove it")
+        (single / f"{foreign}.txt").unlink()
+        with pytest.raises(OutputError, match="no UTF-8"):
+            convert_checkpoint(single, tmp_path / foreign, 3, method="mean")
+        single.rename(tmp_path / foreign)
+        refused(tmp_path / foreign, SourceNotFoundError, "no UTF-8", "rename the folder")
+        assert [path.name for path in tmp_path.iterdir()] == [foreign]
+
+    def test_half_a_surrogate_pair_in_the_config(self, single: Path, tmp_path: Path) -> None:
+        write_config(single, note="\ud800")
+        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        assert json.loads((tmp_path / "out" / "config.json").read_bytes())["note"] == "\ud800"
 
     def test_an_adapter_that_is_not_merged(self, tmp_path: Path) -> None:
         arrays = {name.replace("q_proj.weight", "q_proj.base_layer.weight"): array for name, array in llama_arrays().items()}

@@ -398,6 +398,11 @@ def test_results_load_through_the_packages_own_copy(made: Made, tmp_path: Path) 
     [
         ({"architectures": ["GQABartForCausalLM"], "model_type": "gqa_bart"}, "AutoModelForCausalLM"),
         ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": True}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": False}, "AutoModelForCausalLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart"}, "AutoModelForSeq2SeqLM"),
+        ({"model_type": "t5"}, "AutoModelForSeq2SeqLM"),
+        ({"model_type": "gqa_whisper"}, "AutoModelForSpeechSeq2Seq"),
+        ({"model_type": "gpt2"}, "AutoModelForCausalLM"),
         ({"architectures": ["GQAMarianMTModel"], "model_type": "gqa_marian"}, "AutoModelForSeq2SeqLM"),
         ({"architectures": ["GQAWhisperModel"], "model_type": "gqa_whisper", "is_encoder_decoder": True}, "AutoModelForSpeechSeq2Seq"),
         ({"architectures": None, "model_type": "llama"}, "AutoModelForCausalLM"),

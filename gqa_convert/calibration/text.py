@@ -27,7 +27,7 @@ from gqa_convert.data.token_files import default_cache
 from gqa_convert.data.tokenizing import TextEncoder, batches
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.lengths import LONGEST, SPAN_LENGTH, block_length, is_t5_like, stated_count, stated_positions
-from gqa_convert.loading import TASKS, auto_class, load_tokenizer, read_config
+from gqa_convert.loading import TASKS, auto_class, is_encoder_decoder, load_tokenizer, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ def calibration_batches(
         raise OptionError(f"calibration on {tokens} tokens was asked for, expected a number above 0")
     if batch_tokens < 1:
         raise OptionError(f"batches of {batch_tokens} calibration tokens were asked for, expected a number above 0")
-    if config.get("is_encoder_decoder") and auto_class(config) == TASKS[2]:
+    if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
         raise OptionError(
             f"calibration needs text that the encoder reads, and that of {config.get('model_type')} reads sound: "
             "use a method without calibration"
@@ -178,7 +178,7 @@ class _Blocks:
     def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Any, length: int | None, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self.kind = "causal"
-        if config.get("is_encoder_decoder"):
+        if is_encoder_decoder(config):
             self.kind = "spans" if has_sentinels(tokenizer) else "shifted"
             self._start = decoder_start(folder, config, tokenizer)
         context = stated_positions(config)

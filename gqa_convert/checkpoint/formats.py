@@ -20,8 +20,10 @@ _WEIGHT_PATTERNS = (
     "*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json", "*.bin", "*.bin.index.json", "*.bin.index.*.json",
     "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
     "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
+    "adapter_config.json",
 )  # fmt: skip
-"""Weights in any format, and the state of an interrupted training: none of it may survive beside converted weights."""
+"""Weights in any format, adapters with their configs, and the state of an interrupted training: none of it may survive beside converted
+weights."""
 
 _WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
 
@@ -64,6 +66,11 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     """
     names = set(files)
     for name in _PREFERENCE:
+        if name in names and "adapter_config.json" in names:
+            raise UnsupportedFormatError(
+                f"{where} holds a model and an adapter (adapter_config.json), and with peft installed transformers loads the adapter's base model "
+                "instead of this one: move adapter_config.json and adapter_model.* elsewhere, or merge the adapter first (merge_and_unload)"
+            )
         if name in names:
             return name
     if variant := _variant(names):

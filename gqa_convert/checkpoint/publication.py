@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gqa_convert.checkpoint.ownership import foreign_files, some
+from gqa_convert.checkpoint.store import is_utf8
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
 _LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
@@ -32,6 +33,8 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
         OutputError: OUT holds something (without `overwrite`), or files that this program did not write; it is a file, a link, a mount point
             or the current folder; it is the source, or one lies within the other.
     """
+    if not is_utf8(str(out)):
+        raise OutputError(f"the path {out} is no UTF-8, in which results record it: name another folder")
     try:
         _check_destination(out, source, overwrite)
     except OSError as problem:

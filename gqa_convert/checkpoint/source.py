@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
-from gqa_convert.checkpoint.store import FileStore, FolderStore
+from gqa_convert.checkpoint.store import FileStore, FolderStore, is_utf8
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, RemoteHeadersError, SourceNotFoundError, UnsupportedFormatError
 from gqa_convert.paths import expanded
@@ -115,6 +115,8 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
 
 def _local_path(source: str | Path) -> Path | None:
     """The path that `source` names, or None if there is nothing."""
+    if not is_utf8(str(source)):
+        raise SourceNotFoundError(f"the path {source} is no UTF-8, in which results record it: rename the folder")
     try:
         path = Path(source).expanduser()
         return path if path.exists() else None

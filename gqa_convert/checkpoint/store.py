@@ -37,6 +37,7 @@ class FolderStore:
                 if name.startswith("."):
                     continue
                 if path.is_file():
+                    _refuse_foreign_bytes(path.relative_to(folder).as_posix(), folder)
                     self.files[path.relative_to(folder).as_posix()] = path.stat().st_size
                 elif path.is_symlink() and not path.exists():
                     raise CorruptCheckpointError(f"{path} is a link to nothing: download or copy the checkpoint again")
@@ -49,6 +50,21 @@ class FolderStore:
                 return file.read(length)
         except OSError as problem:
             _refuse(problem)
+
+
+def _refuse_foreign_bytes(name: str, folder: Path) -> None:
+    """Records and indexes are UTF-8, and the Hub's names too."""
+    if not is_utf8(name):
+        raise CorruptCheckpointError(f"{folder} holds a file whose name is no UTF-8 ({name}): rename or remove it")
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name, as Python reads it from the system, is UTF-8 there."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(problem: OSError) -> NoReturn:

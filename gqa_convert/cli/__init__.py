@@ -1,5 +1,6 @@
 """The commands. Each one reads like its help text; the work is done elsewhere and imported when it is called."""
 
+import contextlib
 import inspect as inspection
 import os
 import signal
@@ -13,7 +14,7 @@ import typer
 
 from gqa_convert import __version__
 from gqa_convert.console.screen import prepare_streams
-from gqa_convert.errors import GQAConvertError, InterruptedRunError
+from gqa_convert.errors import GQAConvertError, InterruptedRunError, OptionError
 
 from .benchmark import benchmark
 from .check_serving import check_serving
@@ -81,6 +82,7 @@ def main() -> Never:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     try:
+        _refuse_foreign_bytes(sys.argv[1:])
         code = app(standalone_mode=False)
     except GQAConvertError as mistake:
         sys.exit(mistake.exit_code if mistake.told_elsewhere else _report(str(mistake), mistake.exit_code))
@@ -95,15 +97,25 @@ def main() -> Never:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _refuse_foreign_bytes(arguments: list[str]) -> None:
+    """Every command writes what it was given into records, which are UTF-8."""
+    for argument in arguments:
+        if any("\udc80" <= char <= "\udcff" for char in argument):
+            raise OptionError(f"the argument {argument} is no UTF-8, in which results record it: rename the file or folder")
+
+
 def _terminated(number: int, frame: FrameType | None) -> None:
     del frame
     raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: nothing was left behind")
 
 
 def _report(message: str, code: int) -> int:
-    sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+    with contextlib.suppress(OSError):  # of a stream whose disk is full or whose reader has gone; the exit code says it as well
+        sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+        sys.stderr.flush()
     if "--json" in sys.argv[1:]:
         from gqa_convert.console.screen import print_json
 
-        print_json({"error": message, "exit_code": code})
+        with contextlib.suppress(OSError):
+            print_json({"error": message, "exit_code": code})
     return code

@@ -51,7 +51,11 @@ def styled(*parts: str | tuple[str, str]) -> "Text":
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The one JSON object on stdout."""
+    """The one JSON object on stdout.
+
+    Raises:
+        OSError: stdout can't take it, as where its disk is full.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -62,6 +66,9 @@ def print_json(value: dict[str, Any]) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         abandon(sys.stdout)
+    except OSError as problem:
+        abandon(sys.stdout)  # what is still buffered would fail again at exit
+        raise OSError(problem.errno, problem.strerror, "stdout") from None
 
 
 def prepare_streams() -> None:

@@ -74,14 +74,17 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText |
         ask: ask the Hub for the commit of a dataset, even if one is remembered.
 
     Raises:
-        DataError: there is no such file or dataset, or a pattern fits nothing.
+        DataError: there is no such file or dataset, a pattern fits nothing, or local files are given what only a dataset on the Hub has.
     """
     given = source.source
     if not given:
         raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
     if given in (STDLIB, HELD_OUT):
+        _refuse_hub_keys(source)
         return FileText(given, _found(source_files(given == HELD_OUT), given), source.text_field, lenient=True)
     path = local_path(given)
+    if path.exists() or glob.has_magic(given):
+        _refuse_hub_keys(source)
     if path.is_file():
         return FileText(given, [path], source.text_field)
     if path.is_dir():
@@ -93,6 +96,16 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText |
         raise DataError(f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or a dataset on the Hub")
     commit = commit_of(given, source.revision, memory, ask=ask)
     return HubText(given, commit, source.name, source.split, source.text_field)
+
+
+def _refuse_hub_keys(source: Source) -> None:
+    """What only a dataset on the Hub has would be ignored."""
+    unused = Source(source.source)
+    for key in ("split", "name", "revision"):
+        if getattr(source, key) != getattr(unused, key):
+            raise DataError(
+                f"{source.source} is on this machine, and {key} = {getattr(source, key)!r} belongs to datasets on the Hub: leave {key} out"
+            )
 
 
 def _is_text(path: Path) -> bool:

@@ -21,6 +21,7 @@ from gqa_convert.loading import (
     check_complete,
     check_language_model,
     explained,
+    is_encoder_decoder,
     is_out_of_memory,
     load_model,
     read_config,
@@ -52,7 +53,7 @@ class Candidate:
 
     @property
     def seq2seq(self) -> bool:
-        return bool(self.config.get("is_encoder_decoder"))
+        return is_encoder_decoder(self.config)
 
     @property
     def positions(self) -> int | None:
@@ -89,7 +90,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         assert checkpoint.folder is not None
         config = read_config(checkpoint.folder)
         check_language_model(name, config, _HEAD)
-        if config.get("is_encoder_decoder") and auto_class(config) == TASKS[2]:
+        if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
             raise OptionError(f"{name} reads sound, and evaluate scores models that read text: leave it out")
         found.append(Candidate(name, checkpoint.revision, checkpoint.folder, config, usable_tokenizer(checkpoint.folder)))
     return found

@@ -70,6 +70,8 @@ def boolean(key: str, value: Any) -> bool:
 def text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise RecipeError(f"{key} is {shown(value) or 'empty'}: it must be text")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise RecipeError(f"{key} is {shown(value)}, which is no UTF-8: rename the file or folder")
     return value
 
 

@@ -15,6 +15,7 @@ from gqa_convert.data.spans import T5, UL2, shape_for
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import find_family
 from gqa_convert.geometry import config_value
+from gqa_convert.loading import is_encoder_decoder
 from gqa_convert.recipe import Recipe
 
 GB = 1e9
@@ -194,7 +195,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         family = find_family(values.get("model_type"))
     except UnsupportedFamilyError:
         return None
-    encodes = bool(values.get("is_encoder_decoder"))
+    encodes = is_encoder_decoder(values)
     layers = _count(values, *(_DECODER_LAYERS if encodes else ()), *_LAYERS)
     width, heads, vocabulary = (
         _count(values, *_WIDTH),

@@ -7,7 +7,7 @@ from gqa_convert.data.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILL
 from gqa_convert.data.spans import has_sentinels
 from gqa_convert.errors import RecipeError
 from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
-from gqa_convert.loading import TASKS, auto_class
+from gqa_convert.loading import TASKS, auto_class, is_encoder_decoder
 from gqa_convert.recipe import Recipe
 
 _FIELDS = "source_field and target_field in data"
@@ -19,7 +19,7 @@ def check_input(name: str, config: dict[str, Any]) -> None:
     Raises:
         RecipeError: the model reads sound.
     """
-    if config.get("is_encoder_decoder") and auto_class(config) == TASKS[2]:
+    if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
         raise RecipeError(
             f"{name} reads sound, and uptrain trains on text: use the conversion as it is, or train it on speech with transformers' Trainer"
         )
@@ -32,7 +32,7 @@ def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str,
         config: what config.json holds.
         tokenizer: the model's.
     """
-    if not config.get("is_encoder_decoder"):
+    if not is_encoder_decoder(config):
         return (CAUSAL,)
     spans = (SPAN_CORRUPTION, UL2_MIXTURE) if has_sentinels(tokenizer) else ()
     return (*spans, *((TEXT_INFILLING,) if tokenizer.mask_token_id is not None else ()), PAIRS)
@@ -91,4 +91,4 @@ def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
     context = stated_positions(config)
     if recipe.sequence_length is not None and context is not None and recipe.sequence_length > context:
         raise RecipeError(f"sequence_length is {recipe.sequence_length} and {recipe.model} has positions for {context}: lower it")
-    return recipe.sequence_length or min(block_length(config), SPAN_LENGTH if config.get("is_encoder_decoder") else block_length(config))
+    return recipe.sequence_length or min(block_length(config), SPAN_LENGTH if is_encoder_decoder(config) else block_length(config))

@@ -68,7 +68,7 @@ def open_recipe(recipe: Recipe) -> Opened:
         refuse_mixing(recipe.model, student.config, length)
         if opened is not None:
             refuse_mixing(str(recipe.teacher), opened.config, length)
-    start = decoder_start(student.folder, student.config, tokenizer) if student.config.get("is_encoder_decoder") else None
+    start = decoder_start(student.folder, student.config, tokenizer) if loading.is_encoder_decoder(student.config) else None
     return Opened(
         student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length, start,
         starts_with_last(student.config),
