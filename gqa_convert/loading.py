@@ -5,7 +5,7 @@ the package's own copy.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +165,7 @@ def _head_names(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
 
 
-def is_encoder_decoder(config: dict[str, Any]) -> bool:
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has an encoder and a decoder: what its config.json says, or else what its model type has by default."""
     stated = config.get("is_encoder_decoder")
     if isinstance(stated, bool):
