@@ -167,7 +167,7 @@ class Session:
         mistake = command.shown is not None and "gqa-convert: " in command.shown
         assert code in ((2,) if mistake else EXIT_CODES.get(arguments[0], (0,))), f"{command}\n{err}"
         if command.shown is not None:
-            shown_is_printed(command.shown, out, arguments[0])
+            shown_is_printed(command.shown, err + out, arguments[0])
         if command.stdout is not None:
             Path(command.stdout).parent.mkdir(exist_ok=True)
             Path(command.stdout).write_text(out, encoding="utf-8")
