@@ -1,12 +1,15 @@
-"""Attention with shared K/V heads: ours, transformers', torch's, full multi-head attention, and the time to read the cache once.
+"""Attention with shared K/V heads: ours, transformers', torch's, full multi-head attention, and the time to read the
+cache once.
 
-    python benchmarks/attention_speed.py --threads 1 2 --output docs/results/attention-cpu.json --table docs/results/attention-cpu.md
-    python benchmarks/attention_speed.py --device cuda --output docs/results/attention-cuda.json --table docs/results/attention-cuda.md
-    python benchmarks/attention_speed.py --quick        (a few cells, to look at while working)
+    python benchmarks/attention_speed.py --threads 1 2 --output docs/results/attention-cpu.json --table
+    docs/results/attention-cpu.md python benchmarks/attention_speed.py --device cuda --output
+    docs/results/attention-cuda.json --table docs/results/attention-cuda.md python benchmarks/attention_speed.py --quick
+    (a few cells, to look at while working)
 
-Every round of a cell runs each contender once, in an order that alternates; the figure to read is the ratio within a round, as a median
-with its range. A contender that takes less than a few milliseconds is repeated within its turn. Tensors stay the same from call to call,
-so that a small cache stays in the processor's: for every contender alike, the limit included.
+Every round of a cell runs each contender once, in an order that alternates; the figure to read is the ratio within a
+round, as a median with its range. A contender that takes less than a few milliseconds is repeated within its turn.
+Tensors stay the same from call to call, so that a small cache stays in the processor's: for every contender alike, the
+limit included.
 """
 
 import argparse
@@ -71,7 +74,9 @@ def contenders(cell: Cell, device: torch.device) -> dict[str, Call]:
         return few.repeat(1, 1, -(-length // 512), 1)[:, :, :length].contiguous().requires_grad_(training)
 
     query, key, value = made(HEADS, queries), made(cell.groups, cell.length), made(cell.groups, cell.length)
-    full_key, full_value = (key, value) if cell.groups == HEADS else (made(HEADS, cell.length), made(HEADS, cell.length))
+    full_key, full_value = (
+        (key, value) if cell.groups == HEADS else (made(HEADS, cell.length), made(HEADS, cell.length))
+    )
     seen: Tensor | None = None
     if batch == 2:  # the second row of the batch is padded on the left by an eighth
         padding = torch.ones(batch, 1, 1, cell.length, dtype=torch.bool, device=device)
@@ -84,7 +89,11 @@ def contenders(cell: Cell, device: torch.device) -> dict[str, Call]:
     shown = seen
     if shown is None and queries > 1:
         shown = torch.ones(queries, cell.length, dtype=torch.bool, device=device).tril()[None, None]
-    added = None if shown is None else torch.zeros(shown.shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
+    added = (
+        None
+        if shown is None
+        else torch.zeros(shown.shape, dtype=dtype, device=device).masked_fill(~shown, torch.finfo(dtype).min)
+    )
     causal = queries > 1 and seen is None
     layer, scale = Layer(cell.groups).train(training), WIDTH**-0.5
     calls: dict[str, Call] = {
@@ -92,7 +101,9 @@ def contenders(cell: Cell, device: torch.device) -> dict[str, Call]:
         "ours in transformers": lambda: attention_forward(layer, query, key, value, seen, scaling=scale)[0],
         "transformers sdpa": lambda: sdpa_attention_forward(layer, query, key, value, seen, scaling=scale)[0],
         "transformers eager": lambda: eager_attention_forward(layer, query, key, value, added, scaling=scale)[0],
-        "torch enable_gqa": lambda: scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=causal, enable_gqa=True),
+        "torch enable_gqa": lambda: scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=causal, enable_gqa=True
+        ),
         "full MHA": lambda: scaled_dot_product_attention(query, full_key, full_value, attn_mask=seen, is_causal=causal),
     }
     if batch * HEADS * queries * cell.length * 4 > EAGER_LIMIT:
@@ -129,7 +140,9 @@ def check(calls: dict[str, Call]) -> None:
             if name != "full MHA":
                 out: Any = call()
                 out = out if name in ("ours", "torch enable_gqa") else out.transpose(1, 2)
-                torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02 if expected.element_size() == 2 else 1e-4)
+                torch.testing.assert_close(
+                    out, expected, rtol=0.02, atol=0.02 if expected.element_size() == 2 else 1e-4
+                )
 
 
 def measure(cell: Cell, device: torch.device, budget: float, least: int, most: int) -> dict[str, list[float]]:
@@ -160,7 +173,9 @@ def measure(cell: Cell, device: torch.device, budget: float, least: int, most: i
             if number + 1 >= least and time.perf_counter() - began > budget:
                 break
     if "read by dot" in seconds:
-        seconds["read"] = [min(pair) for pair in zip(seconds.pop("read by dot"), seconds.pop("read by sum"), strict=True)]
+        seconds["read"] = [
+            min(pair) for pair in zip(seconds.pop("read by dot"), seconds.pop("read by sum"), strict=True)
+        ]
     return seconds
 
 
@@ -171,7 +186,11 @@ def spread(values: list[float]) -> dict[str, float]:
 def summary(cell: Cell, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """How many times ours' time each contender takes, and ours over the best of the stock paths and over the limit."""
     ours = seconds["ours"]
-    ratios = {name: spread([x / y for x, y in zip(times, ours, strict=True)]) for name, times in seconds.items() if name != "ours"}
+    ratios = {
+        name: spread([x / y for x, y in zip(times, ours, strict=True)])
+        for name, times in seconds.items()
+        if name != "ours"
+    }
     best = min((name for name in STOCK if name in seconds), key=lambda name: statistics.median(seconds[name]))
     inside = seconds["ours in transformers"]
     return {
@@ -181,8 +200,12 @@ def summary(cell: Cell, seconds: dict[str, list[float]]) -> dict[str, Any]:
         "times_ours": ratios,
         "best_stock": best,
         "ours_over_best_stock": spread([x / y for x, y in zip(ours, seconds[best], strict=True)]),
-        "ours_in_transformers_over_its_sdpa": spread([x / y for x, y in zip(inside, seconds["transformers sdpa"], strict=True)]),
-        "ours_over_read": spread([x / y for x, y in zip(ours, seconds["read"], strict=True)]) if "read" in seconds else None,
+        "ours_in_transformers_over_its_sdpa": spread(
+            [x / y for x, y in zip(inside, seconds["transformers sdpa"], strict=True)]
+        ),
+        "ours_over_read": spread([x / y for x, y in zip(ours, seconds["read"], strict=True)])
+        if "read" in seconds
+        else None,
     }
 
 
@@ -199,19 +222,25 @@ def unrest(record: dict[str, Any]) -> float:
 
 
 def disturbance(record: dict[str, Any]) -> float:
-    """The time of all contenders together: other work on the machine only adds to it, and evens out ratios where threads wait for each other."""
+    """The time of all contenders together: other work on the machine only adds to it, and evens out ratios where
+    threads wait for each other.
+    """
     return float(sum(record["milliseconds"].values()))
 
 
 def following(records: dict[Cell, dict[str, Any] | None], tries: dict[Cell, int], more: bool) -> Cell | None:
-    """The next cell to measure: one without figures; then, if there is time, the most doubtful for its number of tries."""
+    """The next cell to measure: one without figures; then, if there is time, the most doubtful for its number of
+    tries.
+    """
     for cell, record in records.items():
         if record is None:
             return cell
     doubts = {}
     for cell, record in records.items():
         assert record
-        fewer = [other for other in records if other.threads < cell.threads and replace(other, threads=cell.threads) == cell]
+        fewer = [
+            other for other in records if other.threads < cell.threads and replace(other, threads=cell.threads) == cell
+        ]
         slower = max((disturbance(record) / disturbance(records[other] or record) for other in fewer), default=0.0)
         doubt = max(unrest(record), 5 * slower if slower > 0.9 else 0.0)
         if doubt > 1.3 and tries[cell] < 5:
@@ -242,12 +271,31 @@ def table(report: dict[str, Any]) -> str:
         "that measurement is shown in which all contenders together took the least time.",
         *([report["note"]] if "note" in report else []),
     ]
-    names = {"transformers sdpa": "sdpa", "transformers eager": "eager", "torch enable_gqa": "enable_gqa", "full MHA": "full MHA"}
+    names = {
+        "transformers sdpa": "sdpa",
+        "transformers eager": "eager",
+        "torch enable_gqa": "enable_gqa",
+        "full MHA": "full MHA",
+    }
     for (threads, kind), cells in itertools.groupby(report["cells"], key=lambda cell: (cell["threads"], cell["kind"])):
         reads = kind.startswith("decode")
         where = "" if report["device"] == "cuda" else f", {threads} thread{'s' if threads > 1 else ''}"
-        header = ["type", "K/V heads", "length", *names.values(), "in transformers / sdpa", "ours / best", *["ours / read"] * reads]
-        lines += ["", f"## {kind[0].upper()}{kind[1:]}{where}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        header = [
+            "type",
+            "K/V heads",
+            "length",
+            *names.values(),
+            "in transformers / sdpa",
+            "ours / best",
+            *["ours / read"] * reads,
+        ]
+        lines += [
+            "",
+            f"## {kind[0].upper()}{kind[1:]}{where}",
+            "",
+            f"| {' | '.join(header)} |",
+            "|" + "---|" * len(header),
+        ]
         for cell in cells:
             row = [cell["dtype"], str(cell["groups"]), str(cell["length"])]
             row += [shown(cell["times_ours"].get(name)) for name in names]
@@ -265,7 +313,11 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
-        names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
     except OSError:
         names = []
     return names[0] if names else platform.processor()
@@ -279,14 +331,27 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 32], help="K/V heads")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096, 16384], help="of the cache")
-    parser.add_argument("--longest-prefill", type=int, default=4096, help="more than these --lengths are left out of prefill")
-    parser.add_argument("--longest-padded", type=int, default=512, help="more than these --lengths are left out of padded prefill")
-    parser.add_argument("--training", type=int, nargs="+", default=[512, 1024, 2048], help="lengths of the training step")
     parser.add_argument(
-        "--long-groups", type=int, nargs="+", default=[4], help="K/V heads of prefill over 1024 and training over 512 tokens"
+        "--longest-prefill", type=int, default=4096, help="more than these --lengths are left out of prefill"
     )
     parser.add_argument(
-        "--calm", type=float, default=120.0, help="seconds after the start until which cells with a wide spread are repeated"
+        "--longest-padded", type=int, default=512, help="more than these --lengths are left out of padded prefill"
+    )
+    parser.add_argument(
+        "--training", type=int, nargs="+", default=[512, 1024, 2048], help="lengths of the training step"
+    )
+    parser.add_argument(
+        "--long-groups",
+        type=int,
+        nargs="+",
+        default=[4],
+        help="K/V heads of prefill over 1024 and training over 512 tokens",
+    )
+    parser.add_argument(
+        "--calm",
+        type=float,
+        default=120.0,
+        help="seconds after the start until which cells with a wide spread are repeated",
     )
     parser.add_argument("--resume", type=Path, help="a report whose cells are taken over")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per cell, once it had its least rounds")
@@ -307,16 +372,23 @@ def main() -> None:
     device, limits = torch.device(arguments.device), (arguments.longest_prefill, arguments.longest_padded)
     lengths = dict.fromkeys(KINDS, arguments.lengths) | {"training": arguments.training}
     lengths |= {
-        kind: [n for n in arguments.lengths if n <= limit] for kind, limit in zip(("prefill", "prefill, padded"), limits, strict=True)
+        kind: [n for n in arguments.lengths if n <= limit]
+        for kind, limit in zip(("prefill", "prefill, padded"), limits, strict=True)
     }
     threads = arguments.threads if device.type == "cpu" else [torch.get_num_threads()]
     wanted = [
         Cell(count, kind, dtype, groups, length)
-        for count, kind, dtype, groups in itertools.product(threads, arguments.kinds, arguments.dtypes, arguments.groups)
+        for count, kind, dtype, groups in itertools.product(
+            threads, arguments.kinds, arguments.dtypes, arguments.groups
+        )
         for length in lengths[kind]
         if groups in arguments.long_groups or length <= {"prefill": 1024, "training": 512}.get(kind, length)
     ]
-    earlier = json.loads(arguments.resume.read_text()) if arguments.resume else {"cells": [], "commands": [], "load_averages": []}
+    earlier = (
+        json.loads(arguments.resume.read_text())
+        if arguments.resume
+        else {"cells": [], "commands": [], "load_averages": []}
+    )
     found = {tuple(record[name] for name in Cell.__annotations__): record for record in earlier["cells"]}
     records = {cell: found.get(tuple(vars(cell).values())) for cell in wanted}
     load, began, tries = os.getloadavg()[0], time.perf_counter(), dict.fromkeys(wanted, 0)
@@ -335,7 +407,9 @@ def main() -> None:
         "device": device.type,
         "machine": f"{processor(device)}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}",
-        "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else list(torch.cuda.get_device_capability(device)),
+        "capability": torch.backends.cpu.get_cpu_capability()
+        if device.type == "cpu"
+        else list(torch.cuda.get_device_capability(device)),
         "load_averages": [*earlier["load_averages"], round(load, 2), round(os.getloadavg()[0], 2)],
         "cells": list(records.values()),
     }

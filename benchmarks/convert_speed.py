@@ -3,8 +3,9 @@
     python benchmarks/convert_speed.py --layers 4 --rounds 5 --peer --output docs/results/convert-2gb.json     (2 GB)
     python benchmarks/convert_speed.py --layers 32 --rounds 3 --peer --output docs/results/convert-13gb.json   (13 GB)
 
-Every round runs each contender once, in an order that alternates, from a warm and from a cold page cache; every file is on the disk
-before the clock stops, `cp`'s too. The figure to read is the ratio within a round: absolute times mean nothing on a shared machine.
+Every round runs each contender once, in an order that alternates, from a warm and from a cold page cache; every file is
+on the disk before the clock stops, `cp`'s too. The figure to read is the ratio within a round: absolute times mean
+nothing on a shared machine.
 """
 
 import argparse
@@ -83,7 +84,15 @@ def warm(folder: Path) -> None:
 
 
 def contenders(source: Path, out: Path, peer: bool) -> dict[str, list[str]]:
-    convert = [str(Path(sys.executable).with_name("gqa-convert")), "convert", str(source), str(out), "--groups", str(GROUPS), "-q"]
+    convert = [
+        str(Path(sys.executable).with_name("gqa-convert")),
+        "convert",
+        str(source),
+        str(out),
+        "--groups",
+        str(GROUPS),
+        "-q",
+    ]
     commands = {
         "cp": ["sh", "-c", f"cp -r '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": convert,
@@ -100,8 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="4 make 2 GB, 32 make 13.5 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peer", action="store_true", help="also time from_pretrained + pooling + save_pretrained, once per cache state")
-    parser.add_argument("--cache", choices=("warm", "cold"), action="append", help="only this state of the page cache (default: both)")
+    parser.add_argument(
+        "--peer",
+        action="store_true",
+        help="also time from_pretrained + pooling + save_pretrained, once per cache state",
+    )
+    parser.add_argument(
+        "--cache", choices=("warm", "cold"), action="append", help="only this state of the page cache (default: both)"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where to work (on the disk to measure)")
     parser.add_argument("--output", type=Path, default=None, help="write the figures here as JSON")
     arguments = parser.parse_args()
@@ -120,9 +135,14 @@ def main() -> None:
                     measured = Measured(commands[name])
                     shutil.rmtree(out)
                     runs.append(
-                        {"cache": cache, "round": round_number, "name": name, "seconds": round(measured.seconds, 3),
-                         "peak_anonymous_bytes": measured.peak_anonymous}
-                    )  # fmt: skip
+                        {
+                            "cache": cache,
+                            "round": round_number,
+                            "name": name,
+                            "seconds": round(measured.seconds, 3),
+                            "peak_anonymous_bytes": measured.peak_anonymous,
+                        }
+                    )
                     print(
                         f"{cache} {round_number} {name:<16} {measured.seconds:7.2f} s  {measured.peak_anonymous / 2**20:7.1f} MiB",
                         flush=True,
@@ -131,7 +151,9 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
         "source_bytes": nbytes,
-        "ratios_to_cp": {f"{cache} {name}": ratios(runs, cache, name) for cache in states for name in commands if name != "cp"},
+        "ratios_to_cp": {
+            f"{cache} {name}": ratios(runs, cache, name) for cache in states for name in commands if name != "cp"
+        },
         "runs": runs,
     }
     print(json.dumps(report["ratios_to_cp"], indent=2))

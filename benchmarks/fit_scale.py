@@ -1,13 +1,16 @@
-"""Calibrated merging (`--method fit`) of layers of any size: minutes per layer by stage, memory, and what the arithmetic alone would take.
+"""Calibrated merging (`--method fit`) of layers of any size: minutes per layer by stage, memory, and what the
+arithmetic alone would take.
 
     python benchmarks/fit_scale.py --output docs/results/fit-scale.json                          (Llama-2-7B's shapes)
-    python benchmarks/fit_scale.py --tokens 16384 --steps 4 --output docs/results/fit-scale.json   (a sample, scaled up to the defaults)
+    python benchmarks/fit_scale.py --tokens 16384 --steps 4 --output docs/results/fit-scale.json   (a sample, scaled up
+    to the defaults)
 
-A random checkpoint is converted by the package's own code in a process of its own, with its weights left in the files and what waits
-between layers spilled, as on a machine whose memory is smaller than the model. Each stage is timed exclusively, by the clock and by the
-seconds that the process was on a core, which is the figure to read on a shared machine. The bound of a stage is its multiplications and
-additions over the rate at which one core of this machine multiplies matrices of the same width, measured before and after in the same run.
-With fewer tokens or steps than a conversion would use, each stage is scaled by what it grows with, and said to be.
+A random checkpoint is converted by the package's own code in a process of its own, with its weights left in the files
+and what waits between layers spilled, as on a machine whose memory is smaller than the model. Each stage is timed
+exclusively, by the clock and by the seconds that the process was on a core, which is the figure to read on a shared
+machine. The bound of a stage is its multiplications and additions over the rate at which one core of this machine
+multiplies matrices of the same width, measured before and after in the same run. With fewer tokens or steps than a
+conversion would use, each stage is scaled by what it grows with, and said to be.
 """
 
 import argparse
@@ -32,8 +35,13 @@ from synthetic import make_llama
 TOKENIZER = Path(__file__).parent.parent / "gqa_convert" / "demo_checkpoint"
 STAGES = ("forward", "targets", "moments", "grouping", "slow pairs", "merge", "refit", "gradient steps", "errors")
 SCALED = {
-    "forward": "tokens", "targets": "tokens", "moments": "tokens", "refit": "tokens", "errors": "tokens", "gradient steps": "steps",
-}  # fmt: skip
+    "forward": "tokens",
+    "targets": "tokens",
+    "moments": "tokens",
+    "refit": "tokens",
+    "errors": "tokens",
+    "gradient steps": "steps",
+}
 """What a stage grows with; the others have their full size in every run of at least 8192 tokens."""
 
 
@@ -103,7 +111,9 @@ class Watch:
 
 
 def gigaflops(width: int) -> dict[str, float]:
-    """The rate of square products of this width, the best of three, in 10^9 multiplications and additions per second and core."""
+    """The rate of square products of this width, the best of three, in 10^9 multiplications and additions per second
+    and core.
+    """
     import torch
 
     found = {}
@@ -121,32 +131,36 @@ def gigaflops(width: int) -> dict[str, float]:
 def work(options: argparse.Namespace, tokens: int, length: int) -> dict[str, float]:
     """Multiplications and additions of a layer by stage, in float32; those in float64 count twice.
 
-    Attention alone has four projections and, for each token, scores and sums over the block (all of it: the mask saves nothing).
+    Attention alone has four projections and, for each token, scores and sums over the block (all of it: the mask saves
+    nothing).
     """
-    width, inner, heads = options.width, options.inner, options.heads * options.head_width
+    width, inner, heads = options.width, options.inner, options.heads * options.head_dim
     attention = 8 * width * heads + 4 * length * heads
     return {
-        "forward": 2 * tokens * (attention + 6 * width * inner), "targets": tokens * attention, "moments": 2 * tokens * width**2,
+        "forward": 2 * tokens * (attention + 6 * width * inner),
+        "targets": tokens * attention,
+        "moments": 2 * tokens * width**2,
         "refit": 2 * (tokens * (attention + 2 * heads**2 + 2 * heads * width) + 2 * 2 * heads**3),
-        "errors": 3 * tokens * attention, "gradient steps": 3 * options.steps * 2048 * attention,
-    }  # fmt: skip
+        "errors": 3 * tokens * attention,
+        "gradient steps": 3 * options.steps * 2048 * attention,
+    }
 
 
 def child(options: argparse.Namespace) -> None:
     import torch
 
-    from gqa_convert import convert
-    from gqa_convert.calibration.opening import open_model
-    from gqa_convert.calibration.streams import Streams
-    from gqa_convert.fitting import closed_loop
+    from gqa_convert.conversion import run as convert
+    from gqa_convert.conversion.fit import closed_loop
+    from gqa_convert.conversion.fit.lockstep.model import open_model
+    from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
 
     clock = Clock()
     fitting = closed_loop.LayerFitting
-    clock.wrap(Streams, "_advance", "forward")
-    clock.wrap(Streams, "_measure", "opening")
+    clock.wrap(LockstepRunner, "_advance", "forward")
+    clock.wrap(LockstepRunner, "_measure", "opening")
     clock.wrap(fitting, "__init__", "targets")
     clock.wrap(fitting, "moments", "moments")
-    clock.wrap(fitting, "slow_pairs", "slow pairs")
+    clock.wrap(fitting, "low_frequency_pairs", "slow pairs")
     clock.wrap(closed_loop, "order_heads", "grouping")
     clock.wrap(closed_loop, "merge_layer", "merge", unless="slow pairs")
     clock.wrap(fitting, "refitted", "refit")
@@ -166,43 +180,71 @@ def child(options: argparse.Namespace) -> None:
     def on_layer(_: int, __: int, record: dict[str, Any]) -> None:
         layers.append((dict(clock.seconds), dict(clock.core_seconds)))
         records.append(record)
-        print(json.dumps(record), {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()}, file=sys.stderr, flush=True)
+        print(
+            json.dumps(record),
+            {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()},
+            file=sys.stderr,
+            flush=True,
+        )
 
     summary = convert.convert_checkpoint(
-        options.source, options.out, options.groups, calibration="python-stdlib", calibration_tokens=options.tokens,
-        calibration_length=options.length, fit_steps=options.steps, on_layer=on_layer,
-    )  # fmt: skip
+        options.source,
+        options.out,
+        options.groups,
+        calibration="python-stdlib",
+        calibration_tokens=options.tokens,
+        calibration_length=options.length,
+        fit_steps=options.steps,
+        on_layer=on_layer,
+    )
     watch.stop()
     rates.append(gigaflops(options.width))
     stages = [
-        {name: (after[0][name] - before[0].get(name, 0.0), after[1][name] - before[1].get(name, 0.0)) for name in after[0]}
+        {
+            name: (after[0][name] - before[0].get(name, 0.0), after[1][name] - before[1].get(name, 0.0))
+            for name in after[0]
+        }
         for before, after in itertools.pairwise(layers)
     ]
     result = {
-        "stages": stages, "rates": rates, "threads": torch.get_num_threads(), "records": records, "calibration": summary["calibration"],
-        "memory": {"VmHWM": resident()["VmHWM"], "anonymous": watch.anonymous, "in_stage": watch.stage, "by_stage": watch.by_stage},
+        "stages": stages,
+        "rates": rates,
+        "threads": torch.get_num_threads(),
+        "records": records,
+        "calibration": summary["calibration"],
+        "memory": {
+            "VmHWM": resident()["VmHWM"],
+            "anonymous": watch.anonymous,
+            "in_stage": watch.stage,
+            "by_stage": watch.by_stage,
+        },
         "cpu_seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
-    }  # fmt: skip
+    }
     print(json.dumps(result))
 
 
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
-        "| stage | measured, s | on a core, s | at full size, min | on a core, min | bound, core min |", "|---|---:|---:|---:|---:|---:|"
-    ]  # fmt: skip
+        "| stage | measured, s | on a core, s | at full size, min | on a core, min | bound, core min |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name in STAGES:
         row = report["layer"][name]
         bound = "" if row["bound_minutes"] is None else f"{row['bound_minutes']:.1f}"
         figures = " | ".join(f"{row[key]:.1f}" for key in ("seconds", "core_seconds", "minutes", "core_minutes"))
         lines.append(f"| {name} | {figures} | {bound} |")
-    total, core, least = (sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "core_minutes", "bound_minutes"))
+    total, core, least = (
+        sum(row[key] or 0.0 for row in report["layer"].values()) for key in ("minutes", "core_minutes", "bound_minutes")
+    )
     return "\n".join([*lines, f"| **a layer** | | | **{total:.1f}** | **{core:.1f}** | **{least:.1f}** |"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=3, help="of the checkpoint; the second and later ones are reported")
+    parser.add_argument(
+        "--layers", type=int, default=3, help="of the checkpoint; the second and later ones are reported"
+    )
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-width", type=int, default=0, help="default: width / heads")
@@ -211,19 +253,28 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=None, help="of calibration text (default: as a conversion would)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a block")
-    parser.add_argument("--steps", type=int, default=None, help="of the gradient stage, 2048 tokens each (default: as a conversion would)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="of the gradient stage, 2048 tokens each (default: as a conversion would)",
+    )
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
-    parser.add_argument("--in-memory", action="store_true", help="as on a machine with memory for the whole model in float32")
+    parser.add_argument(
+        "--in-memory", action="store_true", help="as on a machine with memory for the whole model in float32"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     parser.add_argument("--source", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=None, help="write the figures here as JSON, and beside it as Markdown")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="write the figures here as JSON, and beside it as Markdown"
+    )
     options = parser.parse_args()
-    from gqa_convert.calibration.text import calibration_tokens_for
-    from gqa_convert.fitting.matching import STEPS
+    from gqa_convert.conversion.fit.matching import STEPS
+    from gqa_convert.text.calibration import calibration_tokens_for
 
     options.steps = STEPS if options.steps is None else options.steps
-    options.head_width = options.head_width or options.width // options.heads
+    options.head_dim = options.head_dim or options.width // options.heads
     if options.out:
         child(options)
         return
@@ -232,14 +283,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         source = Path(scratch, "source")
         make_llama(
-            source, layers=options.layers, hidden=options.width, intermediate=options.inner, heads=options.heads, vocabulary=options.vocabulary,
+            source,
+            layers=options.layers,
+            hidden=options.width,
+            intermediate=options.inner,
+            heads=options.heads,
+            vocabulary=options.vocabulary,
             deviation=0.02,
-        )  # fmt: skip
+        )
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / name, source / name)
         command = [sys.executable, __file__, *sys.argv[1:], "--tokens", str(options.tokens)]
         process = subprocess.run(
-            [*command, "--source", str(source), "--out", str(Path(scratch, "out"))], stdout=subprocess.PIPE, text=True, check=True
+            [*command, "--source", str(source), "--out", str(Path(scratch, "out"))],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
     found = json.loads(process.stdout.splitlines()[-1])
     rate = max(rates["float32"] for rates in found["rates"])
@@ -249,21 +308,29 @@ def main() -> None:
     layer = {}
     for name in STAGES:
         seconds, spent = (sum(stage.get(name, (0.0, 0.0))[kind] for stage in later) / len(later) for kind in (0, 1))
-        scale = {"tokens": full_tokens / counted, "steps": full_steps / max(1, options.steps)}.get(SCALED.get(name, ""), 1.0)
+        scale = {"tokens": full_tokens / counted, "steps": full_steps / max(1, options.steps)}.get(
+            SCALED.get(name, ""), 1.0
+        )
         bound = whole[name] / rate / 1e9 / 60 if name in whole else None
         layer[name] = {
-            "seconds": seconds, "core_seconds": spent, "scaled_by": scale, "minutes": seconds * scale / 60, "core_minutes": spent * scale / 60,
+            "seconds": seconds,
+            "core_seconds": spent,
+            "scaled_by": scale,
+            "minutes": seconds * scale / 60,
+            "core_minutes": spent * scale / 60,
             "bound_minutes": bound,
-        }  # fmt: skip
+        }
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {found['threads']} threads, load {os.getloadavg()[1]:.1f}, {platform.system()}, "
         f"Python {platform.python_version()}",
-        "full_size": {"tokens": full_tokens, "steps": full_steps}, "measured_size": {"tokens": counted, "steps": options.steps},
-        "layer": layer, **found,
-    }  # fmt: skip
+        "full_size": {"tokens": full_tokens, "steps": full_steps},
+        "measured_size": {"tokens": counted, "steps": options.steps},
+        "layer": layer,
+        **found,
+    }
     memory = found["memory"]
-    shape = f"{options.width} wide, {options.heads} heads of {options.head_width}, MLP {options.inner}"
+    shape = f"{options.width} wide, {options.heads} heads of {options.head_dim}, MLP {options.inner}"
     text = (
         f"# Fitting a layer: {shape}, to {options.groups} K/V heads\n\n"
         f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s and core in float32.\n"

@@ -1,11 +1,13 @@
-"""Losses over a vocabulary, forward and backward: ours, the plain formula in float32, torch's on the logits as they are, transformers'.
+"""Losses over a vocabulary, forward and backward: ours, the plain formula in float32, torch's on the logits as they
+are, transformers'.
 
     python benchmarks/loss_speed.py --output docs/results/losses-cpu.json
     python benchmarks/loss_speed.py --device cuda --rows 8192 --vocabulary 128256 --output docs/results/losses-cuda.json
 
-Every round runs each contender once, in an order that alternates, on logits copied before its clock starts; the figure to read is the
-ratio to ours within a round, as a median with its range. Memory is the peak beyond the logits of student and teacher: on a GPU as
-torch counts it, on a CPU that of a process which runs one contender once, in units of the logits' size.
+Every round runs each contender once, in an order that alternates, on logits copied before its clock starts; the figure
+to read is the ratio to ours within a round, as a median with its range. Memory is the peak beyond the logits of student
+and teacher: on a GPU as torch counts it, on a CPU that of a process which runs one contender once, in units of the
+logits' size.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from gqa_convert.training.losses import combined_loss, compress, kl_loss, lm_loss
+from gqa_convert.text.losses import combined_loss, compress, kl_loss, lm_loss
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOP_K = 64
@@ -62,12 +64,16 @@ CONTENDERS: dict[str, dict[str, Loss]] = {
     "kl": {
         "ours": lambda logits, teacher, labels: kl_loss(logits, teacher, labels, overwrite=True)[0],
         "ours, logits kept": lambda logits, teacher, labels: kl_loss(logits, teacher, labels)[0],
-        f"ours, top {TOP_K}": lambda logits, teacher, labels: kl_loss(logits, compress(teacher, TOP_K), labels, overwrite=True)[0],
+        f"ours, top {TOP_K}": lambda logits, teacher, labels: kl_loss(
+            logits, compress(teacher, TOP_K), labels, overwrite=True
+        )[0],
         "plain": plain_kl,
     },
     "both": {
         "ours": lambda logits, teacher, labels: combined_loss(logits, labels, teacher, weight=0.5, overwrite=True).sum,
-        "plain": lambda logits, teacher, labels: plain_lm(logits, teacher, labels) / 2 + plain_kl(logits, teacher, labels) / 2,
+        "plain": lambda logits, teacher, labels: (
+            plain_lm(logits, teacher, labels) / 2 + plain_kl(logits, teacher, labels) / 2
+        ),
     },
 }
 
@@ -117,7 +123,9 @@ def peak(options: argparse.Namespace, kind: str, name: str, dtype: str) -> float
 
 def resident() -> int:
     """Bytes that this process had in memory at most; getrusage would start at what its parent had."""
-    (line,) = (line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:")
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -149,7 +157,9 @@ def cell(options: argparse.Namespace, kind: str, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "seconds": {name: round(statistics.median(times), 4) for name, times in seconds.items()},
         "times_ours": {
-            name: spread([x / y for x, y in zip(times, seconds["ours"], strict=True)]) for name, times in seconds.items() if name != "ours"
+            name: spread([x / y for x, y in zip(times, seconds["ours"], strict=True)])
+            for name, times in seconds.items()
+            if name != "ours"
         },
         "peak_over_logits": {name: round(measure(options, kind, name, dtype), 2) for name in losses},
     }

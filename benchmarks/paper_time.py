@@ -1,8 +1,11 @@
-"""T5-XXL's decoder against the number of K/V heads, as in Figure 6 of Ainslie et al. 2023, beside the paper's own numbers.
+"""T5-XXL's decoder against the number of K/V heads, as in Figure 6 of Ainslie et al. 2023, beside the paper's own
+numbers.
 
-    python benchmarks/paper_time.py --batch 1 8 32 64 --output paper-time.json --table paper-time.md --plot paper-time.svg
+    python benchmarks/paper_time.py --batch 1 8 32 64 --output paper-time.json --table paper-time.md --plot
+    paper-time.svg
 
-A few of its 24 layers are timed with random weights; 2048 tokens of input, 512 decoded, so that a step meets 256 cached tokens on average.
+A few of its 24 layers are timed with random weights; 2048 tokens of input, 512 decoded, so that a step meets 256 cached
+tokens on average.
 """
 
 import argparse
@@ -10,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.benchmarking import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
 
 PAPER = {64: ("MHA-XXL", 1.51, 47.2), 8: ("GQA-8-XXL", 0.28, 47.1), 1: ("MQA-XXL", 0.24, 46.6)}
 """Name, seconds per sample and average quality of Table 1; MHA-Large takes 0.37 s for 46.0."""
@@ -20,10 +23,14 @@ CONFIG = Path(__file__).parent.parent / "recipes" / "paper" / "t5-xxl.json"
 
 
 def ratios(records: list[dict[str, Any]], key: str) -> tuple[dict[int, float], dict[int, float]]:
-    """How many times faster than multi-head attention each N is, and how many times multi-query attention's time it takes."""
+    """How many times faster than multi-head attention each N is, and how many times multi-query attention's time it
+    takes.
+    """
     values = {record["groups"]: record[key] for record in records}
     most, least = max(values), min(values)
-    return {n: values[most] / value for n, value in values.items()}, {n: value / values[least] for n, value in values.items()}
+    return {n: values[most] / value for n, value in values.items()}, {
+        n: value / values[least] for n, value in values.items()
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -49,10 +56,12 @@ def table(result: dict[str, Any]) -> str:
         records = [record for record in result["results"] if record["batch"] == batch]
         ours, floors = ratios(records, "attention_ms_per_token"), ratios(records, "attention_floor_ms_per_token")
         lines += [
-            "", f"## Batch {batch}", "",
+            "",
+            f"## Batch {batch}",
+            "",
             "| N | attention | projections | floor | attention / floor | faster than MHA | times MQA | step | sample | paper |",
             "|---|---|---|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
+        ]
         for record in records:
             n = record["groups"]
             attention, floor = record["attention_ms_per_token"], record["attention_floor_ms_per_token"]
@@ -87,9 +96,19 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw time against N here")
     given = parser.parse_args()
     options = BenchmarkOptions(
-        groups=tuple(given.groups), batch=tuple(given.batch), context=(256,), encoder_tokens=2048, new_tokens=512, steps=given.steps,
-        repetitions=given.repetitions, layers=given.layers, dtype=given.dtype, device=given.device, prefill=given.prefill, breakdown=True,
-    )  # fmt: skip
+        groups=tuple(given.groups),
+        batch=tuple(given.batch),
+        context=(256,),
+        encoder_tokens=2048,
+        new_tokens=512,
+        steps=given.steps,
+        repetitions=given.repetitions,
+        layers=given.layers,
+        dtype=given.dtype,
+        device=given.device,
+        prefill=given.prefill,
+        breakdown=True,
+    )
     command = [
         "python",
         "benchmarks/paper_time.py",
@@ -101,7 +120,10 @@ def main() -> None:
         given.dtype,
     ]
     result = benchmark_model(config=CONFIG, options=options, plot=given.plot, command=command)
-    result |= {"model": "T5-XXL", "paper": {str(n): {"name": name, "sample_s": time, "quality": q} for n, (name, time, q) in PAPER.items()}}
+    result |= {
+        "model": "T5-XXL",
+        "paper": {str(n): {"name": name, "sample_s": time, "quality": q} for n, (name, time, q) in PAPER.items()},
+    }
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if given.table:

@@ -10,9 +10,16 @@ from gqa_convert.checkpoint.headers import build_header
 
 
 def make_llama(
-    folder: Path, *, layers: int, hidden: int = 4096, intermediate: int = 11008, heads: int = 32, vocabulary: int = 32000,
-    shard_bytes: int = 5_000_000_000, deviation: float = 1.0,
-) -> int:  # fmt: skip
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int = 4096,
+    intermediate: int = 11008,
+    heads: int = 32,
+    vocabulary: int = 32000,
+    shard_bytes: int = 5_000_000_000,
+    deviation: float = 1.0,
+) -> int:
     """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights.
 
     The deviation is that of the weights: with 1.0 attention sees one token each, and numbers grow.
@@ -50,13 +57,25 @@ def make_llama(
                     left, start = left - len(piece), 0
             os.fsync(out.fileno())
     total = sum(item[3] for item in described)
-    index_json = {"metadata": {"total_size": total, "total_parameters": total // 2}, "weight_map": dict(sorted(weight_map.items()))}
+    index_json = {
+        "metadata": {"total_size": total, "total_parameters": total // 2},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": layers, "vocab_size": vocabulary,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total

@@ -4,9 +4,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from gqa_convert.engines import listed_in
-from gqa_convert.families import FAMILIES, REFUSALS, RESTATED, Family
-from gqa_convert.translation import homes
+from gqa_convert.families import target_architectures as target_architectures
+from gqa_convert.families.engines import listed_in
+from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
 
 DOCUMENT = Path(__file__).with_name("families.md")
 
@@ -69,7 +69,7 @@ OWN = """
 ## Own file
 
 The result has the type `gqa_...` and brings one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert
-being installed. Where it is installed, `gqa_convert.modeling.register()` makes plain `from_pretrained` work. Other engines do not know
+being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know
 these types. All have the config keys `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`).
 In encoder-decoder models self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count
 nothing changes but the two `multi_query` keys, and stock classes load the copy.
@@ -106,18 +106,23 @@ Model types that are known and can't be converted, and why.
 
 
 HOMES = (
-    (homes.PHI_FROM_GPT_NEOX, "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
-    (homes.STARCODER2_FROM_GPT_NEOX, "not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)"),
-    (homes.PHI_FROM_GPTJ, "any"),
-    (homes.PHI_FROM_CODEGEN, "any"),
-    (homes.GPT_BIGCODE_FROM_GPT2, "one K/V head, no cross-attention"),
+    (target_architectures.PHI_FROM_GPT_NEOX, "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
+    (
+        target_architectures.STARCODER2_FROM_GPT_NEOX,
+        "not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
+    ),
+    (target_architectures.PHI_FROM_GPTJ, "any"),
+    (target_architectures.PHI_FROM_CODEGEN, "any"),
+    (target_architectures.GPT_BIGCODE_FROM_GPT2, "one K/V head, no cross-attention"),
 )
 
 
 def projections(family: Family) -> str:
     """The attention modules with the projections in them."""
     query = family.query + (f" ({family.query_outputs}x)" if family.query_outputs > 1 else "")
-    layout = {"blocks": "[q | k | v]", "grouped": "[q k v] per head", "quarters": "4 x [q | v | k]"}[family.fused_layout]
+    layout = {"blocks": "[q | k | v]", "grouped": "[q k v] per head", "quarters": "4 x [q | v | k]"}[
+        family.fused_layout
+    ]
     inside = f"{family.fused} {layout}" if family.fused else f"{query}, {family.key}, {family.value}"
     return f"{' or '.join(family.attention)}: {inside}, {family.output}".replace("|", "\\|")
 
@@ -141,7 +146,9 @@ def table(families: dict[str, Family]) -> list[str]:
         keys += "".join(f"; not with `{key}`" for key, _ in family.refused_when)
         keys += "".join(f"; only with `{key}`" for key, _ in family.refused_unless)
         engines = _engines(family.engines, listed_in(model_type))
-        lines.append(f"| {model_type} | {projections(family)} | {key_norm(family)} | {family.rotary} | {keys} | {engines} |")
+        lines.append(
+            f"| {model_type} | {projections(family)} | {key_norm(family)} | {family.rotary} | {keys} | {engines} |"
+        )
     return lines
 
 
@@ -152,8 +159,10 @@ def document() -> str:
     code = {name: family for name, family in FAMILIES.items() if not family.native and not family.modeling}
     lines = [HEAD.format(native=len(native), own=len(own)), *table(native), TRANSLATED]
     lines += ["| type | becomes | where | engines |", "|---|---|---|---|"]
-    for home, where in HOMES:
-        lines.append(f"| {home.source_type} | {home.model_type} | {where} | {_engines(homes.engines_of(home))} |")
+    for target_architecture, where in HOMES:
+        lines.append(
+            f"| {target_architecture.source_type} | {target_architecture.model_type} | {where} | {_engines(target_architectures.engines_of(target_architecture))} |"
+        )
     lines += [OWN, "| type | file | projections | converted | rotary |", "|---|---|---|---|---|"]
     for name, family in sorted(own.items()):
         assert family.modeling

@@ -1,4 +1,6 @@
-"""A hook of mkdocs: formulas as MathML, which browsers draw without scripts or fonts of their own; GitHub reads the same notation."""
+"""A hook of mkdocs: formulas as MathML, which browsers draw without scripts or fonts of their own; GitHub reads the
+same notation.
+"""
 
 import html
 import re
@@ -11,4 +13,6 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 def on_page_content(content: str, **_: Any) -> str:
     """Replaces what the extension arithmatex has found."""
-    return _FORMULA.sub(lambda found: convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block"), content)
+    return _FORMULA.sub(
+        lambda found: convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block"), content
+    )

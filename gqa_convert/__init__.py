@@ -6,21 +6,25 @@ The public names below load on first use, so that importing the package costs no
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from gqa_convert._version import __version__
 
-_HOMES = {
+_MODULES = {
     "open_checkpoint": "gqa_convert.checkpoint.source",
     "Checkpoint": "gqa_convert.checkpoint.source",
-    "make_plan": "gqa_convert.plan",
-    "Plan": "gqa_convert.plan",
-    "convert_checkpoint": "gqa_convert.convert",
-    "inspect_checkpoint": "gqa_convert.inspecting.inspection",
+    "make_plan": "gqa_convert.conversion.plan",
+    "Plan": "gqa_convert.conversion.plan",
+    "convert_checkpoint": "gqa_convert.conversion.run",
+    "inspect_checkpoint": "gqa_convert.measuring.inspect.run",
     "verify_checkpoint": "gqa_convert.verify",
     "GroupedQueryAttention": "gqa_convert.attention",
     "grouped_query_attention": "gqa_convert.attention",
     "KVCache": "gqa_convert.attention",
     "GQAConvertError": "gqa_convert.errors",
+    "register_modeling": "gqa_convert.families.modeling",
+    "uptrain_checkpoint": "gqa_convert.training.uptrain",
 }
+"""Where each public name is defined."""
+
 
 __all__ = [
     "Checkpoint",
@@ -34,20 +38,24 @@ __all__ = [
     "inspect_checkpoint",
     "make_plan",
     "open_checkpoint",
+    "register_modeling",
+    "uptrain_checkpoint",
     "verify_checkpoint",
 ]
 
 if TYPE_CHECKING:
     from gqa_convert.attention import GroupedQueryAttention, KVCache, grouped_query_attention
     from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-    from gqa_convert.convert import convert_checkpoint
+    from gqa_convert.conversion.plan import Plan, make_plan
+    from gqa_convert.conversion.run import convert_checkpoint
     from gqa_convert.errors import GQAConvertError
-    from gqa_convert.inspecting.inspection import inspect_checkpoint
-    from gqa_convert.plan import Plan, make_plan
+    from gqa_convert.families.modeling import register_modeling
+    from gqa_convert.measuring.inspect.run import inspect_checkpoint
+    from gqa_convert.training.uptrain import uptrain_checkpoint
     from gqa_convert.verify import verify_checkpoint
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

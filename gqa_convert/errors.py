@@ -1,7 +1,8 @@
 """One exception per mistake a user can make.
 
-Code of conduct: a message is one line that says what is wrong, what was found and what to do about it. The command line prints
-it and exits with the class's `exit_code`: 2 for a mistake in what was asked or given, 1 for work or a check that failed.
+Code of conduct: a message is one line that says what is wrong, what was found and what to do about it. The command line
+prints it and exits with the class's `exit_code`: 2 for a mistake in what was asked or given, 1 for work or a check that
+failed.
 """
 
 _LONGEST = 1000
@@ -19,8 +20,12 @@ class GQAConvertError(Exception):
 
 
 def _one_line(message: str) -> str:
-    """The message on one printable line of bearable length: the names it quotes come from files that nobody vouches for."""
-    line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[:_LONGEST])
+    """The message on one printable line of bearable length: the names it quotes come from files that nobody vouches
+    for.
+    """
+    line = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[:_LONGEST]
+    )
     return line if len(message) <= _LONGEST else f"{line} ... {_one_line(message[-200:])}"
 
 

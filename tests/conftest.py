@@ -2,5 +2,6 @@
 
 import os
 
-# two workers share the machine's cores; tiny models gain nothing from threads. Before anything imports torch, and for subprocesses too.
+# two workers share the machine's cores; tiny models gain nothing from threads. Before anything imports torch, and for
+# subprocesses too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

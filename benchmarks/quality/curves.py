@@ -1,12 +1,14 @@
 """What uptraining brings back: held-out loss against the share of the training tokens, from several starting points.
 
-    python -m benchmarks.quality.curves --cache FOLDER [--models qwen2] [--minutes 60] [--output docs/results/uptraining-quality.json]
+    python -m benchmarks.quality.curves --cache FOLDER [--models qwen2] [--minutes 60] [--output
+    docs/results/uptraining-quality.json]
 
-Starting points are checkpoints converted by mean pooling and by the fit, and the source itself, as a control for what more training
-does without any conversion. The loss is the language model's or the divergence from the source (KL). Each run has a schedule of its
-own to its own end, is repeated with every learning rate, and the report takes the best. What tells most is run first: 4:1, fit with KL
-on 1%, then mean pooling on 10%; the rest follows from cheap to dear. Cells that the output has already are not run again; a killed run
-goes on from its last checkpoint. `--dry-run` lists the cells and their tokens.
+Starting points are checkpoints converted by mean pooling and by the fit, and the source itself, as a control for what
+more training does without any conversion. The loss is the language model's or the divergence from the source (KL). Each
+run has a schedule of its own to its own end, is repeated with every learning rate, and the report takes the best. What
+tells most is run first: 4:1, fit with KL on 1%, then mean pooling on 10%; the rest follows from cheap to dear. Cells
+that the output has already are not run again; a killed run goes on from its last checkpoint. `--dry-run` lists the
+cells and their tokens.
 """
 
 import argparse
@@ -18,9 +20,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gqa_convert.convert import convert_checkpoint
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
-from gqa_convert.uptrain import uptrain
+from gqa_convert.training.uptrain import uptrain_checkpoint
 
 from .measure import calibration, loss_of, tokens_for
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
@@ -57,8 +59,14 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
         groups = groups_of(name)[1]
         for start, losses in STARTS.items():
             for alpha in arguments.alphas:
-                settings = [(loss, rate) for loss in losses for rate in arguments.learning_rates] if alpha else [(None, None)]
-                found += [Job(name, groups, start, loss, alpha, rate) for loss, rate in settings if loss in (None, *arguments.losses)]
+                settings = (
+                    [(loss, rate) for loss in losses for rate in arguments.learning_rates] if alpha else [(None, None)]
+                )
+                found += [
+                    Job(name, groups, start, loss, alpha, rate)
+                    for loss, rate in settings
+                    if loss in (None, *arguments.losses)
+                ]
     kept = [job for job in found if job.start in arguments.starts]
 
     def rank(job: Job) -> tuple[int, float]:
@@ -71,10 +79,14 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 
 def start_folder(job: Job, arguments: argparse.Namespace, cache: Path) -> Path:
-    """The converted checkpoint that a run starts from, made if it is not there: remove `starts` after a change of the method."""
+    """The converted checkpoint that a run starts from, made if it is not there: remove `starts` after a change of the
+    method.
+    """
     tokens = tokens_for(job.model, arguments.calibration_tokens, cache)
     weights = fingerprint(model_folder(job.model, cache))
-    folder = cache / "starts" / f"{job.model}-{weights}-{job.groups}-{job.start}{f'-{tokens}' if job.start == 'fit' else ''}"
+    folder = (
+        cache / "starts" / f"{job.model}-{weights}-{job.groups}-{job.start}{f'-{tokens}' if job.start == 'fit' else ''}"
+    )
     if not folder.is_dir():
         options: dict[str, Any] = {"method": "mean" if job.start == CONTROL else job.start}
         if job.start == "fit":
@@ -89,12 +101,23 @@ def recipe(job: Job, start: Path, training_tokens: int, arguments: argparse.Name
     """The run as `gqa-convert uptrain` takes it."""
     context = context_of(job.model)
     values: dict[str, Any] = {
-        "model": str(start), "output": str(cache / "runs" / "-".join(map(str, job))), "data": str(training_text(cache)),
-        "objective": objective_of(job.model), "alpha": job.alpha, "pretraining_tokens": training_tokens,
-        "tokens_per_step": arguments.tokens_per_step, "sequence_length": context, "micro_batch_size": max(1, MICRO_BATCH_TOKENS // context),
-        "learning_rate": job.learning_rate, "final_learning_rate": 0.0, "precision": "no", "save_every": 100, "keep_checkpoints": 1,
-        "compile": arguments.compile, "seed": 1,
-    }  # fmt: skip
+        "model": str(start),
+        "output": str(cache / "runs" / "-".join(map(str, job))),
+        "data": str(training_text(cache)),
+        "objective": objective_of(job.model),
+        "alpha": job.alpha,
+        "pretraining_tokens": training_tokens,
+        "tokens_per_step": arguments.tokens_per_step,
+        "sequence_length": context,
+        "micro_batch_size": max(1, MICRO_BATCH_TOKENS // context),
+        "learning_rate": job.learning_rate,
+        "final_learning_rate": 0.0,
+        "precision": "no",
+        "save_every": 100,
+        "keep_checkpoints": 1,
+        "compile": arguments.compile,
+        "seed": 1,
+    }
     return values | ({"teacher": str(model_folder(job.model, cache))} if job.loss_kind == "kl" else {})
 
 
@@ -110,26 +133,38 @@ def run(job: Job, training_tokens: int, arguments: argparse.Namespace, cache: Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     began = time.perf_counter()
-    result = uptrain(path, [])
+    result = uptrain_checkpoint(path, [])
     seconds = time.perf_counter() - began
     loss = loss_of(Path(result["model"]), job.model, cache, **HELD_OUT)
     shutil.rmtree(folder)
     kept = {key: value for key, value in values.items() if key not in ("model", "output", "data", "teacher")}
-    return cell | {"tokens": result["tokens"], "steps": result["steps"], "loss": round(loss, 4), "seconds": round(seconds), "recipe": kept}
+    return cell | {
+        "tokens": result["tokens"],
+        "steps": result["steps"],
+        "loss": round(loss, 4),
+        "seconds": round(seconds),
+        "recipe": kept,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="where `benchmarks.quality.train` left the models")
+    parser.add_argument(
+        "--cache", type=Path, default=DEFAULT_CACHE, help="where `benchmarks.quality.train` left the models"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen2"])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--losses", nargs="+", choices=("lm", "kl"), default=["lm", "kl"])
-    parser.add_argument("--alphas", nargs="+", type=float, default=list(ALPHAS), help="shares of the model's training tokens")
+    parser.add_argument(
+        "--alphas", nargs="+", type=float, default=list(ALPHAS), help="shares of the model's training tokens"
+    )
     parser.add_argument("--learning-rates", nargs="+", type=float, default=list(LEARNING_RATES))
     parser.add_argument("--calibration-tokens", type=int, help="for the fit; default: the converter's own")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
-    parser.add_argument("--compile", action="store_true", help="torch.compile: a minute for each run, and then much faster on T5")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile: a minute for each run, and then much faster on T5"
+    )
     parser.add_argument("--minutes", type=float, help="begin no run after this long")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()

@@ -1,11 +1,13 @@
-"""What each merging method loses: held-out loss after conversion, nothing trained, for every model, method and number of K/V heads.
+"""What each merging method loses: held-out loss after conversion, nothing trained, for every model, method and number
+of K/V heads.
 
-    python -m benchmarks.quality.measure --cache FOLDER [--models demo qwen2] [--methods mean factor] [--output docs/results/quality.json]
+    python -m benchmarks.quality.measure --cache FOLDER [--models demo qwen2] [--methods mean factor] [--output
+    docs/results/quality.json]
 
-Every cell is `convert_checkpoint` followed by the loss of what it wrote, on held-out text that neither training nor calibration saw, and on
-which no loss was looked at before the methods were what they are.
-Methods that calibrate do so with three seeds, which choose the text. Cells that the output has already are not measured again, unless
-`--again METHOD` says so; methods that this version of the converter lacks are named and left out.
+Every cell is `convert_checkpoint` followed by the loss of what it wrote, on held-out text that neither training nor
+calibration saw, and on which no loss was looked at before the methods were what they are. Methods that calibrate do so
+with three seeds, which choose the text. Cells that the output has already are not measured again, unless `--again
+METHOD` says so; methods that this version of the converter lacks are named and left out.
 """
 
 import argparse
@@ -18,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gqa_convert.calibration.text import calibration_tokens_for
-from gqa_convert.convert import convert_checkpoint
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
-from gqa_convert.loading import load_model, load_tokenizer, read_config
+from gqa_convert.families.loading import load_model, load_tokenizer, read_config
+from gqa_convert.text.calibration import calibration_tokens_for
 
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
 from .records import Cell, Records
@@ -44,18 +46,30 @@ class Job(NamedTuple):
     seed: int | None
 
 
-def loss_of(folder: Path, name: str, cache: Path, *, tokens: int = HELD_OUT_TOKENS, skipped: int = SEEN_TOKENS) -> float:
-    """The loss of a checkpoint of a model on held-out tokens after those skipped, in nats per token, computed in float32."""
+def loss_of(
+    folder: Path, name: str, cache: Path, *, tokens: int = HELD_OUT_TOKENS, skipped: int = SEEN_TOKENS
+) -> float:
+    """The loss of a checkpoint of a model on held-out tokens after those skipped, in nats per token, computed in
+    float32.
+    """
     model, missing = load_model(folder, torch.float32)
     if missing:
         raise RuntimeError(f"{folder} lacks {', '.join(missing)}")
     return held_out_loss(
-        model, load_tokenizer(folder), objective=objective_of(name), context=context_of(name), cache=cache, tokens=tokens, skipped=skipped
-    )  # fmt: skip
+        model,
+        load_tokenizer(folder),
+        objective=objective_of(name),
+        context=context_of(name),
+        cache=cache,
+        tokens=tokens,
+        skipped=skipped,
+    )
 
 
 def calibration(name: str, tokens: int, seed: int, cache: Path) -> dict[str, Any]:
-    """Arguments of `convert_checkpoint` for a method that calibrates: on training text, in blocks as long as those of training."""
+    """Arguments of `convert_checkpoint` for a method that calibrates: on training text, in blocks as long as those of
+    training.
+    """
     text = str(calibration_text(cache))
     return {"calibration": text, "calibration_tokens": tokens, "calibration_length": context_of(name), "seed": seed}
 
@@ -66,7 +80,9 @@ def tokens_for(name: str, asked: int | None, cache: Path) -> int:
 
 
 def jobs(arguments: argparse.Namespace, cache: Path) -> Iterator[Job]:
-    """Mean first, on which the figures of all others depend; then one seed of everything before the next, and 4:1 before the rest."""
+    """Mean first, on which the figures of all others depend; then one seed of everything before the next, and 4:1
+    before the rest.
+    """
     kinds: list[tuple[str, int | None]] = [(method, None) for method in DATA_FREE]
     kinds += [(method, seed) for seed in SEEDS[: arguments.seeds] for method in CALIBRATED]
     for method, seed in kinds:
@@ -93,7 +109,12 @@ def measure(job: Job, cache: Path) -> Cell:
         loss = loss_of(out, job.model, cache)
     finally:
         shutil.rmtree(out, ignore_errors=True)
-    return {**job._asdict(), "loss": round(loss, 4), "conversion_seconds": round(seconds, 1), "method_used": result["method"]}
+    return {
+        **job._asdict(),
+        "loss": round(loss, 4),
+        "conversion_seconds": round(seconds, 1),
+        "method_used": result["method"],
+    }
 
 
 def fill_in_shares(records: Records) -> None:
@@ -107,7 +128,9 @@ def fill_in_shares(records: Records) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="where `benchmarks.quality.train` left the models")
+    parser.add_argument(
+        "--cache", type=Path, default=DEFAULT_CACHE, help="where `benchmarks.quality.train` left the models"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=sorted({*DATA_FREE, *CALIBRATED}))
@@ -119,7 +142,9 @@ def main() -> None:
     records = Records(arguments.output, Job._fields)
     records.begin("measure", HELD_OUT_TOKENS)
     arguments.models = [name for name in arguments.models if _is_there(name, cache)]
-    records.drop(cell for cell in records.cells if cell["method"] in arguments.again and cell["model"] in arguments.models)
+    records.drop(
+        cell for cell in records.cells if cell["method"] in arguments.again and cell["model"] in arguments.models
+    )
     for name in arguments.models:
         known = records.model(name, model_folder(name, cache))
         if "loss" not in known:

@@ -1,8 +1,8 @@
 """The models: three configurations that are trained here, and the bundled one, which recipes/demo/train.py trained.
 
-They are small enough for one core and differ where merging methods differ: rotary positions with and without biases on the
-projections, learned positions with every projection fused into one Conv1D, and an encoder-decoder with relative positions per query
-head. Heads times head width is not the model's width in two of them.
+They are small enough for one core and differ where merging methods differ: rotary positions with and without biases on
+the projections, learned positions with every projection fused into one Conv1D, and an encoder-decoder with relative
+positions per query head. Heads times head width is not the model's width in two of them.
 """
 
 import json
@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from gqa_convert.demo import CHECKPOINT
-from gqa_convert.loading import load_tokenizer
+from gqa_convert.demo.run import CHECKPOINT
+from gqa_convert.families.loading import load_tokenizer
 
 DEFAULT_CACHE = Path("~/.cache/gqa-convert/quality")
 DEMO = "demo"
@@ -51,11 +58,14 @@ class Spec:
 def quality_tokenizer(name: str) -> Any:
     """The bundled model's tokenizer as transformers loads it beside this model, for `t5` with sentinels.
 
-    Whatever the files say, transformers cuts text for the model type `qwen2` as the published Qwen2 does, before the merges: training must too.
+    Whatever the files say, transformers cuts text for the model type `qwen2` as the published Qwen2 does, before the
+    merges: training must too.
     """
     tokenizer = load_tokenizer(CHECKPOINT)
     if name == "t5":
-        tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{number}>" for number in range(SENTINELS)]})
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [f"<extra_id_{number}>" for number in range(SENTINELS)]}
+        )
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(tokenizer, Path(folder))
         SPECS[name].build(tokenizer).config.save_pretrained(folder)
@@ -68,42 +78,74 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
-    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
-    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def _qwen2(tokenizer: Any) -> Any:
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=192, intermediate_size=320, num_hidden_layers=4, num_attention_heads=16,
-            num_key_value_heads=16, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.04,
+            vocab_size=len(tokenizer),
+            hidden_size=192,
+            intermediate_size=320,
+            num_hidden_layers=4,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            initializer_range=0.04,
             **_special(tokenizer),
         )
-    )  # fmt: skip
+    )
 
 
 def _gpt2(tokenizer: Any) -> Any:
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=len(tokenizer), n_embd=192, n_head=12, n_layer=4, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, initializer_range=0.04, **_special(tokenizer),
+            vocab_size=len(tokenizer),
+            n_embd=192,
+            n_head=12,
+            n_layer=4,
+            n_positions=256,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            initializer_range=0.04,
+            **_special(tokenizer),
         )
-    )  # fmt: skip
+    )
 
 
 def _t5(tokenizer: Any) -> Any:
     special = _special(tokenizer)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=len(tokenizer), d_model=192, d_kv=24, d_ff=320, num_layers=3, num_decoder_layers=3, num_heads=12, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu", tie_word_embeddings=True, decoder_start_token_id=special["pad_token_id"], **special,
+            vocab_size=len(tokenizer),
+            d_model=192,
+            d_kv=24,
+            d_ff=320,
+            num_layers=3,
+            num_decoder_layers=3,
+            num_heads=12,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=True,
+            decoder_start_token_id=special["pad_token_id"],
+            **special,
         )
-    )  # fmt: skip
-    # One matrix for embeddings and output layer, whose logits T5 scales by 1 / sqrt(d_model). Its deviation of 1 suits Adafactor's relative
-    # rates; a smaller one lets AdamW move it within a short run.
+    )
+    # One matrix for embeddings and output layer, whose logits T5 scales by 1 / sqrt(d_model). Its deviation of 1 suits
+    # Adafactor's relative rates; a smaller one lets AdamW move it within a short run.
     torch.nn.init.normal_(model.shared.weight, std=0.5)
     return model
 

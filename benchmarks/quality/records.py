@@ -1,4 +1,6 @@
-"""Results on the disk: one JSON file that grows cell by cell, so that a killed measurement loses only the cell it was at."""
+"""Results on the disk: one JSON file that grows cell by cell, so that a killed measurement loses only the cell it was
+at.
+"""
 
 import hashlib
 import json
@@ -19,8 +21,11 @@ Cell = dict[str, Any]
 
 def versions() -> dict[str, str]:
     return {
-        "gqa_convert": __version__, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
+        "gqa_convert": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def fingerprint(folder: Path) -> str:
@@ -53,7 +58,9 @@ class Records:
     def begin(self, module: str, held_out_tokens: int) -> None:
         """Remember the command that is running, as a user would give it, and what losses are measured on."""
         if self.data.setdefault("held_out_tokens", held_out_tokens) != held_out_tokens:
-            sys.exit(f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output")
+            sys.exit(
+                f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output"
+            )
         given = sys.argv[1:]
         if "--cache" in given:  # where it lies on one machine is of no use to others
             del given[given.index("--cache") : given.index("--cache") + 2]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality.report [--page docs/quality.md]
 
-What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew, the rest of the page stays as it is; a page that lacks a
-block gets it at its end. The curves are SVG files beside the measurements, and need matplotlib.
+What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew, the rest of the page stays as it is; a
+page that lacks a block gets it at its end. The curves are SVG files beside the measurements, and need matplotlib.
 """
 
 import argparse
@@ -25,8 +25,11 @@ from .records import Cell
 
 METHODS = [(method, False) for method in DATA_FREE] + [(method, True) for method in CALIBRATED]
 NAMES = {
-    "demo": "bundled (Llama-style)", "qwen2": "Qwen2-style", "gpt2": "GPT-2-style", "t5": "T5 1.1-style",
-}  # fmt: skip
+    "demo": "bundled (Llama-style)",
+    "qwen2": "Qwen2-style",
+    "gpt2": "GPT-2-style",
+    "t5": "T5 1.1-style",
+}
 STARTS = {"mean": "mean", "fit": "fit", CONTROL: "source (control)"}
 LOSS_NAMES = {"lm": "language model", "kl": "KL to the source"}
 COLOURS = {"mean": "tab:red", "fit": "tab:blue", CONTROL: "tab:gray"}
@@ -41,7 +44,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def models_table(data: dict[str, Any]) -> str:
     rows = [
-        [NAMES[name], str(heads_of(name)), f"{known['parameters']:,}", f"{known['training_tokens']:,}", f"{known['loss']:.3f}"]
+        [
+            NAMES[name],
+            str(heads_of(name)),
+            f"{known['parameters']:,}",
+            f"{known['training_tokens']:,}",
+            f"{known['loss']:.3f}",
+        ]
         for name in MODELS
         if "loss" in (known := data["models"].get(name, {}))
     ]
@@ -49,7 +58,9 @@ def models_table(data: dict[str, Any]) -> str:
 
 
 def method_tables(data: dict[str, Any]) -> str:
-    """For each model a table of losses, with the share of mean pooling's gap that is closed; over seeds, the mean and the range."""
+    """For each model a table of losses, with the share of mean pooling's gap that is closed; over seeds, the mean and
+    the range.
+    """
     parts = []
     for name in (name for name in MODELS if any(cell["model"] == name for cell in data["cells"])):
         groups = groups_of(name)
@@ -67,7 +78,11 @@ def method_tables(data: dict[str, Any]) -> str:
 
 def _cells(data: dict[str, Any], name: str, groups: int, method: str, calibrated: bool) -> list[Cell]:
     wanted = (name, groups, method, calibrated)
-    found = [cell for cell in data["cells"] if (cell["model"], cell["groups"], cell["method"], bool(cell["calibration_tokens"])) == wanted]
+    found = [
+        cell
+        for cell in data["cells"]
+        if (cell["model"], cell["groups"], cell["method"], bool(cell["calibration_tokens"])) == wanted
+    ]
     most = max((cell["calibration_tokens"] or 0 for cell in found), default=0)
     return [cell for cell in found if (cell["calibration_tokens"] or 0) == most]
 
@@ -91,7 +106,8 @@ def series_of(data: dict[str, Any], name: str) -> Series:
         for loss in LOSS_NAMES:
             points = [cell for cell in cells if cell["start"] == start and cell["loss_kind"] == loss]
             best = {
-                alpha: min((cell for cell in points if cell["alpha"] == alpha), key=_loss) for alpha in {cell["alpha"] for cell in points}
+                alpha: min((cell for cell in points if cell["alpha"] == alpha), key=_loss)
+                for alpha in {cell["alpha"] for cell in points}
             }
             zero = next((cell for cell in cells if cell["start"] == start and not cell["alpha"]), None)
             if best:
@@ -116,10 +132,10 @@ def curve_tables(data: dict[str, Any], pictures: Path, page: Path) -> str:
         text = f"{NAMES[name]}, {heads_of(name)} -> {groups[1]}; the source has {data['models'][name]['loss']:.3f}:\n\n"
         text += table(["start, loss", *(f"{100 * alpha:g}%" for alpha in alphas)], rows)
         picture = pictures / f"uptraining-quality-{name}.svg"
-        if draw(series, data["models"][name]["loss"], f"{NAMES[name]}, {heads_of(name)} -> {groups[1]} K/V heads", picture):
-            text += (
-                f"\n\n![Held-out loss against the share of the training tokens]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
-            )
+        if draw(
+            series, data["models"][name]["loss"], f"{NAMES[name]}, {heads_of(name)} -> {groups[1]} K/V heads", picture
+        ):
+            text += f"\n\n![Held-out loss against the share of the training tokens]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
         parts.append(text)
     return "\n\n".join(parts)
 
@@ -143,7 +159,15 @@ def draw(series: Series, source: float, title: str, path: Path) -> bool:
         for (start, loss), points in series.items():
             losses = [cell["loss"] for cell in points.values()]
             label = f"{STARTS[start]}, {LOSS_NAMES[loss]}"
-            axes.plot([100 * alpha for alpha in points], losses, STYLES[loss], marker="o", markersize=4, color=COLOURS[start], label=label)
+            axes.plot(
+                [100 * alpha for alpha in points],
+                losses,
+                STYLES[loss],
+                marker="o",
+                markersize=4,
+                color=COLOURS[start],
+                label=label,
+            )
         axes.axhline(source, color="black", linewidth=0.8, linestyle=":", label="source")
         axes.set_xscale("symlog", linthresh=0.5)
         ticks = sorted({100 * alpha for points in series.values() for alpha in points})

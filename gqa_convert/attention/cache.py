@@ -1,4 +1,5 @@
-"""Keys and values of tokens seen before. N heads are held, never H: this is the memory that grouped-query attention saves.
+"""Keys and values of tokens seen before. N heads are held, never H: this is the memory that grouped-query attention
+saves.
 
 Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head width, e head width of the values.
 """
@@ -11,10 +12,11 @@ from gqa_convert.errors import OptionError
 
 
 class KVCache:
-    """Keys and values of one layer, in buffers that double when they are full. For inference: no gradients flow through a cache.
+    """Keys and values of one layer, in buffers that double when they are full. For inference: no gradients flow through
+    a cache.
 
-    A cache serves either self-attention, where it grows with every call, or cross-attention, where it is filled from a memory once. Use
-    one cache per layer and kind of attention, and fresh ones for every batch of sequences.
+    A cache serves either self-attention, where it grows with every call, or cross-attention, where it is filled from a
+    memory once. Use one cache per layer and kind of attention, and fresh ones for every batch of sequences.
 
     Args:
         capacity: tokens to make room for at the first `append`; if the length is known, nothing is copied later.
@@ -40,18 +42,23 @@ class KVCache:
             value: [b, N, t, e].
 
         Returns:
-            The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the next `append` or `truncate`.
+            The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the next `append` or
+            `truncate`.
 
         Raises:
-            OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a memory.
+            OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a
+                memory.
         """
         if self._memory is not None:
-            raise OptionError(f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention")
+            raise OptionError(
+                f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
+            )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
         length = self.length + key.shape[2]
         held = None if self._buffers is None else self._buffers[0]
-        # inference tensors cannot be written to outside of inference mode: there, they are copied like buffers that are full
+        # inference tensors cannot be written to outside of inference mode: there, they are copied like buffers that are
+        # full
         if held is None or length > held.shape[2] or (held.is_inference() and not torch.is_inference_mode_enabled()):
             self._grow(key, value, length)
         assert self._buffers is not None
@@ -93,9 +100,13 @@ class KVCache:
             OptionError: they are not, or the memory was written to since.
         """
         if self._memory is None:
-            raise OptionError(f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each")
+            raise OptionError(
+                f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
+            )
         keys, values = self._memory
-        if not (keys.matches(memory) and ((keys is values and memory is memory_values) or values.matches(memory_values))):
+        if not (
+            keys.matches(memory) and ((keys is values and memory is memory_values) or values.matches(memory_values))
+        ):
             raise OptionError(
                 f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
                 "use a fresh KVCache for each memory"
@@ -105,7 +116,10 @@ class KVCache:
         held = self._buffers
         size = max(length, self._capacity) if held is None else max(length, 2 * held[0].shape[2])
         if held is None:
-            self._buffers = (key.new_empty(*key.shape[:2], size, key.shape[3]), value.new_empty(*value.shape[:2], size, value.shape[3]))
+            self._buffers = (
+                key.new_empty(*key.shape[:2], size, key.shape[3]),
+                value.new_empty(*value.shape[:2], size, value.shape[3]),
+            )
             return
         grown = tuple(buffer.new_empty(*buffer.shape[:2], size, buffer.shape[3]) for buffer in held)
         for new, old in zip(grown, held, strict=True):
@@ -133,7 +147,8 @@ class KVCache:
         return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from the `length`-th on, as when speculated tokens are rejected. A memory is kept or forgotten as a whole.
+        """Forget all tokens from the `length`-th on, as when speculated tokens are rejected. A memory is kept or
+        forgotten as a whole.
 
         Raises:
             OptionError: fewer tokens are held, or a memory would be cut.
@@ -141,7 +156,9 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
         if self._memory is not None and 0 < length < self.length:
-            raise OptionError(f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it")
+            raise OptionError(
+                f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it"
+            )
         self.length = length
         if length == 0:
             self._memory = None

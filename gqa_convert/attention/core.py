@@ -1,7 +1,7 @@
 """Grouped-query attention as a function of tensors. Repeated keys or values are never materialised on the way forward.
 
-Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads per group, q queries, k keys, c head width,
-e head width of the values. `b|1` is an axis of length b or 1.
+Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads per group, q queries, k keys, c head
+width, e head width of the values. `b|1` is an axis of length b or 1.
 """
 
 from typing import Any, Final
@@ -14,13 +14,19 @@ from gqa_convert.attention.masks import split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
 SHORT: Final = 16
-"""Up to so many queries, query heads of a group are packed into the query axis: keys are then read once for all of them."""
+"""Up to so many queries, query heads of a group are packed into the query axis: keys are then read once for all of
+them.
+"""
 
 SHORT_ON_CPU: Final = 48
-"""The same on a CPU: 16 to 48 queries behind 4096 keys took 0.6 to 0.9 of `enable_gqa`'s time in bfloat16, 0.8 to 1.1 in float32."""
+"""The same on a CPU: 16 to 48 queries behind 4096 keys took 0.6 to 0.9 of `enable_gqa`'s time in bfloat16, 0.8 to 1.1
+in float32.
+"""
 
 _BLOCK: Final = 32
-"""Rows of queries that a CPU kernel works on at a time in short calls; its threads share the blocks of all heads out among them."""
+"""Rows of queries that a CPU kernel works on at a time in short calls; its threads share the blocks of all heads out
+among them.
+"""
 
 
 def grouped_query_attention(
@@ -35,7 +41,8 @@ def grouped_query_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * query key^T + bias) value, where R consecutive query heads share a key/value head (Ainslie et al. 2023).
+    """softmax(scale * query key^T + bias) value, where R consecutive query heads share a key/value head (Ainslie et al.
+    2023).
 
     Half precision is accumulated in float32 by every kernel this reaches. A query that sees no key gives zeros.
 
@@ -43,10 +50,12 @@ def grouped_query_attention(
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
-        mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are True where a query sees a key; floats are added to the scores.
+        mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are True where a query sees a key; floats are added to the
+            scores.
         bias: float, shaped like `mask`; added to the scores (T5, ALiBi). -inf hides a key.
         causal: query i sees the keys up to `cached` + i.
-        cached: with `causal`, how many keys come before the first query; by default k - q, the queries being the newest tokens.
+        cached: with `causal`, how many keys come before the first query; by default k - q, the queries being the newest
+            tokens.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         dropout: probability with which an attention weight is zeroed.
 
@@ -61,11 +70,15 @@ def grouped_query_attention(
     queries, keys = query.shape[2], key.shape[2]
     mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], queries, keys))
     if cached is not None and (not causal or cached < 0):
-        raise OptionError(f"cached is {cached}: it counts the keys before the first query of causal attention, and is 0 or more")
+        raise OptionError(
+            f"cached is {cached}: it counts the keys before the first query of causal attention, and is 0 or more"
+        )
     if causal:
         cached = keys - queries if cached is None else cached
         if cached < 0:
-            raise OptionError(f"{queries} queries are more than {keys} keys: say by cached how many keys come before the first query")
+            raise OptionError(
+                f"{queries} queries are more than {keys} keys: say by cached how many keys come before the first query"
+            )
         keys = min(keys, cached + queries)  # no query sees the rest
         key, value = key[:, :, :keys], value[:, :, :keys]
         mask = None if mask is None else mask[..., :keys]
@@ -87,13 +100,19 @@ def grouped_query_attention(
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, scale: float | None, dropout: float, packing: int) -> Tensor:
-    """Attention with `packing` query heads of a group laid out as further queries of one head: [b, H / packing, packing * q, c]."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, scale: float | None, dropout: float, packing: int
+) -> Tensor:
+    """Attention with `packing` query heads of a group laid out as further queries of one head: [b, H / packing, packing
+    * q, c].
+    """
     batch, heads, queries, width = query.shape
     rows = heads // packing
     if packing > 1:
         query = query.reshape(batch, rows, packing * queries, width)
-        if scores is not None and (scores.shape[1] > 1 or queries > 1):  # [b|1, H|1, q|1, k] -> [b|1, rows|1, packing * q, k]
+        if scores is not None and (
+            scores.shape[1] > 1 or queries > 1
+        ):  # [b|1, H|1, q|1, k] -> [b|1, rows|1, packing * q, k]
             scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (rows, packing))
             scores = scores.expand(-1, -1, packing, queries, -1).flatten(2, 3)
     out = _kernel(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
@@ -106,9 +125,11 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     return scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
 
 
-def _packing(query: Tensor, key: Tensor, value: Tensor, square: bool, masked: bool, bias: Tensor | None, dropout: float) -> int:
-    """How many query heads of a group to pack: all of them, unless `enable_gqa` reaches a kernel that reads shared heads in place and
-    is faster; other kernels would repeat keys and values."""
+def _packing(
+    query: Tensor, key: Tensor, value: Tensor, square: bool, masked: bool, bias: Tensor | None, dropout: float
+) -> int:
+    """How many query heads of a group to pack: all of them, unless `enable_gqa` reaches a kernel that reads shared
+    heads in place and is faster; other kernels would repeat keys and values."""
     (batch, heads, queries, width), groups = query.shape, key.shape[1]
     ratio: int = heads // groups
     if ratio == 1 or width != value.shape[3]:
@@ -116,11 +137,18 @@ def _packing(query: Tensor, key: Tensor, value: Tensor, square: bool, masked: bo
     if query.is_cpu:
         if dropout != 0.0 or (bias is not None and bias.requires_grad):
             return ratio
-        # packed, a short prompt needs a mask for its order, which costs more than it gains: float32 took 1.0 to 2.2 times as long
+        # packed, a short prompt needs a mask for its order, which costs more than it gains: float32 took 1.0 to 2.2
+        # times as long
         if queries > SHORT_ON_CPU or square:
             return 1
         return _packing_on_cpu(batch * groups, ratio, queries, query.dtype == torch.bfloat16)
-    native = query.is_cuda and not masked and query.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
+    native = (
+        query.is_cuda
+        and not masked
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width <= 256
+        and width % 8 == 0
+    )
     return 1 if native and queries > SHORT else ratio
 
 
@@ -145,26 +173,34 @@ def _packing_on_cpu(heads: int, ratio: int, queries: int, bfloat16: bool) -> int
 def _block_time(rows: int, bfloat16: bool) -> int:
     """Time of the CPU kernel for a block of rows, in hundredths of that for one row of float32.
 
-    Measured with 4096 keys of width 128, one thread, 1 to 32 rows: float32 0.60 to 2.1 ms, bfloat16 0.7 to 1.3 ms, but 0.2 ms for one
-    row (a matrix-vector product): three such rows are faster than one block of three.
+    Measured with 4096 keys of width 128, one thread, 1 to 32 rows: float32 0.60 to 2.1 ms, bfloat16 0.7 to 1.3 ms, but
+    0.2 ms for one row (a matrix-vector product): three such rows are faster than one block of three.
     """
     if bfloat16:
         return 32 if rows == 1 else 107 + 3 * rows
     return 92 + 8 * rows
 
 
-def _score_mask(mask: Tensor | None, bias: Tensor | None, query: Tensor, may_see_nothing: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What scaled_dot_product_attention takes as its mask, and the queries [b|1, H|1, q|1, 1] that see nothing, if there may be any.
+def _score_mask(
+    mask: Tensor | None, bias: Tensor | None, query: Tensor, may_see_nothing: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """What scaled_dot_product_attention takes as its mask, and the queries [b|1, H|1, q|1, 1] that see nothing, if
+    there may be any.
 
-    Those see everything in the mask returned, as kernels differ in what they make of an empty row; their output is zeroed later.
+    Those see everything in the mask returned, as kernels differ in what they make of an empty row; their output is
+    zeroed later.
     """
-    may_see_nothing = may_see_nothing and not query.is_cpu  # every kernel there makes zeros of an empty row, by itself and for free
+    may_see_nothing = (
+        may_see_nothing and not query.is_cpu
+    )  # every kernel there makes zeros of an empty row, by itself and for free
     if bias is None:
         if mask is None or not may_see_nothing:
             return mask, None
         blind = ~mask.any(-1, keepdim=True)
         return mask | blind, blind
-    if not (query.is_cpu and bias.dtype == torch.float32 and query.element_size() == 2):  # the CPU kernels add float32 to half precision
+    if not (
+        query.is_cpu and bias.dtype == torch.float32 and query.element_size() == 2
+    ):  # the CPU kernels add float32 to half precision
         bias = bias.to(query.dtype)
     scores = bias if mask is None else torch.where(mask, bias, -torch.inf)
     if not may_see_nothing:
@@ -177,11 +213,15 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if (query.dim(), key.dim(), value.dim()) != (4, 4, 4):
         raise OptionError(f"{_shapes(query, key, value)}: give [batch, heads, length, width]")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise OptionError(f"{_shapes(query, key, value)}: batch and head width must agree, and key and value in heads and length")
+        raise OptionError(
+            f"{_shapes(query, key, value)}: batch and head width must agree, and key and value in heads and length"
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise OptionError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type")
     if not key.shape[1] or query.shape[1] % key.shape[1]:
-        raise GroupsError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key/value heads: their number must divide the heads")
+        raise GroupsError(
+            f"{query.shape[1]} query heads cannot share {key.shape[1]} key/value heads: their number must divide the heads"
+        )
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:

@@ -1,4 +1,5 @@
-"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models that are made of its modules.
+"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models that are made of its
+modules.
 
 Shape legend: b batch, q queries, k keys, d width, H query heads, N groups (key/value heads).
 """
@@ -17,9 +18,11 @@ from gqa_convert.errors import GroupsError, OptionError
 
 
 class _NoPackedWeight:
-    """What `in_proj_weight` is here: torch's layers use their own fast path for multi-head attention unless an argument overrides it.
+    """What `in_proj_weight` is here: torch's layers use their own fast path for multi-head attention unless an argument
+    overrides it.
 
-    nn.TransformerEncoder looks only when it is made whether its layers have a fast path; their attention may be replaced later.
+    nn.TransformerEncoder looks only when it is made whether its layers have a fast path; their attention may be
+    replaced later.
     """
 
     @classmethod
@@ -28,10 +31,12 @@ class _NoPackedWeight:
 
 
 class GroupedMultiheadAttention(GroupedProjections):
-    """nn.MultiheadAttention in which the query heads share `groups` key/value heads: the same arguments, masks and results.
+    """nn.MultiheadAttention in which the query heads share `groups` key/value heads: the same arguments, masks and
+    results.
 
-    It takes the place of nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and the models made of them
-    (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary embedding and a K/V cache.
+    It takes the place of nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and the models
+    made of them (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary
+    embedding and a K/V cache.
 
     Args:
         embed_dim: d, of the inputs and outputs.
@@ -76,7 +81,9 @@ class GroupedMultiheadAttention(GroupedProjections):
         groups: int | None = None,
     ) -> None:
         if add_bias_kv or add_zero_attn:
-            raise OptionError("add_bias_kv and add_zero_attn append a key that grouped-query attention lacks: leave them False")
+            raise OptionError(
+                "add_bias_kv and add_zero_attn append a key that grouped-query attention lacks: leave them False"
+            )
         if num_heads > 0 and embed_dim % num_heads:
             raise OptionError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: give one that is")
         super().__init__(
@@ -90,7 +97,12 @@ class GroupedMultiheadAttention(GroupedProjections):
             device=device,
             dtype=dtype,
         )
-        self.embed_dim, self.num_heads, self.head_dim, self.batch_first = embed_dim, num_heads, self.head_width, batch_first
+        self.embed_dim, self.num_heads, self.head_dim, self.batch_first = (
+            embed_dim,
+            num_heads,
+            self.head_width,
+            batch_first,
+        )
         self.kdim, self.vdim = self.key_width, self.value_width
         self._reset_parameters()
 
@@ -98,7 +110,9 @@ class GroupedMultiheadAttention(GroupedProjections):
         """Weights distributed as those of nn.MultiheadAttention, whatever the number of groups."""
         packed = self.kdim == self.vdim == self.embed_dim
         for projection, inputs in ((self.q_proj, self.embed_dim), (self.k_proj, self.kdim), (self.v_proj, self.vdim)):
-            bound = (6 / (inputs + (3 if packed else 1) * self.embed_dim)) ** 0.5  # Glorot and Bengio 2010, of all H heads
+            bound = (
+                6 / (inputs + (3 if packed else 1) * self.embed_dim)
+            ) ** 0.5  # Glorot and Bengio 2010, of all H heads
             nn.init.uniform_(projection.weight, -bound, bound)
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if projection.bias is not None:
@@ -126,23 +140,29 @@ class GroupedMultiheadAttention(GroupedProjections):
             query: [b, q, d]; [q, b, d] without `batch_first`; or [q, d] without a batch.
             key: [b, k, kdim], in the layout of `query`.
             value: [b, k, vdim], in the layout of `query`.
-            key_padding_mask: [b, k], or [k] without a batch. Booleans are **True where a key is hidden**; floats are added to the scores.
+            key_padding_mask: [b, k], or [k] without a batch. Booleans are **True where a key is hidden**; floats are
+                added to the scores.
             need_weights: return the attention weights. False is faster, as in nn.MultiheadAttention.
-            attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats are added to the scores.
+            attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats are added to the
+                scores.
             average_attn_weights: return the mean of the weights over the heads.
-            is_causal: a promise that `attn_mask` is the causal mask, which is then not read if there is no `key_padding_mask` and no need
+            is_causal: a promise that `attn_mask` is the causal mask, which is then not read if there is no
+                `key_padding_mask` and no need
                 for weights.
 
         Returns:
-            The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q, k] per head; without b if there is no
-            batch. The weights are those after dropout.
+            The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q, k] per head; without
+            b if there is no batch. The weights are those after dropout.
 
         Raises:
-            OptionError: shapes or types do not fit together, an input is a nested tensor, or `is_causal` comes without `attn_mask`.
+            OptionError: shapes or types do not fit together, an input is a nested tensor, or `is_causal` comes without
+                `attn_mask`.
         """
         batched = query.dim() == 3
         if any(x.is_nested for x in (query, key, value)):
-            raise OptionError("an input is a nested tensor, which grouped-query attention does not take: pad it and give key_padding_mask")
+            raise OptionError(
+                "an input is a nested tensor, which grouped-query attention does not take: pad it and give key_padding_mask"
+            )
         if (key.dim(), value.dim()) != (query.dim(), query.dim()) or query.dim() not in (2, 3):
             axes = f"{query.dim()}, {key.dim()} and {value.dim()}"
             raise OptionError(f"query, key and value have {axes} axes: give all of them 3, or 2 without a batch")
@@ -157,7 +177,9 @@ class GroupedMultiheadAttention(GroupedProjections):
         attn_mask = _over_heads(attn_mask, (batch, heads, length, keys.shape[2]))
         padding = _over_keys(key_padding_mask, batch, keys.shape[2])
         if is_causal and attn_mask is None:
-            raise OptionError("is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention")
+            raise OptionError(
+                "is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention"
+            )
         causal = is_causal and padding is None and not need_weights
         mask, bias = _merge(None if causal else attn_mask, padding)
         dropout = self.dropout if self.training else 0.0
@@ -166,7 +188,14 @@ class GroupedMultiheadAttention(GroupedProjections):
             out, weights = attention_and_weights(queries, keys, values, mask, bias, dropout)
         else:
             out = grouped_query_attention(
-                queries, keys, values, mask=mask, bias=bias, causal=causal, cached=0 if causal else None, dropout=dropout
+                queries,
+                keys,
+                values,
+                mask=mask,
+                bias=bias,
+                causal=causal,
+                cached=0 if causal else None,
+                dropout=dropout,
             )
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
@@ -178,7 +207,11 @@ class GroupedMultiheadAttention(GroupedProjections):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """All three are batch first here."""
         lengths = (query.shape[0], key.shape[1])
-        for name, given, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+        for name, given, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
             if given.shape[2] != width or (name != "query" and given.shape[:2] != lengths):
                 wanted = ["batch", "queries", width] if name == "query" else [*lengths, width]
                 raise OptionError(
@@ -229,7 +262,8 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
         model: any module, such as nn.TransformerDecoder or nn.Transformer; it is left unchanged.
         groups: N, a divisor of the heads of every attention.
         method: how heads are merged: their mean, or the first of each group.
-        prefix: only modules whose names begin with it are converted: "decoder." leaves the encoder of an nn.Transformer alone.
+        prefix: only modules whose names begin with it are converted: "decoder." leaves the encoder of an nn.Transformer
+            alone.
 
     Returns:
         The copy, which needs further training if N is less than the number of heads.
@@ -239,9 +273,15 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
         OptionError: no attention is found, or one of them cannot be converted.
         NonFiniteError: a number to be merged is NaN or Inf.
     """
-    found = {name: part for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix)}
+    found = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix)
+    }
     if not found:
-        raise OptionError(f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert")
+        raise OptionError(
+            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert"
+        )
     replaced: dict[int, Any] = {}
     for name, part in found.items():
         try:
@@ -271,7 +311,9 @@ def _over_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     if mask is None:
         return None
     if mask.shape != (batch, keys):
-        raise OptionError(f"key_padding_mask is {list(mask.shape)} (with the batch): give [batch, keys] = {[batch, keys]}")
+        raise OptionError(
+            f"key_padding_mask is {list(mask.shape)} (with the batch): give [batch, keys] = {[batch, keys]}"
+        )
     return mask[:, None, None]
 
 
@@ -287,5 +329,7 @@ def _merge(attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | N
         elif given.is_floating_point():
             bias = given if bias is None else bias + given
         else:
-            raise OptionError(f"{name} has type {given.dtype}: give booleans, True where a key is hidden, or floats that are added")
+            raise OptionError(
+                f"{name} has type {given.dtype}: give booleans, True where a key is hidden, or floats that are added"
+            )
     return mask, bias

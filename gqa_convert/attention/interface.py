@@ -25,10 +25,10 @@ REFUSED: Final = {
 def register(name: str = "gqa") -> None:
     """Make `name` an attention implementation of transformers: `from_pretrained(..., attn_implementation="gqa")`.
 
-    The function of the masks is registered beside it: without one, transformers would pass no mask and padding would be attended to.
-    From then on a model that would compute something else than with eager attention is refused when it is loaded under this name, by an
-    `UnsupportedAttentionError`: models with attention code of their own (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT in transformers),
-    with capped scores, or with attention sinks.
+    The function of the masks is registered beside it: without one, transformers would pass no mask and padding would be
+    attended to. From then on a model that would compute something else than with eager attention is refused when it is
+    loaded under this name, by an `UnsupportedAttentionError`: models with attention code of their own (BLOOM, CodeGen,
+    Falcon, GPT-J, GPT-Neo and MPT in transformers), with capped scores, or with attention sinks.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -58,13 +58,15 @@ def attention_forward(
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
-        attention_mask: [b|1, H|1, q, k], boolean or added to the scores. None is no padding: then a prefill is causal from the first
+        attention_mask: [b|1, H|1, q, k], boolean or added to the scores. None is no padding: then a prefill is causal
+            from the first
             key on (a static cache is longer than what it holds), and a single query sees every key.
         dropout: probability.
         scaling: factor of the scores; by default 1 / sqrt(c).
         is_causal: whether a query sees earlier keys only, where there is no mask.
         position_bias: [b|1, H, q, k], added to the scores.
-        sliding_window: keys that a query sees, its own among them. The mask has to hold it, unless there are no more keys than that.
+        sliding_window: keys that a query sees, its own among them. The mask has to hold it, unless there are no more
+            keys than that.
         options: whatever else the model passes.
 
     Returns:
@@ -88,6 +90,14 @@ def attention_forward(
         )
     causal = bool(causal) and query.shape[2] > 1 and attention_mask is None
     out = grouped_query_attention(
-        query, key, value, mask=mask, bias=bias, causal=causal, cached=0 if causal else None, scale=scaling, dropout=dropout
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        cached=0 if causal else None,
+        scale=scaling,
+        dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None

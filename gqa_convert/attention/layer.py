@@ -1,7 +1,7 @@
 """A grouped-query attention layer.
 
-Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d width, H query heads, N groups (key/value
-heads), c head width, e head width of the values.
+Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d width, H query heads, N
+groups (key/value heads), c head width, e head width of the values.
 """
 
 from collections.abc import Collection
@@ -108,13 +108,17 @@ class GroupedQueryAttention(GroupedProjections):
             inputs: [b, q, d].
             memory: [b, k, key_width], what keys are made of in cross-attention. May be left out once `cache` holds it.
             memory_values: [b, k, value_width], what values are made of; by default `memory`.
-            mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**; floats are added to the scores, as in
+            mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**; floats are added to
+                the scores, as in
                 scaled_dot_product_attention. Three axes, [b, q, k] or [H, q, k], are refused: add the fourth.
-            key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a cache it covers the cached keys too.
-            documents: integers [b, q]; a token sees the tokens of its own document only. Restart `positions` with each document.
+            key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a cache it covers the
+                cached keys too.
+            documents: integers [b, q]; a token sees the tokens of its own document only. Restart `positions` with each
+                document.
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, `alibi_bias`).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
-            cache: keys and values of earlier tokens; the new ones are appended. In cross-attention the first call fills it from `memory`;
+            cache: keys and values of earlier tokens; the new ones are appended. In cross-attention the first call fills
+                it from `memory`;
                 later calls read it, and a memory that is passed again must be the same.
 
         Returns:
@@ -124,16 +128,22 @@ class GroupedQueryAttention(GroupedProjections):
             OptionError: shapes or options do not fit together, or the cache holds another memory.
         """
         if not self.batch_first:
-            inputs, memory, memory_values = (None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values))
+            inputs, memory, memory_values = (
+                None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values)
+            )
         crossing = memory is not None or (cache is not None and cache.holds_memory)
         self._check_inputs(inputs, memory, memory_values, documents, crossing, cache)
         cached = 0 if cache is None or crossing else cache.length
-        query, key, value = self._across(inputs, memory, memory_values, cache) if crossing else self._project(inputs, inputs, inputs)
+        query, key, value = (
+            self._across(inputs, memory, memory_values, cache) if crossing else self._project(inputs, inputs, inputs)
+        )
         if self.rotary is not None:
             positions = self._positions(inputs, positions, cached)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         elif positions is not None:
-            raise OptionError("positions are given, but the layer has no rotary embedding: leave them out or set rotary")
+            raise OptionError(
+                "positions are given, but the layer has no rotary embedding: leave them out or set rotary"
+            )
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
         mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
@@ -157,7 +167,9 @@ class GroupedQueryAttention(GroupedProjections):
             return self._split_heads(*self.qkv_proj(inputs).split(self._rows, dim=-1))
         return self._split_heads(self.q_proj(inputs), self.k_proj(keys), self.v_proj(values))
 
-    def _across(self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None) -> list[Tensor]:
+    def _across(
+        self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
+    ) -> list[Tensor]:
         """Queries, and the keys and values of the memory, which are projected once if there is a cache."""
         values = memory if values is None else values
         if cache is not None and cache.holds_memory:
@@ -186,7 +198,9 @@ class GroupedQueryAttention(GroupedProjections):
             if memory_values is not None or {self.key_width, self.value_width} != {self.width}:
                 raise OptionError(f"keys are made of a memory [batch, keys, {self.key_width}]: give it")
             if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
-                raise OptionError(f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache")
+                raise OptionError(
+                    f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
+                )
             return
         if self.causal or self.rotary is not None or self.fused or documents is not None:
             raise OptionError(
@@ -195,7 +209,9 @@ class GroupedQueryAttention(GroupedProjections):
             )
         if memory is None:
             if memory_values is not None:
-                raise OptionError("memory_values are given without memory: give both, or neither to read the memory in the cache")
+                raise OptionError(
+                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
+                )
             return
         values = memory if memory_values is None else memory_values
         for name, given, width in (("memory", memory, self.key_width), ("memory_values", values, self.value_width)):
@@ -207,8 +223,14 @@ class GroupedQueryAttention(GroupedProjections):
         if positions is None:
             return torch.arange(cached, cached + inputs.shape[1], device=inputs.device)[None]
         positions = positions[None] if positions.dim() == 1 else positions
-        if positions.dim() != 2 or positions.shape[0] not in (1, inputs.shape[0]) or positions.shape[1] != inputs.shape[1]:
-            raise OptionError(f"positions are {list(positions.shape)}: give [batch, queries] = {list(inputs.shape[:2])}")
+        if (
+            positions.dim() != 2
+            or positions.shape[0] not in (1, inputs.shape[0])
+            or positions.shape[1] != inputs.shape[1]
+        ):
+            raise OptionError(
+                f"positions are {list(positions.shape)}: give [batch, queries] = {list(inputs.shape[:2])}"
+            )
         return positions
 
     @staticmethod
@@ -231,8 +253,9 @@ class GroupedQueryAttention(GroupedProjections):
     def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean", **options: Any) -> Self:
         """A layer with the weights of an nn.MultiheadAttention: with as many groups as heads, its exact equal.
 
-        It is called differently: pass `~attn_mask` as `mask` and `~key_padding_mask` as `key_mask`. What keeps the calling convention, and
-        so fits nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, is `GroupedMultiheadAttention.from_multihead`.
+        It is called differently: pass `~attn_mask` as `mask` and `~key_padding_mask` as `key_mask`. What keeps the
+        calling convention, and so fits nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, is
+        `GroupedMultiheadAttention.from_multihead`.
 
         Args:
             module: the source; it is left unchanged.

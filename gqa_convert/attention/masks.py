@@ -12,7 +12,8 @@ from gqa_convert.errors import OptionError
 def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
-    Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H. The keys' axis is
+    Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H.
+    The keys' axis is
     not broadcast: a mask of length 1 there is one that leaves the cached keys out.
 
     Args:
@@ -30,14 +31,20 @@ def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Te
             f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, heads)) for nn.MultiheadAttention's layout"
         )
     four = tensor[(None,) * (4 - tensor.dim())] if 2 <= tensor.dim() <= 4 else None
-    if four is None or four.shape[3] != full[3] or any(size not in (1, whole) for size, whole in zip(four.shape, full, strict=True)):
+    if (
+        four is None
+        or four.shape[3] != full[3]
+        or any(size not in (1, whole) for size, whole in zip(four.shape, full, strict=True))
+    ):
         raise OptionError(
             f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {full}, where any axis but the keys' may be 1"
         )
     return four
 
 
-def split_mask(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[Tensor | None, Tensor | None]:
+def split_mask(
+    mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
     """The boolean mask and the floats to add to the scores, both as views [b|1, H|1, q|1, k] of the right type.
 
     Args:
@@ -51,7 +58,9 @@ def split_mask(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, 
     mask = None if mask is None else to_scores("mask", mask, shape)
     bias = None if bias is None else to_scores("bias", bias, shape)
     if bias is not None and not bias.is_floating_point():
-        raise OptionError(f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask")
+        raise OptionError(
+            f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask"
+        )
     if mask is None or mask.dtype == torch.bool:
         return mask, bias
     if not mask.is_floating_point():

@@ -16,9 +16,10 @@ _SAMPLE: Final = 64
 class MemoryRecord:
     """A tensor as it was when the cache was filled.
 
-    A tensor at another address is compared number by number. One at the same address is the same tensor, unless it was written to: torch
-    counts the writes, so that no number has to be read. It does not count writes to inference tensors: there, the front of each vector is
-    compared, which costs little and notices that a buffer was filled anew, but not every write to a few single numbers.
+    A tensor at another address is compared number by number. One at the same address is the same tensor, unless it was
+    written to: torch counts the writes, so that no number has to be read. It does not count writes to inference
+    tensors: there, the front of each vector is compared, which costs little and notices that a buffer was filled anew,
+    but not every write to a few single numbers.
 
     Args:
         tensor: [b, k, w]. It is kept alive, so that its address is not given to another tensor.

@@ -19,7 +19,8 @@ _OUT: Final = ("out_proj.weight", "out_proj.bias")
 
 
 def merge_heads(rows: Tensor, heads: int, groups: int, method: Merge = "mean") -> Tensor:
-    """One head per group of H / N neighbouring heads: their mean, or the first of them (Ainslie et al. 2023, section 2.1).
+    """One head per group of H / N neighbouring heads: their mean, or the first of them (Ainslie et al. 2023, section
+    2.1).
 
     The mean is taken in float32 for half precision and in float64 for float32 and float64, then rounded once.
 
@@ -38,11 +39,15 @@ def merge_heads(rows: Tensor, heads: int, groups: int, method: Merge = "mean") -
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     if groups < 1 or heads < 1 or heads % groups:
-        raise GroupsError(f"{heads} heads cannot be merged into {groups} groups: the number of groups must divide the heads")
+        raise GroupsError(
+            f"{heads} heads cannot be merged into {groups} groups: the number of groups must divide the heads"
+        )
     if method not in get_args(Merge):
         raise OptionError(f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}")
     if rows.shape[0] % heads:
-        raise OptionError(f"{rows.shape[0]} rows are no {heads} heads of one width: give the number of heads of the source")
+        raise OptionError(
+            f"{rows.shape[0]} rows are no {heads} heads of one width: give the number of heads of the source"
+        )
     if groups == heads:
         return rows.detach().clone()
     if not torch.isfinite(rows).all():
@@ -61,7 +66,8 @@ def convert_attention(
     """The state dict of a GroupedQueryAttention or GroupedMultiheadAttention, from that of one nn.MultiheadAttention.
 
     Args:
-        state: `in_proj_weight` or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`; `out_proj.weight`; biases where there are any.
+        state: `in_proj_weight` or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`; `out_proj.weight`; biases where
+            there are any.
         heads: H.
         groups: N, a divisor of H.
         method: how heads are merged.
@@ -73,11 +79,15 @@ def convert_attention(
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     if unknown := sorted(set(state) - {*_PACKED, *_SEPARATE, *_OUT}):
-        raise OptionError(f"{name} has {', '.join(unknown)}, which grouped-query attention cannot hold: convert a layer without")
+        raise OptionError(
+            f"{name} has {', '.join(unknown)}, which grouped-query attention cannot hold: convert a layer without"
+        )
     packed = state.get("in_proj_weight")
     parts = packed.chunk(3) if packed is not None else [state.get(part) for part in _SEPARATE]
     if any(part is None for part in parts) or "out_proj.weight" not in state:
-        raise OptionError(f"{name} lacks a projection, found {', '.join(sorted(state)) or 'nothing'}: give the whole state dict")
+        raise OptionError(
+            f"{name} lacks a projection, found {', '.join(sorted(state)) or 'nothing'}: give the whole state dict"
+        )
     converted: dict[str, Tensor] = {}
     biases = state["in_proj_bias"].chunk(3) if "in_proj_bias" in state else None
     for index, projection in enumerate(("q_proj", "k_proj", "v_proj")):
@@ -88,7 +98,9 @@ def convert_attention(
     return converted | {key: state[key].detach().clone() for key in _OUT if key in state}
 
 
-def convert_module_state(module: nn.MultiheadAttention, groups: int, method: Merge = "mean", name: str = "the module") -> dict[str, Tensor]:
+def convert_module_state(
+    module: nn.MultiheadAttention, groups: int, method: Merge = "mean", name: str = "the module"
+) -> dict[str, Tensor]:
     """`convert_attention` of a module, which also tells what a state dict does not.
 
     Raises:
@@ -97,11 +109,17 @@ def convert_module_state(module: nn.MultiheadAttention, groups: int, method: Mer
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     if type(module) is not nn.MultiheadAttention:
-        raise OptionError(f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention")
+        raise OptionError(
+            f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention"
+        )
     if module.bias_k is not None or module.bias_v is not None:
-        raise OptionError(f"{name} appends learned keys (add_bias_kv), which grouped-query attention cannot hold: train one without")
+        raise OptionError(
+            f"{name} appends learned keys (add_bias_kv), which grouped-query attention cannot hold: train one without"
+        )
     if module.add_zero_attn:
-        raise OptionError(f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention lacks: train one without")
+        raise OptionError(
+            f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention lacks: train one without"
+        )
     return convert_attention(module.state_dict(), module.num_heads, groups, method, name)
 
 
@@ -114,10 +132,12 @@ def convert_state_dict(
     attentions: Sequence[str] = ("self_attn", "multihead_attn"),
     prefix: str = "",
 ) -> dict[str, Tensor]:
-    """Convert every attention in the state dict of an nn.TransformerDecoder, an nn.TransformerDecoderLayer or a module that holds some.
+    """Convert every attention in the state dict of an nn.TransformerDecoder, an nn.TransformerDecoderLayer or a module
+    that holds some.
 
-    The result fits the same modules with GroupedMultiheadAttention in place of nn.MultiheadAttention, as `convert_module` makes them; all
-    other tensors are returned unchanged. `add_zero_attn` leaves no trace in a state dict: an attention with it must not be converted.
+    The result fits the same modules with GroupedMultiheadAttention in place of nn.MultiheadAttention, as
+    `convert_module` makes them; all other tensors are returned unchanged. `add_zero_attn` leaves no trace in a state
+    dict: an attention with it must not be converted.
 
     Args:
         state: a state dict.
@@ -125,7 +145,8 @@ def convert_state_dict(
         groups: N, a divisor of H.
         method: mean or first.
         attentions: names of the attention modules; `("self_attn",)` leaves cross-attention alone.
-        prefix: only modules under it are converted: "decoder." leaves the encoder of an nn.Transformer alone, as the paper does.
+        prefix: only modules under it are converted: "decoder." leaves the encoder of an nn.Transformer alone, as the
+            paper does.
 
     Raises:
         GroupsError: N does not divide H.
@@ -136,13 +157,21 @@ def convert_state_dict(
     converted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         path = key.split(".")
-        at = next((i for i, part in enumerate(path[:-1]) if part in attentions), None) if key.startswith(prefix) else None
+        at = (
+            next((i for i, part in enumerate(path[:-1]) if part in attentions), None)
+            if key.startswith(prefix)
+            else None
+        )
         if at is None:
             converted[key] = tensor
         else:
             found.setdefault(".".join(path[: at + 1]), {})[".".join(path[at + 1 :])] = tensor
     if not found:
-        raise OptionError(f"no module named {' or '.join(attentions)} under {prefix!r} in {len(state)} tensors: name the attention modules")
+        raise OptionError(
+            f"no module named {' or '.join(attentions)} under {prefix!r} in {len(state)} tensors: name the attention modules"
+        )
     for name, tensors in found.items():
-        converted |= {f"{name}.{key}": tensor for key, tensor in convert_attention(tensors, heads, groups, method, name).items()}
+        converted |= {
+            f"{name}.{key}": tensor for key, tensor in convert_attention(tensors, heads, groups, method, name).items()
+        }
     return converted

@@ -14,7 +14,9 @@ from gqa_convert.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding (Su et al. 2021, *RoFormer*) in the half layout of Llama: entry i is rotated with entry i + r / 2."""
+    """Rotary position embedding (Su et al. 2021, *RoFormer*) in the half layout of Llama: entry i is rotated with entry
+    i + r / 2.
+    """
 
     base: float = 10000.0
     """Ratio of the longest wavelength to the shortest, or nearly so; `rope_theta` in configs."""
@@ -29,7 +31,9 @@ class Rotary:
         """
         width = int(head_width * self.fraction)
         if not 0 < width <= head_width or width % 2:
-            raise OptionError(f"rotary would turn {width} of {head_width} entries of a head: their number must be even and not zero")
+            raise OptionError(
+                f"rotary would turn {width} of {head_width} entries of a head: their number must be even and not zero"
+            )
         return width
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -55,15 +59,18 @@ class Rotary:
 def alibi_bias(
     heads: int, queries: int, keys: int, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The bias of ALiBi (Press et al. 2022, *Train Short, Test Long*): minus a head's slope times the distance; 0 for later keys.
+    """The bias of ALiBi (Press et al. 2022, *Train Short, Test Long*): minus a head's slope times the distance; 0 for
+    later keys.
 
-    The queries are the newest of the keys' tokens. For a number of heads that is no power of two, the slopes are those of the next
-    lower power and then every second one of the next higher, as in the authors' code.
+    The queries are the newest of the keys' tokens. For a number of heads that is no power of two, the slopes are those
+    of the next lower power and then every second one of the next higher, as in the authors' code.
 
     Returns:
         [1, heads, queries, keys].
     """
     lower = 2 ** int(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)] + [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(heads - lower)]
+    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)] + [
+        2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(heads - lower)
+    ]
     distance = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
     return (torch.tensor(slopes, device=device, dtype=dtype)[:, None, None] * distance.clamp(max=0).to(dtype))[None]

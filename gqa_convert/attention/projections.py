@@ -53,7 +53,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         super().__init__()
         groups = heads if groups is None else groups
         if heads < 1 or groups < 1 or heads % groups:
-            raise GroupsError(f"{heads} query heads cannot share {groups} key/value heads: their number must divide the heads")
+            raise GroupsError(
+                f"{heads} query heads cannot share {groups} key/value heads: their number must divide the heads"
+            )
         if head_width is None and width % heads:
             raise OptionError(f"a width of {width} cannot be split into {heads} heads of equal width: give head_width")
         self.width, self.heads, self.groups, self.dropout = width, heads, groups, dropout
@@ -67,7 +69,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             raise OptionError(f"dropout is {dropout}: give a probability below 1")
         biased = set(PROJECTIONS if bias is True else bias or ())
         if unknown := biased - set(PROJECTIONS):
-            raise OptionError(f"no projection is named {', '.join(sorted(unknown))}: bias takes {', '.join(PROJECTIONS)}")
+            raise OptionError(
+                f"no projection is named {', '.join(sorted(unknown))}: bias takes {', '.join(PROJECTIONS)}"
+            )
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in biased, device=device, dtype=dtype)
@@ -101,9 +105,13 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
                 f"inputs of widths {self.width}, {self.key_width}, {self.value_width} cannot share a projection: use fused=False"
             )
         if len({part.bias is None for part in parts}) > 1:
-            raise OptionError("a fused projection has a bias for all of q, k, v or for none: name all three or use fused=False")
+            raise OptionError(
+                "a fused projection has a bias for all of q, k, v or for none: name all three or use fused=False"
+            )
         weight = torch.cat([part.weight.detach() for part in parts])
-        joined = nn.Linear(self.width, len(weight), bias=self.q_proj.bias is not None, device=weight.device, dtype=weight.dtype)
+        joined = nn.Linear(
+            self.width, len(weight), bias=self.q_proj.bias is not None, device=weight.device, dtype=weight.dtype
+        )
         with torch.no_grad():
             joined.weight.copy_(weight)
             if joined.bias is not None:

@@ -1,7 +1,8 @@
 """Which models of transformers may run under `attn_implementation="gqa"`.
 
-transformers checks its own attention functions against what a class declares, but accepts every registered name for every class. A class
-that never calls the registered function would still receive that function's masks, and would compute something else without an error.
+transformers checks its own attention functions against what a class declares, but accepts every registered name for
+every class. A class that never calls the registered function would still receive that function's masks, and would
+compute something else without an error.
 """
 
 import functools
@@ -13,7 +14,9 @@ import torch
 from gqa_convert.errors import UnsupportedAttentionError
 
 VERIFIED = frozenset({"longt5", "gqa_longt5", "switch_transformers", "gqa_switch_transformers"})
-"""Model types that rule out transformers' sdpa attention, and whose logits here equal those of eager attention all the same."""
+"""Model types that rule out transformers' sdpa attention, and whose logits here equal those of eager attention all the
+same.
+"""
 
 _names: set[str] = set()
 _accepted: set[type] = set()
@@ -56,11 +59,15 @@ def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:
     """
     reason = why_unsupported(model_class, config)
     if reason is not None:
-        raise UnsupportedAttentionError(f"{reason}, so that '{name}' attention would change its results: leave attn_implementation out")
+        raise UnsupportedAttentionError(
+            f"{reason}, so that '{name}' attention would change its results: leave attn_implementation out"
+        )
 
 
 def guard(name: str) -> None:
-    """Have transformers check each model that asks for the attention function `name`: on loading, and in `set_attn_implementation`."""
+    """Have transformers check each model that asks for the attention function `name`: on loading, and in
+    `set_attn_implementation`.
+    """
     from transformers import PreTrainedModel
 
     if not _names:
@@ -79,16 +86,18 @@ def guard(name: str) -> None:
 def mask_function() -> Callable[..., Any]:
     """transformers' mask for sdpa attention, which is None where causality is all there is to it, with two checks.
 
-    A name that was written into a config by hand has passed no check when the first mask is made: then an `UnsupportedAttentionError`
-    says that the config's model does not run under this attention. And Gemma's modules call themselves bidirectional even where its
-    masks are causal, so that there the mask must not be None.
+    A name that was written into a config by hand has passed no check when the first mask is made: then an
+    `UnsupportedAttentionError` says that the config's model does not run under this attention. And Gemma's modules call
+    themselves bidirectional even where its masks are causal, so that there the mask must not be None.
     """
     from transformers.masking_utils import sdpa_mask
 
     def checked(*arguments: Any, config: Any = None, **options: Any) -> Any:
         if type(config) not in _accepted and not torch.compiler.is_compiling():
             _check_config(config)
-        if config is not None and vars(config).get("use_bidirectional_attention"):  # getattr takes long on configs that lack it
+        if config is not None and vars(config).get(
+            "use_bidirectional_attention"
+        ):  # getattr takes long on configs that lack it
             options["allow_is_causal_skip"] = False
         return sdpa_mask(*arguments, config=config, **options)
 

@@ -1,4 +1,5 @@
-"""Grouped-query attention that also returns its weights, for `need_weights`. Every score is in memory at once, unlike in core.py.
+"""Grouped-query attention that also returns its weights, for `need_weights`. Every score is in memory at once, unlike
+in core.py.
 
 Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head width, e head width of the values.
 """
@@ -22,7 +23,8 @@ def attention_and_weights(
         dropout: probability with which a weight is zeroed.
 
     Returns:
-        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a query that sees no key.
+        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a
+        query that sees no key.
     """
     (batch, heads, queries, width), (groups, keys) = query.shape, key.shape[1:3]
     packed = batch, groups, heads // groups * queries  # query heads of a group as further queries: no key is repeated

@@ -1,1 +1,3 @@
-"""Checkpoints on disk and on the Hub: reading their headers, copying byte ranges, publishing a folder whole or not at all."""
+"""Checkpoints on disk and on the Hub: reading their headers, copying byte ranges, publishing a folder whole or not at
+all.
+"""

@@ -1,8 +1,9 @@
 """Byte ranges from file to file inside the kernel, with shared blocks where the filesystem has them.
 
-Source and output are both walked from front to back, so that the disk can be kept busy: bytes are asked for before they are needed,
-and, while the source comes from memory anyway, sent to the disk as soon as they are written, which leaves little for the final sync
-to wait for. While the disk is reading they are not: one disk is slower when it has to do both at once.
+Source and output are both walked from front to back, so that the disk can be kept busy: bytes are asked for before they
+are needed, and, while the source comes from memory anyway, sent to the disk as soon as they are written, which leaves
+little for the final sync to wait for. While the disk is reading they are not: one disk is slower when it has to do both
+at once.
 """
 
 import ctypes
@@ -57,7 +58,9 @@ class SourceFile:
         if self._advised < min(start + _READ_AHEAD, self.size):
             begin = max(start, self._advised)
             self._advised = min(start + 2 * _READ_AHEAD, self.size)
-            self.cached = all(self._is_cached(place) for place in (begin, (begin + self._advised) // 2, self._advised - 1))
+            self.cached = all(
+                self._is_cached(place) for place in (begin, (begin + self._advised) // 2, self._advised - 1)
+            )
             os.posix_fadvise(self.fd, begin, self._advised - begin, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, place: int) -> bool:
@@ -79,7 +82,9 @@ class SourceFile:
             view, start = view[done:], start + done
 
     def ended(self) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self.path} became shorter while it was read: copy it again and leave it alone meanwhile")
+        return CorruptCheckpointError(
+            f"{self.path} became shorter while it was read: copy it again and leave it alone meanwhile"
+        )
 
 
 class OutputFile:

@@ -17,13 +17,31 @@ _PREFERENCE = (SAFETENSORS_SINGLE, SAFETENSORS_INDEX, TORCH_SINGLE, TORCH_INDEX)
 """The order in which transformers looks for weights."""
 
 _WEIGHT_PATTERNS = (
-    "*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json", "*.bin", "*.bin.index.json", "*.bin.index.*.json",
-    "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack",
-    "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.safetensors.index.*.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.bin.index.*.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.ckpt.*",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.tflite",
+    "*.distcp",
+    "*.npz",
+    "*.nemo",
+    "*.mlmodel",
     "adapter_config.json",
-)  # fmt: skip
-"""Weights in any format, adapters with their configs, and the state of an interrupted training: none of it may survive beside converted
-weights."""
+)
+"""Weights in any format, adapters with their configs, and the state of an interrupted training: none of it may survive
+beside converted weights."""
 
 _WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
 
@@ -37,10 +55,25 @@ _QUANTISED_TENSORS = re.compile(
     r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
 )
 _QUANTISED_BYTES = re.compile(r"(weight|_blocks|_scales)$")
-_QUANTISED_DTYPES = {"F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U8", "I8", "F4", "F6_E2M3", "F6_E3M2"}
+_QUANTISED_DTYPES = {
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "U8",
+    "I8",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+}
 
 _WRAPPERS = (
-    (re.compile(r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\."), "PEFT", "merge_and_unload()"),
+    (
+        re.compile(r"^base_model\.model\.|\.(base_layer|lora_[AB]|lora_embedding_[AB]|modules_to_save)\."),
+        "PEFT",
+        "merge_and_unload()",
+    ),
     (re.compile(r"^module\."), "DistributedDataParallel or DeepSpeed", "its attribute module"),
     (re.compile(r"(^|\.)_orig_mod\."), "torch.compile", "its attribute _orig_mod"),
     (re.compile(r"(^|\.)_fsdp_wrapped_module\."), "FSDP", "accelerate's unwrap_model"),
@@ -54,7 +87,9 @@ _MERGE_FIRST = "load it in its own library and save it in bf16, then convert tha
 def is_weight_file(name: str) -> bool:
     """Whether the file at this relative path holds weights or training state, in whatever format."""
     base = name.rsplit("/", 1)[-1]
-    return any(fnmatch(base, pattern) for pattern in _WEIGHT_PATTERNS) or any(fnmatch(name, folder) for folder in _WEIGHT_FOLDERS)
+    return any(fnmatch(base, pattern) for pattern in _WEIGHT_PATTERNS) or any(
+        fnmatch(name, folder) for folder in _WEIGHT_FOLDERS
+    )
 
 
 def choose_weights(files: Iterable[str], where: str) -> str:
@@ -79,14 +114,29 @@ def choose_weights(files: Iterable[str], where: str) -> str:
             f"load it with from_pretrained(..., variant={variant[1]!r}), save_pretrained it without one, and name that folder"
         )
     refusals = (
-        (("resolved_recipe.yaml",), "a run of gqa-convert uptrain: name the folder model/ in it, which is there when the run is complete"),
-        (("adapter_config.json", "adapter_model.*"), "an adapter, no whole model: merge it into its base model first (merge_and_unload)"),
-        (("*.distcp", ".metadata"), "a distributed training checkpoint: consolidate it first (torch.distributed.checkpoint.format_utils)"),
-        (("global_step*/*", "zero_to_fp32.py"), "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py"),
+        (
+            ("resolved_recipe.yaml",),
+            "a run of gqa-convert uptrain: name the folder model/ in it, which is there when the run is complete",
+        ),
+        (
+            ("adapter_config.json", "adapter_model.*"),
+            "an adapter, no whole model: merge it into its base model first (merge_and_unload)",
+        ),
+        (
+            ("*.distcp", ".metadata"),
+            "a distributed training checkpoint: consolidate it first (torch.distributed.checkpoint.format_utils)",
+        ),
+        (
+            ("global_step*/*", "zero_to_fp32.py"),
+            "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py",
+        ),
         (("*.gguf",), "a GGUF file: convert the Hugging Face checkpoint it was made from"),
         (("*.h5", "*.msgpack", "*.ckpt.index"), "weights for TensorFlow or Flax only: save them as safetensors first"),
-        (("consolidated*.safetensors", "consolidated*.pth"), "weights in the vendor's own layout: use the Hugging Face version"),
-    )  # fmt: skip
+        (
+            ("consolidated*.safetensors", "consolidated*.pth"),
+            "weights in the vendor's own layout: use the Hugging Face version",
+        ),
+    )
     for patterns, text in refusals:
         found = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
         if found:
@@ -127,7 +177,9 @@ def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
 
 
 def refuse_wrapped_tensor(name: str, where: str) -> None:
-    """Raise UnsupportedFormatError if a tensor's name is that of a model inside a wrapper, which transformers does not look for."""
+    """Raise UnsupportedFormatError if a tensor's name is that of a model inside a wrapper, which transformers does not
+    look for.
+    """
     for pattern, wrapper, inside in _WRAPPERS:
         if pattern.search(name):
             raise UnsupportedFormatError(

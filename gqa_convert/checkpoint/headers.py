@@ -1,7 +1,7 @@
 """The safetensors header: read with every check, written byte for byte as the safetensors library writes it.
 
-A file is 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes. The reader trusts nothing: a header
-may come from anywhere, and the converter copies byte ranges that it names.
+A file is 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes. The reader trusts nothing:
+a header may come from anywhere, and the converter copies byte ranges that it names.
 """
 
 import json
@@ -23,10 +23,29 @@ LENGTH_BYTES = 8
 _LARGEST = (1 << 64) - 1
 
 DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
 """Bits an element takes, by the safetensors name of its type."""
 
 
@@ -63,7 +82,9 @@ def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
         CorruptCheckpointError: the file is too short for the length it states, or the length is absurd.
     """
     if len(first_bytes) < LENGTH_BYTES:
-        raise CorruptCheckpointError(f"{where} has {file_size} bytes, too few for a safetensors file: download or copy it again")
+        raise CorruptCheckpointError(
+            f"{where} has {file_size} bytes, too few for a safetensors file: download or copy it again"
+        )
     length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpointError(
@@ -133,10 +154,14 @@ def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise corrupt(f"tensor {name!r} has impossible offsets")
     entry = TensorEntry(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
-    if max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST:  # also [2**62, 2**62, 0], as the safetensors library has it
+    if (
+        max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST
+    ):  # also [2**62, 2**62, 0], as the safetensors library has it
         raise corrupt(f"tensor {name!r} has an impossible shape")
     if entry.elements * DTYPE_BITS[dtype] != entry.nbytes * 8:
-        raise corrupt(f"tensor {name!r} of shape {list(shape)} and type {dtype} does not take the {entry.nbytes} bytes it is given")
+        raise corrupt(
+            f"tensor {name!r} of shape {list(shape)} and type {dtype} does not take the {entry.nbytes} bytes it is given"
+        )
     return entry
 
 
@@ -161,7 +186,8 @@ def build_header(
     Args:
         tensors: name, type, shape and size in bytes of each, in file order.
         metadata: the `__metadata__` map; left out when empty.
-        data_start_modulo: (remainder, modulus) that the first data byte's offset must satisfy; the header is padded with spaces
+        data_start_modulo: (remainder, modulus) that the first data byte's offset must satisfy; the header is padded
+            with spaces
             until it does. A filesystem that shares blocks needs the source's own remainder modulo its block size.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -45,7 +45,9 @@ class HubStore:
             "GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_SECONDS, max_retries=_RETRIES
         ) as answer:
             hf_raise_for_status(answer)
-            skipped = 0 if answer.status_code == 206 else start  # a server may ignore the range and send all from the start
+            skipped = (
+                0 if answer.status_code == 206 else start
+            )  # a server may ignore the range and send all from the start
             result = bytearray()
             for chunk in answer.iter_bytes(1 << 16):
                 result += chunk
@@ -64,7 +66,9 @@ class HubStore:
             disable_progress_bars()
         try:
             # by the branch's name, not the commit: only so does the cache know the branch when there is no network
-            folder = _asking(self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns)
+            folder = _asking(
+                self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns
+            )
         finally:
             if silence:
                 enable_progress_bars()
@@ -84,7 +88,9 @@ def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | Folde
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        raise SourceNotFoundError(f"{repo_id} is neither a folder here nor a Hub id of the form org/name: check the path") from None
+        raise SourceNotFoundError(
+            f"{repo_id} is neither a folder here nor a Hub id of the form org/name: check the path"
+        ) from None
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
     except Exception as problem:
@@ -139,4 +145,6 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
             f"{repo_id} is no folder here, and the Hub can't be reached, nor does its cache hold it ({detail}): "
             "check the path or the network"
         )
-    return SourceNotFoundError(f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`")
+    return SourceNotFoundError(
+        f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`"
+    )

@@ -1,7 +1,9 @@
-"""Whose a file is: what this program wrote may be replaced; everything else is its user's, and is neither deleted nor overwritten.
+"""Whose a file is: what this program wrote may be replaced; everything else is its user's, and is neither deleted nor
+overwritten.
 
-The record that lies in every result lists the files written with it. A file that is not listed, or that is newer than the record and not
-what the record says, is the user's. Results of versions whose records have no list are judged by the names of their source's files.
+The record that lies in every result lists the files written with it. A file that is not listed, or that is newer than
+the record and not what the record says, is the user's. Results of versions whose records have no list are judged by the
+names of their source's files.
 """
 
 import hashlib
@@ -35,7 +37,8 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
 
     Args:
         folder: with everything in it but the record, which is written last.
-        result: the record's `{"files": {name: {"bytes": ..., "sha256": ...}}}` of weight files, if their hashes are known.
+        result: the record's `{"files": {name: {"bytes": ..., "sha256": ...}}}` of weight files, if their hashes are
+            known.
     """
     listed: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -51,12 +54,20 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """The files in a folder that are not part of a result of this program, by their paths in it; a folder without any of ours ends in `/`."""
-    record = next((name for name in (RECORD, RESTATED) if (folder / name).is_file() and not (folder / name).is_symlink()), None)
+    """The files in a folder that are not part of a result of this program, by their paths in it; a folder without any
+    of ours ends in `/`.
+    """
+    record = next(
+        (name for name in (RECORD, RESTATED) if (folder / name).is_file() and not (folder / name).is_symlink()), None
+    )
     ours = _entries(folder, record) if record else {}
     if record is None or not ours:
-        return sorted(f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.iterdir())
-    return list(_foreign(folder, "", record, ours, {parent.as_posix() for name in ours for parent in Path(name).parents}))
+        return sorted(
+            f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.iterdir()
+        )
+    return list(
+        _foreign(folder, "", record, ours, {parent.as_posix() for name in ours for parent in Path(name).parents})
+    )
 
 
 def _foreign(folder: Path, inside: str, record: str, ours: Entries, homes: set[str]) -> Iterator[str]:
@@ -69,12 +80,18 @@ def _foreign(folder: Path, inside: str, record: str, ours: Entries, homes: set[s
                 yield from _foreign(folder, f"{name}/", record, ours, homes)
             else:
                 yield f"{name}/"
-        elif name != record and not (name in ours and _is_unchanged(path, ours[name], folder / record)) and not _is_card(path, name):
+        elif (
+            name != record
+            and not (name in ours and _is_unchanged(path, ours[name], folder / record))
+            and not _is_card(path, name)
+        ):
             yield name
 
 
 def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
-    """Every file was complete before the record was written, so that a later one is ours only if it has the hash that was recorded."""
+    """Every file was complete before the record was written, so that a later one is ours only if it has the hash that
+    was recorded.
+    """
     status = path.stat()
     if known.get("bytes") not in (None, status.st_size):
         return False
@@ -97,7 +114,9 @@ def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     listed = record.get(WRITTEN)
     if listed is None and name == RECORD:
         return _older_entries(folder, record)
-    return {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
+    return (
+        {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
+    )
 
 
 def _older_entries(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:

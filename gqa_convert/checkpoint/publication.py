@@ -1,7 +1,8 @@
 """A folder that appears whole or not at all.
 
-Work happens in a sibling of the result with a temporary name, under a lock that the kernel drops when the process dies. Publication
-syncs the folders and renames. The next run removes the leftovers of dead runs, and never those of a live one.
+Work happens in a sibling of the result with a temporary name, under a lock that the kernel drops when the process dies.
+Publication syncs the folders and renames. The next run removes the leftovers of dead runs, and never those of a live
+one.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     """Refuse a result folder that would lose or mix up files. An empty folder is as good as none.
 
     Raises:
-        OutputError: OUT holds something (without `overwrite`), or files that this program did not write; it is a file, a link, a mount point
+        OutputError: OUT holds something (without `overwrite`), or files that this program did not write; it is a file,
+            a link, a mount point
             or the current folder; it is the source, or one lies within the other.
     """
     if not is_utf8(str(out)):
@@ -60,7 +62,9 @@ def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
     if os.path.ismount(real):
         raise OutputError(f"{out} is a mount point, which can't be replaced as a whole: name a new folder in it")
     if _current_folder().is_relative_to(real):
-        raise OutputError(f"{out} is the current folder, which would be gone once it is replaced: go to another folder, or name a new one")
+        raise OutputError(
+            f"{out} is the current folder, which would be gone once it is replaced: go to another folder, or name a new one"
+        )
 
 
 def _check_apart(out: Path, real: Path, source: Path) -> None:
@@ -103,7 +107,9 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _restore(path: Path) -> bool:
-    """Whether `path` was an old result, set aside by a run that died before its own stood there, and now has its name again."""
+    """Whether `path` was an old result, set aside by a run that died before its own stood there, and now has its name
+    again.
+    """
     match = _LEFTOVER.fullmatch(path.name)
     if match is None or not match["aside"] or (path.parent / match["out"]).exists():
         return False
@@ -153,7 +159,8 @@ class StagedFolder:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(_ATTEMPTS):
                 self.path = self.out.parent / f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}"
-                # for signals that come when no other code can catch them; it runs at the latest when the interpreter ends
+                # for signals that come when no other code can catch them; it runs at the latest when the interpreter
+                # ends
                 self._cleanup = weakref.finalize(self, _discard, self.path, new_parents, os.getpid())
                 self.path.mkdir()
                 try:
@@ -171,7 +178,9 @@ class StagedFolder:
                 raise _explained(problem, self.out) from None
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._cleanup is not None and (pending := self._cleanup.peek()):
             _discard(*pending[2])
             self._cleanup.detach()
@@ -194,7 +203,9 @@ class StagedFolder:
             try:
                 _rename(self.path, self.out, _RENAME_NOREPLACE)
             except FileExistsError:
-                raise OutputError(f"{self.out} has appeared meanwhile: name a new folder, or replace it with --overwrite") from None
+                raise OutputError(
+                    f"{self.out} has appeared meanwhile: name a new folder, or replace it with --overwrite"
+                ) from None
         elif any(self.out.iterdir()):
             self._replace()
         else:
@@ -203,17 +214,25 @@ class StagedFolder:
         sync(self.out.parent)
 
     def _replace(self) -> None:
-        """Exchange the two folders in one step, so that a complete one stands at `out` at every moment; the old one goes last."""
+        """Exchange the two folders in one step, so that a complete one stands at `out` at every moment; the old one
+        goes last.
+        """
         _rename(self.path, self.out, _RENAME_EXCHANGE)
         if foreign := foreign_files(self.path):  # written between the check and the exchange
             _rename(self.path, self.out, _RENAME_EXCHANGE)
-            raise OutputError(f"{self.out} was written to meanwhile ({some(foreign)}): move that away, or name a new folder")
+            raise OutputError(
+                f"{self.out} was written to meanwhile ({some(foreign)}): move that away, or name a new folder"
+            )
         sync(self.out.parent)
-        shutil.rmtree(self.path, ignore_errors=True)  # that is the old one now; should this process die, the next run removes it
+        shutil.rmtree(
+            self.path, ignore_errors=True
+        )  # that is the old one now; should this process die, the next run removes it
 
 
 def _discard(path: Path, new_parents: list[Path], process: int) -> None:
-    """Remove a temporary folder, if it has not been given its name yet, and the folders above it that were made for it."""
+    """Remove a temporary folder, if it has not been given its name yet, and the folders above it that were made for
+    it.
+    """
     if os.getpid() != process:
         return
     shutil.rmtree(path, ignore_errors=True)
@@ -227,10 +246,14 @@ def _discard(path: Path, new_parents: list[Path], process: int) -> None:
 def _explained(problem: OSError, out: Path) -> GQAConvertError:
     """What the system says, as one line."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"the disk or quota of {out.parent} is full, nothing was left behind: make room or name another disk")
+        return NoSpaceError(
+            f"the disk or quota of {out.parent} is full, nothing was left behind: make room or name another disk"
+        )
     at = f" at {problem.filename}" if problem.filename else ""
     detail = problem.strerror or str(problem) or type(problem).__name__
-    return OutputError(f"{out} can't be made ({detail}{at}), nothing was left behind: check the disk, or name another folder")
+    return OutputError(
+        f"{out} can't be made ({detail}{at}), nothing was left behind: check the disk, or name another folder"
+    )
 
 
 def _rename(old: Path, new: Path, flag: int) -> None:

@@ -4,7 +4,10 @@ import hashlib
 import re
 
 CARD = "README.md"
-MARKER = re.compile(r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n", re.MULTILINE)
+MARKER = re.compile(
+    r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n",
+    re.MULTILINE,
+)
 
 
 def is_our_card(text: str) -> bool:

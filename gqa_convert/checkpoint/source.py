@@ -1,4 +1,6 @@
-"""Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is read."""
+"""Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is
+read.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,10 +11,16 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
+from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.store import FileStore, FolderStore, is_utf8
 from gqa_convert.checkpoint.strict_json import parse_object
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, RemoteHeadersError, SourceNotFoundError, UnsupportedFormatError
-from gqa_convert.paths import expanded
+from gqa_convert.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    RemoteHeadersError,
+    SourceNotFoundError,
+    UnsupportedFormatError,
+)
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 200_000_000
@@ -21,7 +29,9 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file: its name, its size in bytes, its header, and whether it must be spilled before byte ranges can be read."""
+    """One weight file: its name, its size in bytes, its header, and whether it must be spilled before byte ranges can
+    be read.
+    """
 
     file: str
     size: int
@@ -70,7 +80,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     Args:
         source: a folder, or a Hub id such as `org/name`. A path that exists wins.
         revision: branch, tag or commit on the Hub.
-        download: fetch the whole checkpoint into the Hub's cache, so that `folder` is set. Without it only the config, the index
+        download: fetch the whole checkpoint into the Hub's cache, so that `folder` is set. Without it only the config,
+            the index
             and the tensor headers of a Hub repository are read, by range requests.
 
     Raises:
@@ -82,7 +93,9 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     path = _local_path(source)
     if path is not None and path.is_dir():
         if revision is not None:
-            raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
+            raise SourceNotFoundError(
+                f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
+            )
         return read_checkpoint(FolderStore(path), expanded(source), None)
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
@@ -139,14 +152,18 @@ class _Survey:
 
 def _survey(store: FileStore, source_id: str) -> _Survey:
     if CONFIG not in store.files:
-        formats.choose_weights(store.files, source_id)  # an adapter or a foreign format has a better explanation than the next line
+        formats.choose_weights(
+            store.files, source_id
+        )  # an adapter or a foreign format has a better explanation than the next line
         raise ConfigError(f"{source_id} has no config.json: name the folder that save_pretrained wrote")
     config = parse_object(_read_json(store, CONFIG), f"{source_id}/{CONFIG}", ConfigError)
     formats.refuse_quantised_config(config, f"{source_id}/{CONFIG}")
     chosen = formats.choose_weights(store.files, source_id)
     named = config.get("transformers_weights")
     if named is not None and named != chosen:
-        raise UnsupportedFormatError(f"{source_id}/{CONFIG} names {named!r} as its weights, not {chosen}: save the model anew")
+        raise UnsupportedFormatError(
+            f"{source_id}/{CONFIG} names {named!r} as its weights, not {chosen}: save the model anew"
+        )
     weight_map: dict[str, str] | None = None
     index_metadata: dict[str, Any] | None = None
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
@@ -156,7 +173,9 @@ def _survey(store: FileStore, source_id: str) -> _Survey:
         shard_files = [chosen]
     for file in shard_files:
         if file not in store.files:
-            raise CorruptCheckpointError(f"{source_id}/{file} is missing, though {chosen} names it: download or copy it again")
+            raise CorruptCheckpointError(
+                f"{source_id}/{file} is missing, though {chosen} names it: download or copy it again"
+            )
     read = {chosen, *shard_files}
     others = tuple(sorted(name for name in store.files if formats.is_weight_file(name) and name not in read))
     return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
@@ -201,9 +220,13 @@ def _read_index(store: FileStore, name: str, source_id: str) -> tuple[dict[str, 
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it")
+            raise CorruptCheckpointError(
+                f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it"
+            )
         if not file.endswith(suffix):
-            raise CorruptCheckpointError(f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again")
+            raise CorruptCheckpointError(
+                f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again"
+            )
     # tens of thousands of names: each is kept once, here and in the headers
     return {sys.intern(tensor): sys.intern(file) for tensor, file in weight_map.items()}, metadata
 
@@ -212,7 +235,9 @@ def read_shard(store: FileStore, file: str, source_id: str) -> Shard:
     """One weight file's header, by itself."""
     where, size = f"{source_id}/{file}", store.files[file]
     if size < 1024 and store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER:
-        raise CorruptCheckpointError(f"{where} is only a Git LFS pointer to the weights: fetch them with `git lfs pull`")
+        raise CorruptCheckpointError(
+            f"{where} is only a Git LFS pointer to the weights: fetch them with `git lfs pull`"
+        )
     modified_ns = (store.folder / file).stat().st_mtime_ns if store.folder else None
     if file.endswith(".safetensors"):
         length = header_length(store.read(file, 0, LENGTH_BYTES), size, where)
@@ -235,7 +260,9 @@ def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
             formats.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
             if name in homes:
-                raise CorruptCheckpointError(f"{source_id} holds tensor {name!r} twice, in {homes[name]} and {shard.file}: remove one")
+                raise CorruptCheckpointError(
+                    f"{source_id} holds tensor {name!r} twice, in {homes[name]} and {shard.file}: remove one"
+                )
             homes[name] = shard.file
     if weight_map is None or homes == weight_map:
         return
@@ -245,4 +272,6 @@ def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source
                 f"{source_id}/{index_name} promises tensor {name!r} in {file}, which does not hold it: copy both again"
             )
     stray = next(name for name in homes if name not in weight_map)
-    raise CorruptCheckpointError(f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again")
+    raise CorruptCheckpointError(
+        f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again"
+    )

@@ -48,7 +48,9 @@ class SourceFiles:
         path = self._checkpoint.folder / shard.file
         status = path.stat()
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
-            raise CorruptCheckpointError(f"{path} has changed since it was planned: leave the source alone meanwhile, and try again")
+            raise CorruptCheckpointError(
+                f"{path} has changed since it was planned: leave the source alone meanwhile, and try again"
+            )
 
     def _probe_sharing(self) -> bool:
         if any(shard.spilled for shard in self._checkpoint.shards):

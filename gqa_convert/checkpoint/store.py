@@ -1,4 +1,6 @@
-"""Where a checkpoint's files come from: a local folder here; `hub.py` adds a repository on the Hub with the same two methods."""
+"""Where a checkpoint's files come from: a local folder here; `hub.py` adds a repository on the Hub with the same two
+methods.
+"""
 
 import os
 from pathlib import Path
@@ -22,13 +24,17 @@ class FileStore(Protocol):
 
 
 class FolderStore:
-    """The files of a local folder, hidden ones and Python caches left out; links are followed, as the Hub's cache needs."""
+    """The files of a local folder, hidden ones and Python caches left out; links are followed, as the Hub's cache
+    needs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder: Path | None = folder
         self.files: dict[str, int] = {}
         for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
-            if Path(root).resolve() in (parent.resolve() for parent in Path(root).parents if parent.is_relative_to(folder)):
+            if Path(root).resolve() in (
+                parent.resolve() for parent in Path(root).parents if parent.is_relative_to(folder)
+            ):
                 folders.clear()  # a link that leads back up
                 continue
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
@@ -68,4 +74,6 @@ def is_utf8(name: str) -> bool:
 
 
 def _refuse(problem: OSError) -> NoReturn:
-    raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): check its permissions and the disk") from None
+    raise CorruptCheckpointError(
+        f"{problem.filename} can't be read ({problem.strerror}): check its permissions and the disk"
+    ) from None

@@ -24,7 +24,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(
-    raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError, parse_int: Callable[[str], int] | None = None
+    raw: bytes,
+    where: str,
+    error: type[GQAConvertError] = CorruptCheckpointError,
+    parse_int: Callable[[str], int] | None = None,
 ) -> dict[str, Any]:
     """The JSON object in `raw`.
 
@@ -38,11 +41,15 @@ def parse_object(
         error: the text is no UTF-8, no JSON, no object, nested too deeply, or repeats a key.
     """
     if raw.startswith(codecs.BOM_UTF8):
-        raise error(f"{where} begins with a byte order mark, with which transformers can't read it: save it as UTF-8 without the mark")
+        raise error(
+            f"{where} begins with a byte order mark, with which transformers can't read it: save it as UTF-8 without the mark"
+        )
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):
-        raise error(f"{where} holds a JSON {type(value).__name__} where an object belongs: download or copy the file again")
+        raise error(
+            f"{where} holds a JSON {type(value).__name__} where an object belongs: download or copy the file again"
+        )
     return value

@@ -1,8 +1,9 @@
 """`pytorch_model.bin` files as byte ranges.
 
-torch writes a tensor's bytes uncompressed into a zip file, so that they can be copied like those of a safetensors file once their
-offsets are known. `torch.load` under FakeTensorMode yields the offsets without reading a weight, and `weights_only=True` keeps a
-pickle from running code. What has no usable offset (the format before torch 1.6, transposed tensors) is spilled to a plain file.
+torch writes a tensor's bytes uncompressed into a zip file, so that they can be copied like those of a safetensors file
+once their offsets are known. `torch.load` under FakeTensorMode yields the offsets without reading a weight, and
+`weights_only=True` keeps a pickle from running code. What has no usable offset (the format before torch 1.6, transposed
+tensors) is spilled to a plain file.
 """
 
 import sys
@@ -14,11 +15,23 @@ from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.errors import CorruptCheckpointError, UnsupportedFormatError
 
 _NAMES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
-    "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
-    "torch.complex64": "C64", "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
-}  # fmt: skip
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+    "torch.complex64": "C64",
+    "torch.uint16": "U16",
+    "torch.uint32": "U32",
+    "torch.uint64": "U64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}
 
 
 def _load(path: Path, **options: Any) -> dict[str, Any]:
@@ -28,21 +41,29 @@ def _load(path: Path, **options: Any) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, **options)
     except Exception as problem:  # torch raises its own, pickle's, zip's and OSError alike
         lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-        detail = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else repr(problem))
+        detail = next(
+            (line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else repr(problem)
+        )
         raise CorruptCheckpointError(
             f"{path} cannot be read as plain tensors ({detail[:160]}): it is damaged or holds code, which is never run"
         ) from None
     if not isinstance(state, dict):
-        raise UnsupportedFormatError(f"{path} holds a {type(state).__name__} where a map of tensors belongs: save model.state_dict()")
+        raise UnsupportedFormatError(
+            f"{path} holds a {type(state).__name__} where a map of tensors belongs: save model.state_dict()"
+        )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise UnsupportedFormatError(
                 f"{path} holds {name!r}, a {type(tensor).__name__} where a tensor belongs: save model.state_dict() alone"
             )
         if name == "__metadata__" or not name.isprintable():
-            raise CorruptCheckpointError(f"{path} holds a tensor of the impossible name {name!r}: do not trust the file")
+            raise CorruptCheckpointError(
+                f"{path} holds a tensor of the impossible name {name!r}: do not trust the file"
+            )
         if tensor.layout is not torch.strided:
-            raise UnsupportedFormatError(f"{path} holds {name!r}, a sparse tensor: save the model as plain tensors first")
+            raise UnsupportedFormatError(
+                f"{path} holds {name!r}, a sparse tensor: save the model as plain tensors first"
+            )
     return state
 
 
@@ -64,30 +85,44 @@ def read_torch_header(path: Path) -> tuple[Header, bool]:
     tensors: dict[str, TensorEntry] = {}
     for name, tensor in state.items():
         if str(tensor.dtype) not in _NAMES:
-            raise UnsupportedFormatError(f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first")
+            raise UnsupportedFormatError(
+                f"{path} holds tensor {name!r} of type {tensor.dtype}: save the model unquantised first"
+            )
         base = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         nbytes = tensor.numel() * tensor.element_size()
         if base is None or not tensor.is_contiguous():
             return _spill_header(state), True
         start = base + tensor.storage_offset() * tensor.element_size()
         if start + nbytes > size:
-            raise CorruptCheckpointError(f"{path} is truncated: tensor {name!r} ends behind the file: download or copy it again")
+            raise CorruptCheckpointError(
+                f"{path} is truncated: tensor {name!r} ends behind the file: download or copy it again"
+            )
         tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), start, nbytes)
     return Header(dict(sorted(tensors.items(), key=lambda item: item[1].start)), {}, 0), False
 
 
 def _refuse_unusual_zip(path: Path) -> None:
-    """Raise UnsupportedFormatError if the tensors' bytes do not lie in the zip file as this machine has them in memory."""
+    """Raise UnsupportedFormatError if the tensors' bytes do not lie in the zip file as this machine has them in
+    memory.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            orders = [archive.read(record) for record in records if record.filename.endswith("/byteorder") and record.file_size < 99]
+            orders = [
+                archive.read(record)
+                for record in records
+                if record.filename.endswith("/byteorder") and record.file_size < 99
+            ]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return  # the format before, or a damaged file: torch will see
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise UnsupportedFormatError(f"{path} was compressed: load it with torch.load and save it again with torch.save")
+        raise UnsupportedFormatError(
+            f"{path} was compressed: load it with torch.load and save it again with torch.save"
+        )
     if any(order != sys.byteorder.encode() for order in orders):
-        raise UnsupportedFormatError(f"{path} has another byte order than this machine: load it with torch.load and save it again")
+        raise UnsupportedFormatError(
+            f"{path} has another byte order than this machine: load it with torch.load and save it again"
+        )
 
 
 def _spill_header(state: dict[str, Any]) -> Header:

@@ -12,8 +12,8 @@ from typing import Annotated, Never
 
 import typer
 
-from gqa_convert import __version__
-from gqa_convert.console.screen import prepare_streams
+from gqa_convert._version import __version__
+from gqa_convert.cli.console.screen import prepare_streams
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, OptionError
 
 from .benchmark import benchmark
@@ -57,7 +57,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     del version
 
@@ -66,17 +68,35 @@ def _help(command: Callable[..., None]) -> str:
     """The docstring with a line per paragraph, for the terminal to break; indented lines stay as they are."""
     paragraphs = inspection.cleandoc(command.__doc__ or "").split("\n\n")
     first, *others = (text if text.startswith(" ") else " ".join(text.split("\n")) for text in paragraphs)
-    return "\n\n".join([first, "", *others])  # from the empty one typer sees that what follows is indented less than examples
+    return "\n\n".join(
+        [first, "", *others]
+    )  # from the empty one typer sees that what follows is indented less than examples
 
 
-for command in (plan, inspect, recommend, restate, convert, verify, check_serving, uptrain, evaluate, benchmark, report, publish, demo):
+for command in (
+    plan,
+    inspect,
+    recommend,
+    restate,
+    convert,
+    verify,
+    check_serving,
+    uptrain,
+    evaluate,
+    benchmark,
+    report,
+    publish,
+    demo,
+):
     app.command(help=_help(command))(command)
 
 
 def main() -> Never:
     """Run the command line; every mistake becomes one line on stderr and an exit code."""
     prepare_streams()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of a checkpoint is in the lines of our own
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # what it would say of a checkpoint is in the lines of our own
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -101,7 +121,9 @@ def _refuse_foreign_bytes(arguments: list[str]) -> None:
     """Every command writes what it was given into records, which are UTF-8."""
     for argument in arguments:
         if any("\udc80" <= char <= "\udcff" for char in argument):
-            raise OptionError(f"the argument {argument} is no UTF-8, in which results record it: rename the file or folder")
+            raise OptionError(
+                f"the argument {argument} is no UTF-8, in which results record it: rename the file or folder"
+            )
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -110,11 +132,13 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 def _report(message: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # of a stream whose disk is full or whose reader has gone; the exit code says it as well
+    with contextlib.suppress(
+        OSError
+    ):  # of a stream whose disk is full or whose reader has gone; the exit code says it as well
         sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
         sys.stderr.flush()
     if "--json" in sys.argv[1:]:
-        from gqa_convert.console.screen import print_json
+        from gqa_convert.cli.console.screen import print_json
 
         with contextlib.suppress(OSError):
             print_json({"error": message, "exit_code": code})

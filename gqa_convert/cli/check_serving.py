@@ -15,23 +15,38 @@ def check_serving(
     client: Annotated[
         list[str] | None,
         typer.Option(
-            "--client", "-c", metavar="NAME", show_default=False,
+            "--client",
+            "-c",
+            metavar="NAME",
+            show_default=False,
             help="transformers-4.57, ctranslate2, onnxruntime, openvino, llama.cpp or vllm; several times for more. Default: all installed.",
         ),
     ] = None,
     python: Annotated[
         list[str] | None,
-        typer.Option("--python", metavar="NAME=PATH", help="The interpreter that has a client, which is then asked too.", show_default=False),
+        typer.Option(
+            "--python",
+            metavar="NAME=PATH",
+            help="The interpreter that has a client, which is then asked too.",
+            show_default=False,
+        ),
     ] = None,
-    install: Annotated[bool, typer.Option("--install", help="Install named clients that are absent, each into a cache folder.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="MINUTES", help="How long each engine may take.")] = 60.0,
-    as_json: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
-    """Run real serving engines on OUT and compare them with transformers: greedy tokens and logits, in float32 on the CPU.
+    install: Annotated[
+        bool, typer.Option("--install", help="Install named clients that are absent, each into a cache folder.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="MINUTES", help="How long each engine may take.")
+    ] = 60.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run real serving engines on OUT and compare them with transformers: greedy tokens and logits, in float32 on the
+    CPU.
 
-    Each engine runs in a process of its own, through its own converter if it has one. [bold]ok[/bold] is the same tokens and close logits;
-    an engine that says itself that it does not know the architecture is [bold]not supported[/bold], and one that is absent is
-    [bold]skipped[/bold]. Exit code 1 if any was wrong, if none ran, or if one named by --client or --python is absent.
+    Each engine runs in a process of its own, through its own converter if it has one. [bold]ok[/bold] is the same
+    tokens and close logits; an engine that says itself that it does not know the architecture is [bold]not
+    supported[/bold], and one that is absent is [bold]skipped[/bold]. Exit code 1 if any was wrong, if none ran, or if
+    one named by --client or --python is absent.
 
       gqa-convert check-serving ./Llama-2-7b-gqa8
 
@@ -39,16 +54,21 @@ def check_serving(
 
       gqa-convert check-serving ./Llama-2-7b-gqa8 --client vllm --python vllm=/opt/vllm/bin/python
     """
-    from gqa_convert.console.progress import stage_progress
-    from gqa_convert.console.screen import print_json
-    from gqa_convert.console.serving import show_serving
+    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.cli.console.serving import show_serving
     from gqa_convert.serving.checking import check_serving
 
     if install and not client:
         raise OptionError("--install alone does not say what: name each client with --client")
     with stage_progress(quiet=quiet) as step:
         report = check_serving(
-            out, client or (), pythons=dict(map(_pair, python or ())), install_absent=install, minutes=timeout, progress=step
+            out,
+            client or (),
+            pythons=dict(map(_pair, python or ())),
+            install_absent=install,
+            minutes=timeout,
+            progress=step,
         )
     if as_json:
         print_json(report)

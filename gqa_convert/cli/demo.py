@@ -11,28 +11,34 @@ from .options import Json, Quiet
 def demo(
     out: Annotated[Path, typer.Argument(metavar="[OUT]", help="Folder for the results.")] = Path("gqa-demo"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier demo.")] = False,
-    uptraining: Annotated[bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")] = True,
-    as_json: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
+    uptraining: Annotated[
+        bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")
+    ] = True,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Show the whole story on a small bundled model, offline.
 
-    It is converted to several N, by mean pooling and by fitting on calibration text; each result is verified, what it loses and gains is
-    measured, and one of them is uptrained.
+    It is converted to several N, by mean pooling and by fitting on calibration text; each result is verified, what it
+    loses and gains is measured, and one of them is uptrained.
 
       gqa-convert demo
       gqa-convert demo /tmp/gqa-demo --json
     """
-    from gqa_convert.console.demo import show_demo
-    from gqa_convert.console.plan import show_plan
-    from gqa_convert.console.progress import stage_progress
-    from gqa_convert.console.screen import print_json
-    from gqa_convert.demo import UPTRAINING_TOKENS, run_demo
+    from gqa_convert.cli.console.demo import show_demo
+    from gqa_convert.cli.console.plan import show_plan
+    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.demo.run import UPTRAINING_TOKENS, run_demo
 
     with stage_progress(quiet=quiet) as step:
         summary = run_demo(
-            out, overwrite=overwrite, uptraining_tokens=UPTRAINING_TOKENS if uptraining else 0,
-            on_plan=(lambda made: None) if quiet or as_json else show_plan, progress=step,
-        )  # fmt: skip
+            out,
+            overwrite=overwrite,
+            uptraining_tokens=UPTRAINING_TOKENS if uptraining else 0,
+            on_plan=(lambda made: None) if quiet or as_json else show_plan,
+            progress=step,
+        )
     if as_json:
         print_json(summary)
     elif not quiet:

@@ -9,41 +9,66 @@ from gqa_convert.errors import OptionError
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
 Groups = Annotated[
-    int, typer.Option("--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False)
+    int,
+    typer.Option(
+        "--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False
+    ),
 ]
 Method = Annotated[
     str | None,
     typer.Option(
-        "--method", "-m", show_default=False,
+        "--method",
+        "-m",
+        show_default=False,
         help="How heads are merged: fit (needs --calibration, its default), factor (the default without), align, mean, first or random.",
     ),
-]  # fmt: skip
+]
 Calibration = Annotated[
     str | None,
     typer.Option(
-        "--calibration", "-c", metavar="TEXT", help="Text file, folder, pattern or Hub dataset to measure on.", show_default=False
+        "--calibration",
+        "-c",
+        metavar="TEXT",
+        help="Text file, folder, pattern or Hub dataset to measure on.",
+        show_default=False,
     ),
 ]
 CalibrationTokens = Annotated[
     int | None,
-    typer.Option("--calibration-tokens", metavar="T", help="How much of it; by default from the model's width.", show_default=False),
+    typer.Option(
+        "--calibration-tokens",
+        metavar="T",
+        help="How much of it; by default from the model's width.",
+        show_default=False,
+    ),
 ]
 Encoder = Annotated[
-    bool, typer.Option("--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is.")
+    bool,
+    typer.Option(
+        "--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is."
+    ),
 ]
 Native = Annotated[
     bool | None,
     typer.Option(
-        "--native/--no-native", show_default=False,
+        "--native/--no-native",
+        show_default=False,
         help="For types without a K/V-head count: translate to a stock class that has one, or bring a modelling file. Default: what is possible.",
     ),
-]  # fmt: skip
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)]
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the choice of calibration text, and for --method random.")]
 ShardSize = Annotated[
     str | None,
-    typer.Option("--max-shard-size", metavar="SIZE", help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; with --json, the object too.")]
 

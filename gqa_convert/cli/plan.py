@@ -4,25 +4,37 @@ from .options import Encoder, Groups, Json, Method, Native, Quiet, Revision, Sha
 
 
 def plan(
-    source: Source, groups: Groups, method: Method = None, encoder: Encoder = False, native: Native = None, revision: Revision = None,
-    max_shard_size: ShardSize = None, as_json: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
+    source: Source,
+    groups: Groups,
+    method: Method = None,
+    encoder: Encoder = False,
+    native: Native = None,
+    revision: Revision = None,
+    max_shard_size: ShardSize = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Show what a conversion would do, from the config and the tensor headers alone.
 
-    Nothing is written; of a Hub id only the headers travel. Whatever would make [bold]convert[/bold] refuse is found here.
+    Nothing is written; of a Hub id only the headers travel. Whatever would make [bold]convert[/bold] refuse is found
+    here.
 
       gqa-convert plan ./Llama-2-7b --groups 8
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
     """
     from gqa_convert.checkpoint.source import open_checkpoint
-    from gqa_convert.console.plan import show_plan
-    from gqa_convert.console.screen import print_json
-    from gqa_convert.plan import make_plan
+    from gqa_convert.cli.console.plan import show_plan
+    from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.conversion.plan import make_plan
 
     made = make_plan(
-        open_checkpoint(source, revision=revision), groups, method=method or "factor", encoder=encoder, native=native,
+        open_checkpoint(source, revision=revision),
+        groups,
+        method=method or "factor",
+        encoder=encoder,
+        native=native,
         max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
-    )  # fmt: skip
+    )
     if as_json:
         print_json(made.summary())
     elif not quiet:

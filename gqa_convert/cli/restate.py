@@ -11,25 +11,30 @@ from .options import Json, Quiet, Revision, Source
 
 def restate(
     source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)
+    ],
     revision: Revision = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")] = False,
-    as_json: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Rewrite SOURCE, which loads by code of its own, for transformers' own classes.
 
-    Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, Qwen (the first) qwen2, MiniCPM granite, stablelm_epoch stablelm,
-    phi-msft phi, RefinedWeb falcon. Tensors are renamed and fused projections are split; K/V heads stay as they are, and logits are
-    SOURCE's up to rounding. Code from the checkpoint never runs.
+    Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, Qwen (the first) qwen2, MiniCPM granite,
+    stablelm_epoch stablelm, phi-msft phi, RefinedWeb falcon. Tensors are renamed and fused projections are split; K/V
+    heads stay as they are, and logits are SOURCE's up to rounding. Code from the checkpoint never runs.
 
       gqa-convert restate ./Baichuan2-7B-Base ./baichuan2-llama
       gqa-convert convert ./baichuan2-llama ./baichuan2-gqa8 --groups 8
     """
     from contextlib import ExitStack
 
-    from gqa_convert.console.progress import byte_progress
-    from gqa_convert.console.screen import print_json, stderr_console, stdout_console, styled
-    from gqa_convert.restating.restate import restate_checkpoint
+    from gqa_convert.cli.console.progress import byte_progress
+    from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console, styled
+    from gqa_convert.conversion.restating.restate import restate_checkpoint
 
     with ExitStack() as stack:
         bar: list[Any] = []
@@ -48,6 +53,7 @@ def restate(
     elif not quiet:
         console = stdout_console()
         console.print(
-            styled(("done", "green"), f"  {result['model_type']} -> {result['result_model_type']}, in {result['out']}"), soft_wrap=True
+            styled(("done", "green"), f"  {result['model_type']} -> {result['result_model_type']}, in {result['out']}"),
+            soft_wrap=True,
         )
         console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result['out'], '--groups'])} N", soft_wrap=True)

@@ -10,30 +10,39 @@ from .options import Json, Quiet
 
 
 def uptrain(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what, for how long.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe.", show_default=False)] = None,
-    as_json: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what, for how long.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Restore a converted checkpoint's quality by training, with its source as teacher if the recipe names one.
 
-    The same command goes on where a run was interrupted. Exit code 75: a signal (TERM, USR1, INT, HUP) asked to stop, and the state is
-    saved. The keys of a recipe are in docs/uptraining.md.
+    The same command goes on where a run was interrupted. Exit code 75: a signal (TERM, USR1, INT, HUP) asked to stop,
+    and the state is saved. The keys of a recipe are in docs/uptraining.md.
 
       gqa-convert uptrain recipes/tiny.yaml
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
       ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -m gqa_convert uptrain recipe.yaml
     """
-    from gqa_convert.console.progress import training_progress
-    from gqa_convert.console.screen import print_json
-    from gqa_convert.console.training import show_training
-    from gqa_convert.uptrain import uptrain as run
+    from gqa_convert.cli.console.progress import training_progress
+    from gqa_convert.cli.console.screen import print_json
+    from gqa_convert.cli.console.training import show_training
+    from gqa_convert.training.uptrain import uptrain as run
 
     with training_progress(quiet=quiet) as screen:
         summary = run(
-            recipe, overrides or [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize,
+            recipe,
+            overrides or [],
+            on_message=screen.say,
+            on_step=screen.step,
+            on_tokenize=screen.tokenize,
             command=["gqa-convert", *sys.argv[1:]],
-        )  # fmt: skip
+        )
     if not summary:  # another process of the launch has it
         return
     if as_json:

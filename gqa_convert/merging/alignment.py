@@ -1,7 +1,8 @@
-"""Aligning heads before they are averaged (Jin et al. 2024): a rotation for each value head, a phase for each rotary pair of keys.
+"""Aligning heads before they are averaged (Jin et al. 2024): a rotation for each value head, a phase for each rotary
+pair of keys.
 
-A factorisation with orthogonal maps only, and the mean in place of the leading direction: it needs no data and keeps the scale of
-every head. Shape legend as in `factorisation`.
+A factorisation with orthogonal maps only, and the mean in place of the leading direction: it needs no data and keeps
+the scale of every head. Shape legend as in `factorisation`.
 """
 
 from typing import Any
@@ -26,7 +27,9 @@ def align_values(values: Array, outputs: Array) -> tuple[Array, Array]:
     """
     heads, width, _ = values.shape
     stacked = values.reshape(heads * width, -1)
-    products = (stacked @ stacked.T).reshape(heads, width, heads, width).transpose(0, 2, 1, 3)  # [m, m, c, c]; the mean itself can wait
+    products = (
+        (stacked @ stacked.T).reshape(heads, width, heads, width).transpose(0, 2, 1, 3)
+    )  # [m, m, c, c]; the mean itself can wait
     turns = np.empty((heads, width, width))
     towards = products[0]  # [m, c, c], the mean times each head
     for _ in range(_ROUNDS):

@@ -1,13 +1,15 @@
-"""Merging K/V heads by joint factorisation: one shared head, and for each old one a map that its neighbouring projection absorbs.
+"""Merging K/V heads by joint factorisation: one shared head, and for each old one a map that its neighbouring
+projection absorbs.
 
-A shared value head V and output columns O M_h stand in for values V_h and columns O; a shared key head K and query rows M_h^T Q stand in
-for keys K_h and queries Q. Heads that differ by a linear map merge without any loss. Under rotary positions only maps that commute with
+A shared value head V and output columns O M_h stand in for values V_h and columns O; a shared key head K and query rows
+M_h^T Q stand in for keys K_h and queries Q. Heads that differ by a linear map merge without any loss. Under rotary
+positions only maps that commute with
 the rotation can be absorbed: within one frequency, multiplication by a complex number.
 
-Shape legend: m K/V heads of a group, r query heads that read each of them, c head width, d model width, f rotary frequencies.
-Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs; without one the identity stands in. Queries that are made
-of other inputs than keys (cross-attention) have a covariance of their own, and a width of their own. A bias is one more input column,
-with inputs and covariance extended by a constant one.
+Shape legend: m K/V heads of a group, r query heads that read each of them, c head width, d model width, f rotary
+frequencies. Everything is float64. A covariance is E[x x^T], [d, d], of the layer's inputs; without one the identity
+stands in. Queries that are made of other inputs than keys (cross-attention) have a covariance of their own, and a width
+of their own. A bias is one more input column, with inputs and covariance extended by a constant one.
 """
 
 from typing import Any
@@ -24,8 +26,8 @@ _LEAST = 1e-12
 def factor(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, Array]:
     """The rank-c stand-in for m heads that loses least (the truncated decomposition of the weighed, stacked heads).
 
-    Minimises the sum over heads of E|L_h (V_h - M_h V) x|^2 with L_h^T L_h the head's weight: for values that is what the output
-    projection makes of the difference, for keys what the queries do.
+    Minimises the sum over heads of E|L_h (V_h - M_h V) x|^2 with L_h^T L_h the head's weight: for values that is what
+    the output projection makes of the difference, for keys what the queries do.
 
     Args:
         rows: [m, c, d], keys or values.
@@ -46,7 +48,9 @@ def factor(rows: Array, weights: Array, covariance: Array | None = None) -> tupl
     return shared * scale, maps / scale
 
 
-def factor_values(values: Array, outputs: Array, covariance: Array | None = None, *, weighted: bool = True) -> tuple[Array, Array]:
+def factor_values(
+    values: Array, outputs: Array, covariance: Array | None = None, *, weighted: bool = True
+) -> tuple[Array, Array]:
     """Merge values, under any kind of positions.
 
     Args:
@@ -58,12 +62,18 @@ def factor_values(values: Array, outputs: Array, covariance: Array | None = None
     Returns:
         The shared value head [c, d] and new columns [m, r, D, c].
     """
-    weights = np.einsum("mrDc,mrDe->mce", outputs, outputs) if weighted else np.tile(np.eye(values.shape[1]), (len(values), 1, 1))
+    weights = (
+        np.einsum("mrDc,mrDe->mce", outputs, outputs)
+        if weighted
+        else np.tile(np.eye(values.shape[1]), (len(values), 1, 1))
+    )
     shared, maps = factor(values, weights, covariance)
     return shared, outputs @ maps[:, None]
 
 
-def factor_keys(keys: Array, queries: Array, covariance: Array | None = None, asking: Array | None = None) -> tuple[Array, Array]:
+def factor_keys(
+    keys: Array, queries: Array, covariance: Array | None = None, asking: Array | None = None
+) -> tuple[Array, Array]:
     """Merge keys without positions, or the rows of partly rotary ones that do not turn.
 
     Args:
@@ -83,11 +93,11 @@ def factor_keys(keys: Array, queries: Array, covariance: Array | None = None, as
 
 def factor_rotary_keys(
     keys: Array, queries: Array, covariance: Array | None = None, asking: Array | None = None
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """Merge keys under rotary positions, frequency by frequency.
 
-    Of the complex key channels z_h of a frequency, weighed by the power of the queries that read them, the leading direction is kept:
-    the eigenvector of a Hermitian m x m matrix.
+    Of the complex key channels z_h of a frequency, weighed by the power of the queries that read them, the leading
+    direction is kept: the eigenvector of a Hermitian m x m matrix.
 
     Args:
         keys: [m, f, d], complex: one row of each pair is the real part, the other the imaginary one.
@@ -110,7 +120,9 @@ def factor_rotary_keys(
     before, after = np.mean(np.abs(keys) ** 2, axis=(0, 2)), np.mean(np.abs(shared) ** 2, axis=1)
     dead = (before == 0) | (after == 0)
     scale = np.sqrt(np.where(dead, 1.0, before) / np.where(dead, 1.0, after))
-    turn = np.exp(1j * np.angle(multipliers.mean(1))) * scale  # a mean multiplier that is real and positive, keys as long as before
+    turn = (
+        np.exp(1j * np.angle(multipliers.mean(1))) * scale
+    )  # a mean multiplier that is real and positive, keys as long as before
     return shared * turn[:, None], np.einsum("fm,mrfd->mrfd", (multipliers / turn[:, None]).conj(), queries)
 
 

@@ -1,8 +1,9 @@
 """Which K/V heads share one: those whose joint factorisation loses least.
 
-A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) leaves a model's function as
-it is, so that any heads may become neighbours. A partition is scored by the sum over pairs of heads in a group of what a merge of that
-pair alone would lose; raw likeness of weights says nothing. Shape legend as in `factorisation`, with h heads in the layer.
+A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) leaves a
+model's function as it is, so that any heads may become neighbours. A partition is scored by the sum over pairs of heads
+in a group of what a merge of that pair alone would lose; raw likeness of weights says nothing. Shape legend as in
+`factorisation`, with h heads in the layer.
 """
 
 from typing import Any
@@ -29,7 +30,8 @@ def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) ->
         covariance: of the inputs.
 
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights and covariance.
+        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights
+        and covariance.
     """
     heads, width, _ = rows.shape
     kept = min(width, _KEPT)
@@ -60,22 +62,30 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
         covariance: of the inputs, not centred.
 
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of keys, powers and covariance.
+        Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of keys, powers and
+        covariance.
     """
     seen = (
         keys if covariance is None else keys.real @ covariance + 1j * (keys.imag @ covariance)
     )  # a product of complex ones costs twice that
     strength = np.sqrt(powers)
-    gram = np.matmul(seen.transpose(1, 0, 2), keys.conj().transpose(1, 2, 0)).transpose(1, 2, 0) * strength[:, None] * strength[None]
+    gram = (
+        np.matmul(seen.transpose(1, 0, 2), keys.conj().transpose(1, 2, 0)).transpose(1, 2, 0)
+        * strength[:, None]
+        * strength[None]
+    )
     own = np.einsum("mmf->mf", gram).real
     total, apart = own[:, None] + own[None], own[:, None] - own[None]
-    losses = np.asarray(((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0))  # the lesser eigenvalue of two
+    losses = np.asarray(
+        ((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0)
+    )  # the lesser eigenvalue of two
     np.fill_diagonal(losses, 0)
     return losses, float(own.sum())
 
 
 def group_heads(losses: Array, groups: int) -> Array:
-    """Cut heads into groups of one size with little loss within them: greedy growth, then swaps of two heads until none helps.
+    """Cut heads into groups of one size with little loss within them: greedy growth, then swaps of two heads until none
+    helps.
 
     The neighbours as they stand are a start too, so that the result is never worse than they are.
 
@@ -98,7 +108,9 @@ def group_heads(losses: Array, groups: int) -> Array:
 
 
 def _grown(losses: Array, groups: int) -> Array:
-    """Each group starts with the head that fits worst to those left, and takes the one that fits best until it is full."""
+    """Each group starts with the head that fits worst to those left, and takes the one that fits best until it is
+    full.
+    """
     heads = len(losses)
     labels = np.full(heads, -1)
     for label in range(groups):

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -17,17 +16,11 @@ Array = npt.NDArray[Any]
 Method = Literal["mean", "first", "random"]
 METHODS: Final[tuple[Method, ...]] = ("mean", "first", "random")
 
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
-"""The types that can be merged, by their safetensors names."""
-
 
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """float32 for the half precisions, float64 for float32 and float64: sums are always kept wider than what they are made of."""
+    """float32 for the half precisions, float64 for float32 and float64: sums are always kept wider than what they are
+    made of.
+    """
     return np.dtype(np.float32) if dtype.itemsize == 2 else np.dtype(np.float64)
 
 
@@ -55,7 +48,8 @@ class BlockMerger:
     def merge(self, count: int, method: Method, what: str, fresh: Array | None = None) -> Array:
         """Merge the first `count` numbers of every head.
 
-        mean: the sum in head order, divided by the number of heads, in the accumulation type, then rounded to nearest even.
+        mean: the sum in head order, divided by the number of heads, in the accumulation type, then rounded to nearest
+            even.
         first: head 0. random: `fresh`, rounded.
 
         Args:
@@ -73,8 +67,12 @@ class BlockMerger:
         wide, result = self._wide[:, :count], self._result[:count]
         np.copyto(wide, self.source[:, :count])
         norm = float(np.einsum("hn,hn->", wide, wide))
-        if not np.isfinite(norm) and not np.isfinite(wide).all():  # a float32 sum of squares may overflow where every number is finite
-            raise NonFiniteError(f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first")
+        if (
+            not np.isfinite(norm) and not np.isfinite(wide).all()
+        ):  # a float32 sum of squares may overflow where every number is finite
+            raise NonFiniteError(
+                f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
+            )
         if method == "mean":
             mean = self._mean[:count]
             np.copyto(mean, wide[0])
@@ -93,8 +91,11 @@ class BlockMerger:
         return result
 
 
-def fresh_numbers(seed: int, name: str, deviation: float, dtype: np.dtype[Any], counts: Iterator[int]) -> Iterator[Array]:
-    """Normal numbers for method `random`: for each count asked for, so many of them, in the accumulation type of `dtype`.
+def fresh_numbers(
+    seed: int, name: str, deviation: float, dtype: np.dtype[Any], counts: Iterator[int]
+) -> Iterator[Array]:
+    """Normal numbers for method `random`: for each count asked for, so many of them, in the accumulation type of
+    `dtype`.
 
     The stream depends on the seed and the tensor's name alone, not on the order of tensors or the sizes of the blocks.
     """
@@ -106,7 +107,8 @@ def fresh_numbers(seed: int, name: str, deviation: float, dtype: np.dtype[Any], 
 
 
 def standard_deviation(blocks: Iterator[Array], what: str) -> float:
-    """The population standard deviation of all numbers in `blocks`, in float64 and one pass (Chan's update of mean and squares).
+    """The population standard deviation of all numbers in `blocks`, in float64 and one pass (Chan's update of mean and
+    squares).
 
     Raises:
         NonFiniteError: a number is NaN or Inf.

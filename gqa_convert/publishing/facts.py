@@ -7,12 +7,12 @@ from typing import Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.provenance import PROVENANCE
 from gqa_convert.errors import GroupsError, PublishError
-from gqa_convert.plan import Plan, make_plan
-from gqa_convert.provenance import PROVENANCE
-from gqa_convert.reporting.fields import Fields, parse_json
-from gqa_convert.reporting.reading import read_conversion
-from gqa_convert.reporting.records import Conversion
+from gqa_convert.measuring.results.fields import Fields, parse_json
+from gqa_convert.measuring.results.parsing import read_conversion
+from gqa_convert.measuring.results.records import Conversion
 
 README = "README.md"
 _LONGEST_CHAIN = 32
@@ -70,7 +70,9 @@ class Facts:
 
     @property
     def base(self) -> Base | None:
-        """What is known to have come from the Hub: a conversion knows the commit only then, and the Hub's cache tells by its folder."""
+        """What is known to have come from the Hub: a conversion knows the commit only then, and the Hub's cache tells
+        by its folder.
+        """
         for record in reversed(self.chain):
             source = record.part("source") or Fields({}, "")
             name, revision = source.text("id"), source.text("revision")
@@ -92,7 +94,9 @@ class Facts:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Everything that is published, the card aside, by its path: what convert and uptrain wrote, and licences that were put beside it."""
+        """Everything that is published, the card aside, by its path: what convert and uptrain wrote, and licences that
+        were put beside it.
+        """
         written = {CONFIG, PROVENANCE, "tokenizer_config.json", *_modules(self.checkpoint)}
         for record in self.chain:
             written |= _source_files(record).record.keys()
@@ -137,7 +141,9 @@ def read_facts(out: Path) -> Facts:
         GQAConvertError: whatever is wrong with the checkpoint by itself.
     """
     if not out.is_dir():
-        raise PublishError(f"{out} is {'a file' if out.exists() else 'not there'}: name the folder that convert or uptrain wrote")
+        raise PublishError(
+            f"{out} is {'a file' if out.exists() else 'not there'}: name the folder that convert or uptrain wrote"
+        )
     checkpoint = open_checkpoint(out)
     path = out / PROVENANCE
     if not path.is_file():
@@ -150,9 +156,13 @@ def read_facts(out: Path) -> Facts:
     conversion = read_conversion(content, path)
     chain = _chain(content, path)
     try:
-        plan = make_plan(checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True)
+        plan = make_plan(
+            checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True
+        )
     except GroupsError as problem:
-        raise PublishError(f"{path} says N = {conversion.groups}, which the weights contradict ({problem}): convert again") from None
+        raise PublishError(
+            f"{path} says N = {conversion.groups}, which the weights contradict ({problem}): convert again"
+        ) from None
     counts = sorted({layer.kv_heads for layer in plan.layers})
     if counts != [conversion.groups]:
         raise PublishError(
@@ -173,7 +183,9 @@ def _chain(content: dict[str, Any], path: Path) -> tuple[Fields, ...]:
     chain = [Fields(content, str(path))]
     while (earlier := chain[0].part("previous")) is not None:
         if len(chain) == _LONGEST_CHAIN:
-            raise PublishError(f"{path} tells of more than {_LONGEST_CHAIN} conversions in a row: convert the first source directly")
+            raise PublishError(
+                f"{path} tells of more than {_LONGEST_CHAIN} conversions in a row: convert the first source directly"
+            )
         chain.insert(0, earlier)
     return tuple(chain)
 

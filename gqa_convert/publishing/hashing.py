@@ -1,4 +1,6 @@
-"""What files are, by their bytes: SHA-256, by which the Hub knows large files, and git's own hash, by which it knows small ones."""
+"""What files are, by their bytes: SHA-256, by which the Hub knows large files, and git's own hash, by which it knows
+small ones.
+"""
 
 import hashlib
 import re
@@ -34,10 +36,14 @@ class Digest:
 
 def digest_of(path: str, raw: bytes) -> Digest:
     """Of a file that is not written yet."""
-    return Digest(path, len(raw), hashlib.sha256(raw).hexdigest(), hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest())
+    return Digest(
+        path, len(raw), hashlib.sha256(raw).hexdigest(), hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
+    )
 
 
-def digests(folder: Path, names: Iterable[str], progress: Callable[[int], None] = lambda nbytes: None) -> tuple[Digest, ...]:
+def digests(
+    folder: Path, names: Iterable[str], progress: Callable[[int], None] = lambda nbytes: None
+) -> tuple[Digest, ...]:
     """Read files once each.
 
     Args:

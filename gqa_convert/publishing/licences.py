@@ -5,20 +5,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.errors import OptionError
+from gqa_convert.measuring.results.fields import printable
 from gqa_convert.publishing.markup import code
-from gqa_convert.reporting.fields import printable
 
 _ID = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _LLAMA = {
-    "llama3": ("Built with Meta Llama 3", "Llama 3"), "llama3.1": ("Built with Llama", "Llama"), "llama3.2": ("Built with Llama", "Llama"),
-    "llama3.3": ("Built with Llama", "Llama"), "llama4": ("Built with Llama", "Llama"),
-}  # fmt: skip
-"""The words that a card has to show, and those that the name of a derived model has to begin with (section 1.b.i of each licence)."""
+    "llama3": ("Built with Meta Llama 3", "Llama 3"),
+    "llama3.1": ("Built with Llama", "Llama"),
+    "llama3.2": ("Built with Llama", "Llama"),
+    "llama3.3": ("Built with Llama", "Llama"),
+    "llama4": ("Built with Llama", "Llama"),
+}
+"""The words that a card has to show, and those that the name of a derived model has to begin with (section 1.b.i of
+each licence).
+"""
 _OPEN = {
-    "apache-2.0", "mit", "bsd", "bsd-2-clause", "bsd-3-clause", "bsd-3-clause-clear", "cc0-1.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0",
-    "cc-by-4.0", "unlicense", "isc", "zlib", "wtfpl", "afl-3.0", "artistic-2.0", "bsl-1.0", "ecl-2.0", "ncsa", "postgresql", "pddl", "ms-pl",
-    "odc-by", "cdla-permissive-1.0", "cdla-permissive-2.0",
-}  # fmt: skip
+    "apache-2.0",
+    "mit",
+    "bsd",
+    "bsd-2-clause",
+    "bsd-3-clause",
+    "bsd-3-clause-clear",
+    "cc0-1.0",
+    "cc-by-2.0",
+    "cc-by-2.5",
+    "cc-by-3.0",
+    "cc-by-4.0",
+    "unlicense",
+    "isc",
+    "zlib",
+    "wtfpl",
+    "afl-3.0",
+    "artistic-2.0",
+    "bsl-1.0",
+    "ecl-2.0",
+    "ncsa",
+    "postgresql",
+    "pddl",
+    "ms-pl",
+    "odc-by",
+    "cdla-permissive-1.0",
+    "cdla-permissive-2.0",
+}
 """Licences that ask for no more than that they and the changes are named, which the card does."""
 
 
@@ -53,10 +81,14 @@ def find_licence(stated: dict[str, Any], given: str | None) -> tuple[Licence, li
     ids = tuple(each.lower() for each in ([named] if isinstance(named, str) else named) if _ID.fullmatch(each.lower()))
     if given is not None:
         if not _ID.fullmatch(given.lower()):
-            raise OptionError(f"--license {given!r} is no licence of the Hub: give an identifier such as apache-2.0, llama2 or other")
+            raise OptionError(
+                f"--license {given!r} is no licence of the Hub: give an identifier such as apache-2.0, llama2 or other"
+            )
         chosen = given.lower()
         warnings = (
-            [f"--license {chosen} replaces {', '.join(ids)}, which the source's README.md states"] if ids and ids != (chosen,) else []
+            [f"--license {chosen} replaces {', '.join(ids)}, which the source's README.md states"]
+            if ids and ids != (chosen,)
+            else []
         )
         if ids != (chosen,):
             return Licence((chosen,), inherited=False), warnings
@@ -84,15 +116,25 @@ def _duty(name: str, repo_id: str) -> tuple[list[str], str]:
         words, prefix = _LLAMA[name]
         fits = re.sub(r"[\s_.-]", "", own).lower().startswith(prefix.replace(" ", "").lower())
         naming = "" if fits else f"the model's name must begin with {prefix!r}, and {own!r} does not; "
-        return [
-            f"**{words}**"
-        ], f"{naming}a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users"
+        return (
+            [f"**{words}**"],
+            f"{naming}a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users",
+        )
     if name == "llama2":
-        return [], "a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users"
+        return (
+            [],
+            "a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users",
+        )
     if name == "gemma":
-        return [], "the terms of use and their restrictions have to be passed on with the model, and the changes be named, as the card does"
+        return (
+            [],
+            "the terms of use and their restrictions have to be passed on with the model, and the changes be named, as the card does",
+        )
     if re.search(r"(^|-)nd(-|$)", name):
-        return [], "it forbids sharing changed versions, which this model is: ask the source's authors before publishing it"
+        return (
+            [],
+            "it forbids sharing changed versions, which this model is: ask the source's authors before publishing it",
+        )
     if re.search(r"(^|-)nc(-|$)|non-?commercial|research", name):
         share = " and under the same licence" if re.search(r"(^|-)sa(-|$)", name) else ""
         return [], f"for non-commercial use only{share}"
@@ -102,7 +144,12 @@ def _duty(name: str, repo_id: str) -> tuple[list[str], str]:
         return [], "its restrictions of use have to be passed on with the model, and a copy of the licence"
     if name == "other":
         return [], "it is not one that the Hub knows: read it, and see that it lets you publish a changed model"
-    return [], "" if name in _OPEN else "its terms are not known here: read them, and see that they let you publish a changed model"
+    return (
+        [],
+        ""
+        if name in _OPEN
+        else "its terms are not known here: read them, and see that they let you publish a changed model",
+    )
 
 
 def as_markdown(licence: Licence) -> str:
@@ -110,7 +157,10 @@ def as_markdown(licence: Licence) -> str:
     if not licence.ids:
         return "Not known: the source states none. Without the permission of its authors the model may not be used."
     named = ", ".join(code(each) for each in licence.ids)
-    details = [f"name {code(licence.name)}" if licence.name else "", f"terms at {code(licence.link)}" if licence.link else ""]
+    details = [
+        f"name {code(licence.name)}" if licence.name else "",
+        f"terms at {code(licence.link)}" if licence.link else "",
+    ]
     more = f" ({', '.join(each for each in details if each)})" if any(details) else ""
     return f"{named}{more}, " + ("that of the source." if licence.inherited else "as its publisher states.")
 

@@ -3,9 +3,9 @@
 import json
 import shlex
 
+from gqa_convert.measuring.results.fields import Fields, printable
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import code, fenced, number, plain, table
-from gqa_convert.reporting.fields import Fields, printable
 
 _METHODS = {
     "mean": "the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., 2023, section 2.1)",
@@ -18,9 +18,18 @@ _METHODS = {
     "copy": "nothing was changed; the model computes what its source does",
 }
 _HYPERPARAMETERS = (
-    "objective", "optimizer", "learning_rate", "schedule", "tokens_per_step", "sequence_length", "precision", "trainable", "teacher",
-    "distillation_weight", "seed",
-)  # fmt: skip
+    "objective",
+    "optimizer",
+    "learning_rate",
+    "schedule",
+    "tokens_per_step",
+    "sequence_length",
+    "precision",
+    "trainable",
+    "teacher",
+    "distillation_weight",
+    "seed",
+)
 
 
 def made_of(facts: Facts) -> list[str]:
@@ -42,7 +51,9 @@ def made_of(facts: Facts) -> list[str]:
 def _conversion(record: Fields) -> list[str]:
     method = record.text("method") or "not recorded"
     before, after = record.count("source_kv_heads"), record.need_groups()
-    lines = [f"**Conversion** from {number(before, 0) or 'an unrecorded number of'} to {after} K/V heads per layer, method {code(method)}"]
+    lines = [
+        f"**Conversion** from {number(before, 0) or 'an unrecorded number of'} to {after} K/V heads per layer, method {code(method)}"
+    ]
     lines[0] += f": {_METHODS[method]}." if method in _METHODS else "."
     calibration = record.part("calibration")
     if calibration is not None:
@@ -69,7 +80,13 @@ def _merge_errors(errors: dict[str, float]) -> list[str]:
         stem = name.removesuffix(".weight")
         parts.setdefault(".".join(stem.split(".")[-2 if stem.endswith(".bias") else -1 :]), []).append(value)
     rows = [
-        (code(part), number(len(values), 0), number(min(values)), number(sum(values) / len(values)), number(max(values)))
+        (
+            code(part),
+            number(len(values), 0),
+            number(min(values)),
+            number(sum(values) / len(values)),
+            number(max(values)),
+        )
         for part, values in sorted(parts.items())
     ]
     return [
@@ -81,13 +98,19 @@ def _merge_errors(errors: dict[str, float]) -> list[str]:
 
 def _training(training: Fields) -> list[str]:
     tokens, recipe = training.count("tokens"), training.part("recipe")
-    lines = [f"**Uptraining** on {tokens:,} tokens." if tokens is not None else "**Uptraining**; the number of tokens was not recorded."]
+    lines = [
+        f"**Uptraining** on {tokens:,} tokens."
+        if tokens is not None
+        else "**Uptraining**; the number of tokens was not recorded."
+    ]
     if recipe is not None:
         sources = [f"{code(each.text('source') or 'not recorded')}{_options(each)}" for each in recipe.parts("data")]
         lines.append(f"Text: {', '.join(sources) or 'not recorded'}.")
         values = [(key, recipe.record.get(key)) for key in _HYPERPARAMETERS]
         lines.append(
-            "Settings: " + ", ".join(f"{plain(key)} {code(_plain_value(value))}" for key, value in values if value is not None) + "."
+            "Settings: "
+            + ", ".join(f"{plain(key)} {code(_plain_value(value))}" for key, value in values if value is not None)
+            + "."
         )
     found = training.part("evaluation")
     if found is not None and found.number("start") is not None and found.number("final") is not None:

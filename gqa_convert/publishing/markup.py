@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from gqa_convert.reporting.fields import printable
+from gqa_convert.measuring.results.fields import printable
 
 _LONGEST = 600
 _FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
@@ -75,5 +75,7 @@ def _longest_run(text: str) -> int:
 
 
 def _cell(text: str) -> str:
-    """A cell's text, whose bars would end it even within a code span; one after an odd number of backslashes is escaped already."""
+    """A cell's text, whose bars would end it even within a code span; one after an odd number of backslashes is escaped
+    already.
+    """
     return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", text)

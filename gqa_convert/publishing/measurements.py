@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gqa_convert.measuring.results.fields import Fields, is_there
+from gqa_convert.measuring.results.finding import find
+from gqa_convert.measuring.results.records import Benchmark, Evaluation, Origin, Score, Timing
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import some
-from gqa_convert.reporting.fields import Fields, is_there
-from gqa_convert.reporting.finding import find
-from gqa_convert.reporting.records import Benchmark, Evaluation, Origin, Score, Timing
 
 _SMALL = 64 << 20
 """Bytes of a file that is hashed to know it again."""
@@ -72,14 +72,20 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
         elif _is_older(evaluation.origin, facts):
             warnings.append(f"{evaluation.origin.path} is left out: it is older than these weights; evaluate again")
         else:
-            source = next((score for score in evaluation.scores if is_source(score.model, evaluation.origin, facts)), None)
+            source = next(
+                (score for score in evaluation.scores if is_source(score.model, evaluation.origin, facts)), None
+            )
             scored.append(Scored(evaluation, ours[0], source))
     for benchmark in sorted(material.benchmarks, key=lambda each: (each.model, _when(each.origin))):
         counts = {facts.groups, facts.first_kv_heads}
         timings = tuple(timing for timing in benchmark.timings if timing.groups in counts)
-        ours_too = _is_ours(benchmark.model, benchmark.origin, facts, names) or is_source(benchmark.model, benchmark.origin, facts)
+        ours_too = _is_ours(benchmark.model, benchmark.origin, facts, names) or is_source(
+            benchmark.model, benchmark.origin, facts
+        )
         if not ours_too:
-            warnings.append(f"{benchmark.origin.path} is left out: it times {benchmark.model}, neither this model nor its source")
+            warnings.append(
+                f"{benchmark.origin.path} is left out: it times {benchmark.model}, neither this model nor its source"
+            )
         elif not any(timing.groups == facts.groups for timing in timings):
             warnings.append(f"{benchmark.origin.path} is left out: it has no time at N = {facts.groups}")
         else:
@@ -94,19 +100,29 @@ def _is_ours(name: str, origin: Origin, facts: Facts, names: Sequence[str]) -> b
 
 
 def is_source(name: str, origin: Origin, facts: Facts) -> bool:
-    """Whether a name is that of the first source: as it was recorded, of the same folder, or of one that ends alike and holds the same files."""
+    """Whether a name is that of the first source: as it was recorded, of the same folder, or of one that ends alike and
+    holds the same files.
+    """
     source = facts.chain[0].part("source")
     first = source.text("id") if source else None
     base = facts.base
     if source is None or first is None:
         return False
-    if name == first or (base is not None and name == base.repo_id) or (is_there(Path(first)) and _same_folder(name, origin, Path(first))):
+    if (
+        name == first
+        or (base is not None and name == base.repo_id)
+        or (is_there(Path(first)) and _same_folder(name, origin, Path(first)))
+    ):
         return True
-    return any(_is_copy(place, Path(first), source) for place in (Path(name), origin.path.parent / name) if is_there(place))
+    return any(
+        _is_copy(place, Path(first), source) for place in (Path(name), origin.path.parent / name) if is_there(place)
+    )
 
 
 def _is_copy(folder: Path, recorded: Path, source: Fields) -> bool:
-    """Whether a folder may be the one that a conversion recorded by a path relative to where it ran: its last names, sizes and hashes agree."""
+    """Whether a folder may be the one that a conversion recorded by a path relative to where it ran: its last names,
+    sizes and hashes agree.
+    """
     names = [name for name in recorded.parts if name not in (".", "..")]
     files = source.part("files")
     if not names or files is None or list(folder.resolve().parts[-len(names) :]) != names:
@@ -115,7 +131,11 @@ def _is_copy(folder: Path, recorded: Path, source: Fields) -> bool:
         entry, path = files.part(name), folder / name
         if entry is None or not path.is_file() or path.stat().st_size != entry.count("bytes"):
             return False
-        if path.stat().st_size <= _SMALL and (known := entry.text("sha256")) and hashlib.sha256(path.read_bytes()).hexdigest() != known:
+        if (
+            path.stat().st_size <= _SMALL
+            and (known := entry.text("sha256"))
+            and hashlib.sha256(path.read_bytes()).hexdigest() != known
+        ):
             return False
     return True
 
@@ -126,7 +146,9 @@ def _same_folder(name: str, origin: Origin, folder: Path) -> bool:
 
 
 def _is_older(origin: Origin, facts: Facts) -> bool:
-    """Whether something was measured before the weights were what they are: an earlier model stood in the same folder then."""
+    """Whether something was measured before the weights were what they are: an earlier model stood in the same folder
+    then.
+    """
     return origin.created is not None and origin.created < facts.made
 
 

@@ -2,16 +2,22 @@
 
 from typing import Any
 
+from gqa_convert.measuring.results.fields import printable
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.licences import Licence
 from gqa_convert.publishing.markup import without_folders
 from gqa_convert.publishing.measurements import Measured
-from gqa_convert.reporting.fields import printable
 
 
 def front_matter_of(
-    facts: Facts, repo_id: str, base_model: str | None, licence: Licence, measured: Measured, stated: dict[str, Any], datasets: tuple[str, ...],
-) -> str:  # fmt: skip
+    facts: Facts,
+    repo_id: str,
+    base_model: str | None,
+    licence: Licence,
+    measured: Measured,
+    stated: dict[str, Any],
+    datasets: tuple[str, ...],
+) -> str:
     """The front matter with its lines of dashes.
 
     Args:
@@ -28,12 +34,18 @@ def front_matter_of(
     task = pipeline_tag(facts, stated)
     results = eval_results(measured, task or "text-generation")
     data = ModelCardData(
-        base_model=base_model, base_model_relation="finetune" if base_model else None, library_name="transformers",
-        pipeline_tag=task, language=_languages(stated.get("language")),
-        license=list(licence.ids) if len(licence.ids) > 1 else licence.ids[0] if licence.ids else None, license_name=licence.name,
-        license_link=licence.link, datasets=list(datasets) or None, tags=tags(facts),
+        base_model=base_model,
+        base_model_relation="finetune" if base_model else None,
+        library_name="transformers",
+        pipeline_tag=task,
+        language=_languages(stated.get("language")),
+        license=list(licence.ids) if len(licence.ids) > 1 else licence.ids[0] if licence.ids else None,
+        license_name=licence.name,
+        license_link=licence.link,
+        datasets=list(datasets) or None,
+        tags=tags(facts),
         **({"model_name": repo_id.rsplit("/", 1)[-1], "eval_results": results} if results else {}),
-    )  # fmt: skip
+    )
     return f"---\n{data.to_yaml(line_break=chr(10))}\n---\n"
 
 
@@ -59,9 +71,11 @@ def eval_results(measured: Measured, task: str) -> list[Any]:
     found = []
     for each in measured.scored:
         metrics = (
-            ("loss", "loss, nats per token", each.ours.loss), ("perplexity", "perplexity per token", each.ours.perplexity),
-            ("bits_per_byte", "bits per byte", each.ours.bits_per_byte), ("kl", "KL divergence from the reference, nats per token", each.ours.kl),
-        )  # fmt: skip
+            ("loss", "loss, nats per token", each.ours.loss),
+            ("perplexity", "perplexity per token", each.ours.perplexity),
+            ("bits_per_byte", "bits per byte", each.ours.bits_per_byte),
+            ("kl", "KL divergence from the reference, nats per token", each.ours.kl),
+        )
         found += [
             EvalResult(
                 task_type=task,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.conversion.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError
-from gqa_convert.paths import local_path
-from gqa_convert.provenance import PROVENANCE
 from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts
 from gqa_convert.publishing.hashing import Digest, digest_of, digests, refuse_tokens
@@ -68,8 +68,8 @@ def publish(
         on_checked: called with the result as far as it is known before anything is sent.
 
     Returns:
-        `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and `sha256`, `replaced`
-        (None in a dry run), `card`, `warnings`, `dry_run`.
+        `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and
+        `sha256`, `replaced` (None in a dry run), `card`, `warnings`, `dry_run`.
 
     Raises:
         GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
@@ -88,14 +88,25 @@ def publish(
     if repository is not None:
         warnings += repository.check_card(card)
     with reading(sum(facts.checkpoint.sizes[name] for name in facts.files)) as progress:
-        files = sorted([*digests(facts.folder, facts.files, progress), digest_of(README, card.encode())], key=lambda each: each.path)
+        files = sorted(
+            [*digests(facts.folder, facts.files, progress), digest_of(README, card.encode())],
+            key=lambda each: each.path,
+        )
     warnings += [*_unrecorded(facts, files), *_strayed(facts, files)]
     result: dict[str, Any] = {
-        "repo_id": place.repo_id, "url": place.url, "revision": place.revision, "commit": None, "pull_request": None,
+        "repo_id": place.repo_id,
+        "url": place.url,
+        "revision": place.revision,
+        "commit": None,
+        "pull_request": None,
         "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in files],
-        "replaced": None if dry_run else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
-        "card": str(write_card(facts, card)), "warnings": warnings, "dry_run": dry_run,
-    }  # fmt: skip
+        "replaced": None
+        if dry_run
+        else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
+        "card": str(write_card(facts, card)),
+        "warnings": warnings,
+        "dry_run": dry_run,
+    }
     on_checked(result)
     if repository is not None:
         commit = repository.send(facts.folder, [each.path for each in files], _message(facts))
@@ -118,7 +129,9 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     measured = read_measurements([local_path(each) for each in options.results], facts, [place.repo_id, *options.names])
     base, unknown = _base(facts, options.base_model)
     warnings = [*warnings, *more, *measured.warnings, *unknown, *_paths(facts)]
-    front = front_matter_of(facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options))
+    front = front_matter_of(
+        facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options)
+    )
     branch = None if (place.revision or "").startswith("refs/") else place.revision
     subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, branch)
     if facts.strangers:
@@ -127,7 +140,10 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
 
 
 def _check(options: Options) -> None:
-    for option, names in (("--base-model", [] if options.base_model is None else [options.base_model]), ("--dataset", options.datasets)):
+    for option, names in (
+        ("--base-model", [] if options.base_model is None else [options.base_model]),
+        ("--dataset", options.datasets),
+    ):
         for name in names:
             if not _HUB_ID.fullmatch(name):
                 raise OptionError(f"{option} {name!r} is no id of the Hub: write it like org/name")
@@ -138,14 +154,20 @@ def _base(facts: Facts, given: str | None) -> tuple[Base | None, list[str]]:
     if known is not None and not _HUB_ID.fullmatch(known.repo_id):
         known = None
     if given is None:
-        return known, [] if known else ["what the model was made from is not known to be on the Hub: if it is, give --base-model"]
+        return known, [] if known else [
+            "what the model was made from is not known to be on the Hub: if it is, give --base-model"
+        ]
     if known is not None and known.repo_id == given:
         return known, []
-    return Base(given, None), [f"--base-model {given} replaces {known.repo_id}, which {PROVENANCE} names"] if known else []
+    return Base(given, None), [
+        f"--base-model {given} replaces {known.repo_id}, which {PROVENANCE} names"
+    ] if known else []
 
 
 def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
-    """Ids on the Hub of what was trained on: a recipe's source is one for sure if it says what only those have; others the user names."""
+    """Ids on the Hub of what was trained on: a recipe's source is one for sure if it says what only those have; others
+    the user names.
+    """
     found = list(options.datasets)
     for training in facts.trainings:
         recipe = training.part("recipe")
@@ -159,7 +181,11 @@ def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
 def _paths(facts: Facts) -> list[str]:
     """A word on folders of this machine, which strangers will read."""
     local = folders_in((facts.folder / PROVENANCE).read_text(encoding="utf-8"))
-    return [f"{PROVENANCE} is sent too, and names folders of this machine such as {local}; the card leaves them out"] if local else []
+    return (
+        [f"{PROVENANCE} is sent too, and names folders of this machine such as {local}; the card leaves them out"]
+        if local
+        else []
+    )
 
 
 def _unrecorded(facts: Facts, files: Sequence[Digest]) -> list[str]:
@@ -179,9 +205,7 @@ def _unrecorded(facts: Facts, files: Sequence[Digest]) -> list[str]:
                     f"{facts.folder / each.path} has SHA-256 {each.sha256} where {written} was written: it has changed since; convert or copy "
                     "it again"
                 )
-    hint = (
-        f"their hashes were not recorded, so that changes since would go unnoticed: gqa-convert verify {facts.folder} --source SOURCE tells"
-    )
+    hint = f"their hashes were not recorded, so that changes since would go unnoticed: gqa-convert verify {facts.folder} --source SOURCE tells"
     return [f"{some(unknown)}: {hint}"] if unknown else []
 
 

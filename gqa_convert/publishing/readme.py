@@ -33,7 +33,9 @@ def read_readme(folder: Path) -> str | None:
         return None
     try:
         if path.stat().st_size > _LARGEST:
-            raise PublishError(f"{path} has more than {_LARGEST >> 20} MiB, far too many for a model card: move it away")
+            raise PublishError(
+                f"{path} has more than {_LARGEST >> 20} MiB, far too many for a model card: move it away"
+            )
         return path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as problem:
         raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
@@ -50,7 +52,11 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
     if text is None or overwrite or is_our_card(text):
         return
     if not _came_with_source(facts, text):
-        kind = "a card that was edited since publish wrote it" if MARKER.search(text) else "neither the source's nor a card of publish"
+        kind = (
+            "a card that was edited since publish wrote it"
+            if MARKER.search(text)
+            else "neither the source's nor a card of publish"
+        )
         raise PublishError(f"{facts.folder / README} is {kind}: move it away, or let --overwrite-card rename it")
 
 
@@ -63,7 +69,9 @@ def sign(front: str, body: str, stated: dict[str, Any]) -> str:
 
 
 def stated_by_source(facts: Facts, text: str | None) -> dict[str, Any]:
-    """What the source states of licence, languages and task, words and lists of words: by its README, or by the card that replaced it."""
+    """What the source states of licence, languages and task, words and lists of words: by its README, or by the card
+    that replaced it.
+    """
     if text is None:
         return {}
     match = MARKER.search(text)
@@ -82,7 +90,9 @@ def stated_by_source(facts: Facts, text: str | None) -> dict[str, Any]:
 def _words(value: object) -> str | list[str]:
     if isinstance(value, list):
         return [word for each in value if isinstance(word := _words(each), str) and word]
-    return "no" if value is False else value.strip() if isinstance(value, str) else ""  # YAML takes Norwegian, `no`, for False
+    return (
+        "no" if value is False else value.strip() if isinstance(value, str) else ""
+    )  # YAML takes Norwegian, `no`, for False
 
 
 def _came_with_source(facts: Facts, text: str) -> bool:
@@ -109,7 +119,9 @@ def write_card(facts: Facts, card: str) -> Path:
         temporary.replace(path)
         sync(folder)
     except OSError as problem:
-        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): make the folder writable") from None
+        raise OutputError(
+            f"{path} can't be written ({problem.strerror or problem}): make the folder writable"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
     return path

@@ -57,12 +57,18 @@ def check_place(place: Place) -> None:
     else:
         valid = place.repo_id.count("/") == 1
     if not valid:
-        raise PublishError(f"--repo-id {place.repo_id!r} is no name of a repository: write org/name, of letters, digits, '-', '_' and '.'")
+        raise PublishError(
+            f"--repo-id {place.repo_id!r} is no name of a repository: write org/name, of letters, digits, '-', '_' and '.'"
+        )
     revision = place.revision
     if revision is not None and (
-        not revision.strip("/") or any(char in " ~^:?*[\\\"'" or not char.isprintable() for char in revision) or ".." in revision
+        not revision.strip("/")
+        or any(char in " ~^:?*[\\\"'" or not char.isprintable() for char in revision)
+        or ".." in revision
     ):
-        raise PublishError(f"--revision {revision!r} is no name of a branch: write letters, digits, '-', '_', '.' and '/'")
+        raise PublishError(
+            f"--revision {revision!r} is no name of a branch: write letters, digits, '-', '_', '.' and '/'"
+        )
     if place.create_pr and revision is not None:
         raise PublishError(
             "--create-pr opens a pull request against the main branch: leave --revision out; to go on with one, give refs/pr/N there"
@@ -92,7 +98,9 @@ class Repository:
         from huggingface_hub import HfApi
 
         if token is None:
-            raise PublishError("you are not logged in to the Hub: run `hf auth login` with a token that may write, or try --dry-run")
+            raise PublishError(
+                "you are not logged in to the Hub: run `hf auth login` with a token that may write, or try --dry-run"
+            )
         self.place, self._token, self._api = place, token, HfApi()
 
     def look(self) -> dict[str, Digest] | None:
@@ -108,8 +116,12 @@ class Repository:
         try:
             info = self._info(None)
             if place.private and not info.private:
-                raise PublishError(f"{place.url} exists and is public: make it private on the Hub, or leave --private out")
-            return _files(info if place.revision is None else self._branch(place.revision) or info)  # a new branch begins as the main one
+                raise PublishError(
+                    f"{place.url} exists and is public: make it private on the Hub, or leave --private out"
+                )
+            return _files(
+                info if place.revision is None else self._branch(place.revision) or info
+            )  # a new branch begins as the main one
         except RepositoryNotFoundError:
             if place.create_pr or (place.revision or "").startswith("refs/"):
                 option = "--create-pr" if place.create_pr else "--revision"
@@ -123,7 +135,9 @@ class Repository:
             raise self._explained(problem) from None
 
     def _info(self, revision: str | None) -> Any:
-        return self._api.model_info(self.place.repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
+        return self._api.model_info(
+            self.place.repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS
+        )
 
     def _branch(self, revision: str) -> Any:
         """The state of a branch, None if there is none."""
@@ -133,7 +147,9 @@ class Repository:
             return self._info(revision)
         except RevisionNotFoundError:
             if revision.startswith("refs/"):
-                raise PublishError(f"{self.place.url} has no {revision}: open a pull request with --create-pr") from None
+                raise PublishError(
+                    f"{self.place.url} has no {revision}: open a pull request with --create-pr"
+                ) from None
             return None
 
     def check_card(self, card: str) -> list[str]:
@@ -170,15 +186,25 @@ class Repository:
         try:
             with _quiet():
                 if not place.create_pr:
-                    self._api.create_repo(place.repo_id, private=place.private or None, exist_ok=True)  # None: as the organisation has it
+                    self._api.create_repo(
+                        place.repo_id, private=place.private or None, exist_ok=True
+                    )  # None: as the organisation has it
                 if place.revision is not None and not place.revision.startswith("refs/"):
                     self._api.create_branch(place.repo_id, branch=place.revision, exist_ok=True)
                 return self._api.upload_folder(
-                    repo_id=place.repo_id, folder_path=folder, allow_patterns=[escape(name) for name in names], commit_message=message,
-                    revision=place.revision, create_pr=place.create_pr,
-                )  # fmt: skip
+                    repo_id=place.repo_id,
+                    folder_path=folder,
+                    allow_patterns=[escape(name) for name in names],
+                    commit_message=message,
+                    revision=place.revision,
+                    create_pr=place.create_pr,
+                )
         except Exception as problem:
-            again = "with --revision refs/pr/N in place of --create-pr if a pull request is open" if place.create_pr else "the same command"
+            again = (
+                "with --revision refs/pr/N in place of --create-pr if a pull request is open"
+                if place.create_pr
+                else "the same command"
+            )
             raise self._explained(problem, f"; run {again} again: what has arrived is not sent twice") from None
 
     def check_arrived(self, commit: str, files: Sequence[Digest]) -> None:
@@ -207,8 +233,14 @@ class Repository:
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(problem, InterruptedRunError):  # raised by a signal, wherever the program is
-            return InterruptedRunError(f"stopped while speaking with {self.place.url}" + (advice or "; nothing was sent"))
-        status = problem.response.status_code if isinstance(problem, HfHubHTTPError) and problem.response is not None else None
+            return InterruptedRunError(
+                f"stopped while speaking with {self.place.url}" + (advice or "; nothing was sent")
+            )
+        status = (
+            problem.response.status_code
+            if isinstance(problem, HfHubHTTPError) and problem.response is not None
+            else None
+        )
         detail = self._clean(problem)
         if isinstance(problem, RepositoryNotFoundError) or status in (401, 403):
             return UploadError(
@@ -226,7 +258,9 @@ class Repository:
 
 
 def _public(text: str) -> str:
-    """The text without what addresses hold of names, passwords and signatures, and without the client's lesson on status codes."""
+    """The text without what addresses hold of names, passwords and signatures, and without the client's lesson on
+    status codes.
+    """
     text = re.sub(r" ?For more information check: \S+", "", text)
     return re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
 
@@ -260,7 +294,9 @@ def _files(info: Any) -> dict[str, Digest]:
     found = {}
     for item in info.siblings or []:
         large = getattr(item, "lfs", None)
-        found[item.rfilename] = Digest(item.rfilename, item.size or 0, large.sha256 if large else "", "" if large else item.blob_id or "")
+        found[item.rfilename] = Digest(
+            item.rfilename, item.size or 0, large.sha256 if large else "", "" if large else item.blob_id or ""
+        )
     return found
 
 

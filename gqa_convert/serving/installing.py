@@ -1,4 +1,6 @@
-"""Where clients are found: in an interpreter that the user names, in a folder of their own that `--install` made, or beside this program."""
+"""Where clients are found: in an interpreter that the user names, in a folder of their own that `--install` made, or
+beside this program.
+"""
 
 import os
 import shlex
@@ -9,8 +11,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.paths import local_path
 
 from .client import Client
 from .process import run
@@ -34,7 +36,9 @@ class Place:
 
     def environment(self) -> dict[str, str]:
         """Of a process that runs it: nothing is fetched, and nothing leaks in from this program's module path."""
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" or self.python == sys.executable}
+        environment = {
+            key: value for key, value in os.environ.items() if key != "PYTHONPATH" or self.python == sys.executable
+        }
         if self.folder is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.folder), environment.get("PYTHONPATH"))))
         return environment | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
@@ -43,7 +47,12 @@ class Place:
 def client_folder(client: Client) -> Path:
     """Where `--install` puts it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache).absolute() / "gqa-convert" / "clients" / f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        Path(cache).absolute()
+        / "gqa-convert"
+        / "clients"
+        / f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
+    )
 
 
 def find_place(client: Client, python: str | None = None) -> Place | None:
@@ -55,7 +64,9 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
     """
     if python is not None:
         path = shutil.which(python) or shutil.which(local_path(python))
-        candidates = [Place(str(Path(path).absolute()), "")] if path else []  # links stay: they lead out of a virtual environment
+        candidates = (
+            [Place(str(Path(path).absolute()), "")] if path else []
+        )  # links stay: they lead out of a virtual environment
     else:
         folder = client_folder(client)
         candidates = [Place(sys.executable, "", folder)] if folder.is_dir() else []
@@ -80,7 +91,9 @@ def _version(client: Client, place: Place) -> str | None:
 
 
 def install_command(client: Client) -> list[str]:
-    """What makes the client's folder: its packages go first on the module path, torch and the rest are shared with this program."""
+    """What makes the client's folder: its packages go first on the module path, torch and the rest are shared with this
+    program.
+    """
     return _pip(client, client_folder(client))
 
 
@@ -114,7 +127,9 @@ def _run_pip(client: Client, command: list[str]) -> None:
     ended = run(command)
     if ended.code:
         reason = next((line for line in reversed(ended.errors) if line.startswith("ERROR")), str(ended))
-        raise MissingExtraError(f"{client.name} was not installed, pip says: {reason}; try {shlex.join(install_command(client))}")
+        raise MissingExtraError(
+            f"{client.name} was not installed, pip says: {reason}; try {shlex.join(install_command(client))}"
+        )
 
 
 def _add_sources(client: Client, folder: Path) -> None:

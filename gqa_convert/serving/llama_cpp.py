@@ -62,9 +62,14 @@ def _load(request: Request) -> Any:
     llama_cpp.llama_log_set(_kept[-1], None)
     try:
         return llama_cpp.Llama(
-            str(file), n_ctx=longest + NEW_TOKENS, n_batch=longest, logits_all=True, verbose=False,
-            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-        )  # fmt: skip
+            str(file),
+            n_ctx=longest + NEW_TOKENS,
+            n_batch=longest,
+            logits_all=True,
+            verbose=False,
+            type_k=llama_cpp.GGML_TYPE_F32,
+            type_v=llama_cpp.GGML_TYPE_F32,
+        )
     except ValueError:
         heads, kv_heads = (request.config.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
         if request.config["model_type"] == "phi" and heads != kv_heads:

@@ -18,9 +18,15 @@ def answer(request: Request) -> Answer:
     if model_type not in CONFIG_MAPPING:
         raise NotSupportedError(f"this version does not know the model type {model_type}")
     model, info = AutoModelForCausalLM.from_pretrained(
-        request.folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
+        request.folder,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+        attn_implementation="eager",
     )
     if absent := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise ValueError(f"{len(absent)} parameters found no tensor that fits, the first is {absent[0]}")
     model.eval()
-    return Answer(greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request))
+    return Answer(
+        greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request)
+    )

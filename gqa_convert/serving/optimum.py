@@ -1,8 +1,10 @@
-"""What ONNX Runtime and OpenVINO have in common: optimum exports the checkpoint and wraps the engine as a model of transformers."""
+"""What ONNX Runtime and OpenVINO have in common: optimum exports the checkpoint and wraps the engine as a model of
+transformers.
+"""
 
 from typing import Any
 
-from .client import Answer, NotSupportedError, Request, head_width_from_hidden_size
+from .client import Answer, NotSupportedError, Request, head_dim_from_hidden_size
 from .generation import greedy_tokens, logits_at, text_ids
 
 _AS_MANY_HEADS = ("phi",)
@@ -28,10 +30,19 @@ def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
     try:
         model = model_class.from_pretrained(str(request.folder), export=True, local_files_only=True, **options)
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as problem:
-        if model_type in _AS_MANY_HEADS and request.config.get("num_key_value_heads") != request.config.get("num_attention_heads"):
+        if model_type in _AS_MANY_HEADS and request.config.get("num_key_value_heads") != request.config.get(
+            "num_attention_heads"
+        ):
             raise NotSupportedError(f"its export of {model_type} takes as many K/V heads as heads") from None
-        if any(words in str(problem) for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")):
+        if any(
+            words in str(problem)
+            for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")
+        ):
             raise NotSupportedError(f"it has no export of {model_type}") from None
         raise
-    with head_width_from_hidden_size(request.config):
-        return Answer(greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request))
+    with head_dim_from_hidden_size(request.config):
+        return Answer(
+            greedy_tokens(model, request.prompts),
+            logits_at(model, request.sequences, request.positions),
+            text_ids(request),
+        )

@@ -1,4 +1,6 @@
-"""A child process that leaves nothing behind: no grandchildren, no open pipe to wait for, no question at the terminal."""
+"""A child process that leaves nothing behind: no grandchildren, no open pipe to wait for, no question at the
+terminal.
+"""
 
 import os
 import signal
@@ -38,7 +40,10 @@ class Ended:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None, seconds: float | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    seconds: float | None = None,
 ) -> Ended:
     """Run a command, and kill what it leaves behind when it ends, when its time is up and when this program is stopped.
 
@@ -53,7 +58,13 @@ def run(
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
         )
         code = None
         try:

@@ -1,11 +1,13 @@
-"""What the clients are asked: prompts from a few tokens to some hundred, where a wrong rotary base shows, and where to compare logits."""
+"""What the clients are asked: prompts from a few tokens to some hundred, where a wrong rotary base shows, and where to
+compare logits.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.lengths import stated_positions
-from gqa_convert.stdlib_text import read_texts, source_files
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.text.stdlib_text import read_texts, source_files
 
 from .client import NEW_TOKENS
 
@@ -36,15 +38,23 @@ def make_prompts(config: dict[str, Any], ids: list[int] | None) -> list[list[int
     context = stated_positions(config)
     room = max(_LENGTHS) if context is None else context - NEW_TOKENS
     if room < 1:
-        raise ConfigError(f"a context of {context} tokens leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked")
+        raise ConfigError(
+            f"a context of {context} tokens leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked"
+        )
     if ids is None or len(ids) < max(_LENGTHS):
         # the first ids are often special tokens
-        ids = np.random.default_rng(0).integers(min(8, config["vocab_size"] - 1), config["vocab_size"], max(_LENGTHS)).tolist()
+        ids = (
+            np.random.default_rng(0)
+            .integers(min(8, config["vocab_size"] - 1), config["vocab_size"], max(_LENGTHS))
+            .tolist()
+        )
     return [ids[:length] for length in sorted({min(length, room) for length in _LENGTHS})]
 
 
 def places(prompt: int) -> list[int]:
-    """Positions to compare, of a sequence that begins with so many tokens of a prompt and goes on with all new tokens but the last."""
+    """Positions to compare, of a sequence that begins with so many tokens of a prompt and goes on with all new tokens
+    but the last.
+    """
     spread = {index * (prompt - 1) // _PLACES for index in range(_PLACES)} - {prompt - 1}
     return [*sorted(spread), *range(prompt - 1, prompt - 1 + NEW_TOKENS)]
 

@@ -7,12 +7,15 @@ from .client import NEW_TOKENS, Answer, NotSupportedError, Request
 
 
 def answer(request: Request) -> Answer:
-    """Load the checkpoint in float32 and ask it; logits are those with which vLLM chooses the token after each beginning of a sequence.
+    """Load the checkpoint in float32 and ask it; logits are those with which vLLM chooses the token after each
+    beginning of a sequence.
 
     Raises:
         NotSupportedError: its attention has no kernel for heads of this width.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an error is raised here, instead of told in a log of another process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # an error is raised here, instead of told in a log of another process
+    )
     from vllm import LLM
 
     engine = LLM(

@@ -1,9 +1,10 @@
-"""The process in which one client answers. It may run another interpreter, with other packages, than the rest of the program.
+"""The process in which one client answers. It may run another interpreter, with other packages, than the rest of the
+program.
 
     python -c BOOT FOLDER MODULE
 
-`FOLDER` holds `request.json`; `outcome.json` and `answer.npz` are written beside it. `BOOT` is `boot_code()`: it makes this package, and
-nothing that lies beside it, importable there.
+`FOLDER` holds `request.json`; `outcome.json` and `answer.npz` are written beside it. `BOOT` is `boot_code()`: it makes
+this package, and nothing that lies beside it, importable there.
 """
 
 import json
@@ -54,7 +55,11 @@ def write_answer(answer: Answer, folder: Path) -> None:
 
     arrays = {f"logits_{number}": each for number, each in enumerate(answer.logits or ())}
     np.savez(folder / "answer.npz", **arrays)
-    lists = {"tokens": answer.tokens, "text_ids": answer.text_ids, "logits": None if answer.logits is None else len(answer.logits)}
+    lists = {
+        "tokens": answer.tokens,
+        "text_ids": answer.text_ids,
+        "logits": None if answer.logits is None else len(answer.logits),
+    }
     (folder / "answer.json").write_text(json.dumps(lists), encoding="utf-8")
 
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: each appears whole or not at all, the last few are kept, and a run goes on from the newest.
 
-A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process for its own part
-(torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size and SHA-256.
+A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process
+for its own part (torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size and
+SHA-256.
 """
 
 import errno
@@ -59,9 +60,15 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int, *, main: bool, together: Callable[[], AbstractContextManager[None]] = nullcontext,
-        process: int = 0, gather: Callable[[Any], list[Any]] = lambda value: [value],
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        main: bool,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        process: int = 0,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
         self.folder = folder
         self._keep = keep
         self._main = main
@@ -97,7 +104,9 @@ class Checkpoints:
                 self._problems[step] = str(raised)
         if steps:
             problem = self._problems[steps[-1]]
-            raise ResumeError(f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to begin anew")
+            raise ResumeError(
+                f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to begin anew"
+            )
         return None
 
     def is_intact(self, step: int, record: dict[str, Any], processes: int) -> bool:
@@ -133,7 +142,9 @@ class Checkpoints:
         return record
 
     def set_aside_after(self, step: int) -> list[tuple[Path, str]]:
-        """Rename the checkpoints after a step, which are damaged; returns their new names and what is wrong with them."""
+        """Rename the checkpoints after a step, which are damaged; returns their new names and what is wrong with
+        them.
+        """
         aside = []
         for later in self.steps():
             if later > step:
@@ -143,7 +154,9 @@ class Checkpoints:
                 aside.append((new, self._problems.get(later, "it is not complete")))
         return aside
 
-    def save(self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str) -> Path:
+    def save(
+        self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str
+    ) -> Path:
         """Write a checkpoint, publish it, and remove those that are too many. Every process calls this.
 
         While steps are skipped nothing is removed: what was saved before may be what is needed.
@@ -175,7 +188,13 @@ class Checkpoints:
         except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
             raise self._explained(raised) from None
-        record = {"format": _FORMAT, "progress": asdict(progress), "recipe": recipe, "processes": processes, "samples": samples}
+        record = {
+            "format": _FORMAT,
+            "progress": asdict(progress),
+            "recipe": recipe,
+            "processes": processes,
+            "samples": samples,
+        }
         with self._together():
             try:
                 mine = digests(work, share((path.name for path in work.iterdir()), self._process, processes))
@@ -196,7 +215,9 @@ class Checkpoints:
     def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
         """From here on it counts."""
         record["files"] = {path.name: _size(path) for path in work.iterdir()}
-        record["sha256"] |= digests(work, record["files"].keys() - record["sha256"].keys())  # what a network file system showed late
+        record["sha256"] |= digests(
+            work, record["files"].keys() - record["sha256"].keys()
+        )  # what a network file system showed late
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in work.iterdir():
             sync(path)
@@ -246,7 +267,9 @@ class Checkpoints:
         cause = _inner(problem)
         if isinstance(cause, GQAConvertError):  # a second Ctrl-C
             return cause
-        if getattr(cause, "errno", None) in _FULL or any(sign in f"{cause!r} {cause.__cause__!r} {cause.__context__!r}" for sign in _SIGNS):
+        if getattr(cause, "errno", None) in _FULL or any(
+            sign in f"{cause!r} {cause.__cause__!r} {cause.__context__!r}" for sign in _SIGNS
+        ):
             return NoSpaceError(
                 f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
             )

@@ -1,7 +1,7 @@
 """SHA-256 of a checkpoint's files, by which bytes that a disk or a network has lost are noticed.
 
-Every process reads its share, so that the time follows from the bytes per process: those that it has just written itself when a
-checkpoint is saved, and as many when one is resumed.
+Every process reads its share, so that the time follows from the bytes per process: those that it has just written
+itself when a checkpoint is saved, and as many when one is resumed.
 """
 
 import hashlib
@@ -14,7 +14,9 @@ _FILE_OF_PROCESS = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def share(names: Iterable[str], process: int, processes: int) -> list[str]:
-    """The files that one of `processes` processes reads: those it has written, if there were as many then. Process 0 reads the others."""
+    """The files that one of `processes` processes reads: those it has written, if there were as many then. Process 0
+    reads the others.
+    """
     owners = {name: int(match[1]) % processes if (match := _FILE_OF_PROCESS.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, owner in owners.items() if owner == process)
 

@@ -1,6 +1,7 @@
 """The processes of a run: are there as many as were meant, and what they agree on.
 
-One job that silently runs as one process, or as several that each think themselves alone, costs days before anybody looks. A process
+One job that silently runs as one process, or as several that each think themselves alone, costs days before anybody
+looks. A process
 that waits for one that has gone costs as much: what goes wrong on one goes wrong on all.
 """
 
@@ -34,7 +35,13 @@ _LONGEST_WAIT = timedelta(days=7)
 
 _ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
 
-_BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/transport")
+_BROKEN = (
+    "DistBackendError",
+    "DistNetworkError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+)
 """What is found in torch's errors when another process has gone."""
 
 _waiting_group: Any = None
@@ -55,7 +62,8 @@ def join(**options: Any) -> Any:
 
     accelerator = Accelerator(mixed_precision="no", **options)
     check_launch(os.environ, accelerator.num_processes)
-    # else transformers would leave the weights of all processes but the first uninitialised, for accelerate to send them around
+    # else transformers would leave the weights of all processes but the first uninitialised, for accelerate to send
+    # them around
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
         global _waiting_group
@@ -112,7 +120,9 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def waiting_group() -> Any:
-    """The process group that has patience, on CPUs; None for a single process. A slow disk is none of NCCL's business."""
+    """The process group that has patience, on CPUs; None for a single process. A slow disk is none of NCCL's
+    business.
+    """
     return _waiting_group
 
 
@@ -138,7 +148,8 @@ def check_launch(environment: Mapping[str, str], processes: int) -> None:
 
 @contextmanager
 def together(accelerator: Any) -> Iterator[None]:
-    """Work that every process does by itself, or only one does: an error of any process is raised on all of them, behind the work.
+    """Work that every process does by itself, or only one does: an error of any process is raised on all of them,
+    behind the work.
 
     Processes must not wait for one another within, unless they do so also when they fail.
     """
@@ -184,7 +195,9 @@ def _error(process: int, name: str, text: str) -> GQAConvertError:
 
 @contextmanager
 def taking_part() -> Iterator[None]:
-    """Within, `join` may be called; behind it, torch's process groups are gone, without which it may end the process by a signal."""
+    """Within, `join` may be called; behind it, torch's process groups are gone, without which it may end the process by
+    a signal.
+    """
     try:
         yield
     except GQAConvertError:
@@ -211,7 +224,7 @@ def wait(accelerator: Any) -> None:
         import torch
 
         with _partners():
-            torch.distributed.barrier(group=_waiting_group)
+            torch.distributed.constraint(group=_waiting_group)
 
 
 @contextmanager

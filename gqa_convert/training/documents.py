@@ -1,4 +1,6 @@
-"""Whether a model can keep documents apart that are packed into one row: by its config, before it is loaded, and by what it computes."""
+"""Whether a model can keep documents apart that are packed into one row: by its config, before it is loaded, and by
+what it computes.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,14 +8,16 @@ from typing import Any, Final
 import torch
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.families import FAMILIES
+from gqa_convert.families.table import FAMILIES
 from gqa_convert.training.masks import model_inputs
 
 _ATTENTION: Final = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers in which tokens meet through attention alone."""
 _LENGTH: Final = 8
 _NOISE: Final = 0.05
-"""Logits may differ by rounding, where experts take other numbers of tokens: by this share of their standard deviation at most."""
+"""Logits may differ by rounding, where experts take other numbers of tokens: by this share of their standard deviation
+at most.
+"""
 
 
 def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
@@ -41,11 +45,15 @@ def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
     if family.document_barrier and not (isinstance(kinds, list) and kinds and _ATTENTION.issuperset(kinds)):
         reasons.append(family.document_barrier)
     if reasons:
-        raise _refusal(f"{name} is of model type {family.model_type}, and document_mask is impossible since {reasons[0]}")
+        raise _refusal(
+            f"{name} is of model type {family.model_type}, and document_mask is impossible since {reasons[0]}"
+        )
 
 
 def _short_context(config: Mapping[str, Any]) -> int | None:
-    """The length from which on LongRoPE takes its other frequencies, for all documents of a batch at once; None for other positions."""
+    """The length from which on LongRoPE takes its other frequencies, for all documents of a batch at once; None for
+    other positions.
+    """
     for key in ("rope_parameters", "rope_scaling"):
         rotary = config.get(key)
         if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):
@@ -57,7 +65,8 @@ def _short_context(config: Mapping[str, Any]) -> int | None:
 def check_apart(name: str, model: Any) -> None:
     """Run a model on two packed documents, and see that neither changes when the other does.
 
-    This catches what `refuse_mixing` can't know of: model types without a record, and versions of transformers that build other masks.
+    This catches what `refuse_mixing` can't know of: model types without a record, and versions of transformers that
+    build other masks.
 
     Args:
         name: of the checkpoint, for the message.
@@ -80,7 +89,9 @@ def check_apart(name: str, model: Any) -> None:
     # The first token of a document sees itself alone: text before or behind the document reaches it first.
     moved = max((whole - first_changed)[_LENGTH].abs().max(), (whole - second_changed)[0].abs().max())
     if moved > _NOISE * whole.std():
-        raise _refusal(f"one document changes what {name} ({model.config.model_type}) computes for another in the same row")
+        raise _refusal(
+            f"one document changes what {name} ({model.config.model_type}) computes for another in the same row"
+        )
 
 
 def _refusal(what: str) -> RecipeError:

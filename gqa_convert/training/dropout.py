@@ -4,7 +4,8 @@ from typing import Any
 
 
 def set_dropout(model: Any, probability: float) -> None:
-    """Set every dropout of a transformers model: modules, numbers that attention hands to its function, and the config they may ask.
+    """Set every dropout of a transformers model: modules, numbers that attention hands to its function, and the config
+    they may ask.
 
     Layers that are dropped whole (`layerdrop`) are left as they are.
     """
@@ -22,4 +23,9 @@ def set_dropout(model: Any, probability: float) -> None:
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    return isinstance(value, float) and ("dropout" in name or "pdrop" in name) and "classifier" not in name and "layerdrop" not in name
+    return (
+        isinstance(value, float)
+        and ("dropout" in name or "pdrop" in name)
+        and "classifier" not in name
+        and "layerdrop" not in name
+    )

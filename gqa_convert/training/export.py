@@ -1,4 +1,6 @@
-"""The trained model as an ordinary checkpoint: weights in the type they came in, everything else as it was, provenance brought up to date."""
+"""The trained model as an ordinary checkpoint: weights in the type they came in, everything else as it was, provenance
+brought up to date.
+"""
 
 import json
 import shutil
@@ -9,7 +11,7 @@ from typing import Any
 from gqa_convert.checkpoint.ownership import WRITTEN, list_written
 from gqa_convert.checkpoint.publication import StagedFolder, sync
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.provenance import PROVENANCE, earlier_record, record_files
+from gqa_convert.conversion.provenance import PROVENANCE, earlier_record, record_files
 
 _SHARD = "5GB"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -41,7 +43,9 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
         conversion["result"] = record_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
         conversion[WRITTEN] = list_written(staged.path, conversion["result"])
-        (staged.path / PROVENANCE).write_text(json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (staged.path / PROVENANCE).write_text(
+            json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         for path in staged.path.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)
@@ -50,7 +54,9 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
 
 
 def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
-    """The tensors in the type that most of the source's numbers have; those that are one tensor in the model are one here."""
+    """The tensors in the type that most of the source's numbers have; those that are one tensor in the model are one
+    here.
+    """
     import torch
 
     sizes: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""The training loop. A step is a pure function of the state before it: samples and random numbers follow from the step's number alone,
-so that a run that goes on from a checkpoint does what it would have done without the interruption.
+"""The training loop. A step is a pure function of the state before it: samples and random numbers follow from the
+step's number alone, so that a run that goes on from a checkpoint does what it would have done without the interruption.
 """
 
 import math
@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.data.order import mix
-from gqa_convert.data.samples import Samples
-from gqa_convert.recipe import Recipe
+from gqa_convert.text.losses import combined_loss
+from gqa_convert.text.order import mix
+from gqa_convert.text.samples import Samples
 from gqa_convert.training import sharding
+from gqa_convert.training.attention_matching import AttentionTap, attention_match
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
-from gqa_convert.training.losses import AttentionTap, attention_match, combined_loss
 from gqa_convert.training.masks import model_inputs
-from gqa_convert.training.reading import ReadAhead
+from gqa_convert.training.prefetching import ReadAhead
+from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.schedules import learning_rate
 from gqa_convert.training.teacher import teacher_logits
 from gqa_convert.training.utilisation import flops_per_token, peak
@@ -70,14 +71,30 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, samples: Samples, accelerator: Any, *, steps: int, teacher: Any,
+        self,
+        recipe: Recipe,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        samples: Samples,
+        accelerator: Any,
+        *,
+        steps: int,
+        teacher: Any,
         progress: Progress,
-    ) -> None:  # fmt: skip
-        self.recipe, self.model, self.optimizer, self.samples, self.accelerator = recipe, model, optimizer, samples, accelerator
+    ) -> None:
+        self.recipe, self.model, self.optimizer, self.samples, self.accelerator = (
+            recipe,
+            model,
+            optimizer,
+            samples,
+            accelerator,
+        )
         self.steps, self.teacher, self.progress = steps, teacher, progress
         self.problem: Exception | None = None
         self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
-        self._weight = 0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
+        self._weight = (
+            0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
+        )
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.wanted()
         self._taps = recipe.attention_matching > 0
@@ -85,7 +102,9 @@ class Trainer:
         self._peak: float | None = peak(accelerator.device)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
-        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds or text fails on any process."""
+        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds or text fails on
+        any process.
+        """
         ahead = ReadAhead(self.micro_batches)
         if self.progress.step < self.steps:
             ahead.ask(self.progress.step + 1)
@@ -101,8 +120,14 @@ class Trainer:
             yield self._step(step, batches, count, began)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This process's share of a step's samples, as many batches on every process; where samples run out, their labels are ignored."""
-        rank, processes, size = self.accelerator.process_index, self.accelerator.num_processes, self.recipe.micro_batch_size
+        """This process's share of a step's samples, as many batches on every process; where samples run out, their
+        labels are ignored.
+        """
+        rank, processes, size = (
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            self.recipe.micro_batch_size,
+        )
         first = (step - 1) * self.samples_per_step
         own = list(range(first + rank, first + self.samples_per_step, processes))
         most = -(-self.samples_per_step // processes)
@@ -118,7 +143,9 @@ class Trainer:
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)  # read once, at the end: a GPU need not wait
+        parts = torch.zeros(
+            4, dtype=torch.float64, device=self.accelerator.device
+        )  # read once, at the end: a GPU need not wait
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
             loss, found = self.losses(batch)
@@ -129,17 +156,27 @@ class Trainer:
         total, lm, kl, attention = (value / max(count, 1.0) for value in summed(self.accelerator, parts.tolist()))
         skipped = not (math.isfinite(total) and math.isfinite(norm))
         if not skipped:
-            for parameter in self._trained:  # of an expert that no token came to: its moments are there from the first step on
+            for (
+                parameter
+            ) in self._trained:  # of an expert that no token came to: its moments are there from the first step on
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._advance(step, skipped)
         return StepResult(
-            step, self.progress.tokens, total, lm if self._weight < 1 else None, kl if self._weight > 0 else None,
-            attention if self._taps else None, rate, norm, time.perf_counter() - began, skipped,
+            step,
+            self.progress.tokens,
+            total,
+            lm if self._weight < 1 else None,
+            kl if self._weight > 0 else None,
+            attention if self._taps else None,
+            rate,
+            norm,
+            time.perf_counter() - began,
+            skipped,
             self.progress.skipped_in_a_row >= _LONGEST_STREAK,
-        )  # fmt: skip
+        )
 
     def _advance(self, step: int, skipped: bool) -> None:
         self.progress.step = step
@@ -154,8 +191,13 @@ class Trainer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch as a sum over its tokens, and its parts [loss, lm, kl, attention] without gradient."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
+        """The loss of a micro-batch as a sum over its tokens, and its parts [loss, lm, kl, attention] without
+        gradient.
+        """
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
+            for name, array in batch.items()
+        }
         labels = tensors.pop("labels")
         student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
         with student_tap, torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
@@ -166,9 +208,14 @@ class Trainer:
             with teacher_tap:
                 theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
         found = combined_loss(
-            logits, labels, theirs if self._weight > 0 else None, weight=self._weight, temperature=self.recipe.temperature,
-            top_k=self.recipe.teacher_top_k, overwrite=True,
-        )  # fmt: skip
+            logits,
+            labels,
+            theirs if self._weight > 0 else None,
+            weight=self._weight,
+            temperature=self.recipe.temperature,
+            top_k=self.recipe.teacher_top_k,
+            overwrite=True,
+        )
         nothing = torch.zeros((), device=labels.device)
         loss, attention = found.sum, nothing
         if isinstance(student_tap, AttentionTap) and isinstance(teacher_tap, AttentionTap):
@@ -184,7 +231,9 @@ class Trainer:
         """MFU at a rate of all processes together, where device and model are known."""
         if self._peak is None or self._flops_per_token is None:
             return None
-        return round(float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4)
+        return round(
+            float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4
+        )
 
     def evaluate(self, model: Any, batches: list[Batch]) -> float:
         """Mean loss in nats per token over fixed batches, shared among the processes; in the precision of training."""
@@ -195,7 +244,10 @@ class Trainer:
         # every process takes as many forward passes, since a sharded model's are collective
         for at in range(0, len(batches), processes):
             batch = batches[min(at + rank, len(batches) - 1)]
-            tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device) for name, array in batch.items()}
+            tensors = {
+                name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
+                for name, array in batch.items()
+            }
             labels = tensors.pop("labels")
             inputs = model_inputs(_unwrapped(model), tensors)
             with torch.no_grad(), torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):

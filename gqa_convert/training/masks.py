@@ -1,7 +1,8 @@
 """What a model is given so that documents packed into one row do not see one another.
 
-The mask must be the model's own in every other respect: windows and chunks of attention stay, and they differ between layers. transformers
-builds such masks itself from position ids that begin anew with each document; families whose classes don't are given prepared masks.
+The mask must be the model's own in every other respect: windows and chunks of attention stay, and they differ between
+layers. transformers builds such masks itself from position ids that begin anew with each document; families whose
+classes don't are given prepared masks.
 """
 
 import inspect
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.families import FAMILIES
+from gqa_convert.families.table import FAMILIES
 
 
 def packed_attention_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
@@ -34,7 +35,8 @@ def model_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
 
     Args:
         model: a model of transformers, not wrapped.
-        batch: input_ids and whatever else the forward pass takes [b, L]; with document_ids, documents are kept apart and position_ids count
+        batch: input_ids and whatever else the forward pass takes [b, L]; with document_ids, documents are kept apart
+            and position_ids count
             within each.
 
     Returns:
@@ -63,7 +65,9 @@ def _takes_positions(model: Any) -> bool:
 
 
 def _prepared(model: Any, allowed: Tensor) -> Tensor:
-    """A mask as the model's attention expects it: booleans for sdpa, numbers to be added to the scores for eager attention."""
+    """A mask as the model's attention expects it: booleans for sdpa, numbers to be added to the scores for eager
+    attention.
+    """
     if model.config._attn_implementation == "sdpa":
         return allowed
     blocked = torch.finfo(model.dtype).min

@@ -1,7 +1,9 @@
 """What a run needs in memory on each process, estimated from sizes alone, before anything large is loaded.
 
-Counted is what lasts and what a step's forward pass keeps for its backward pass, together, as where micro-batches are accumulated.
-Not counted: the program itself, CUDA's and NCCL's own memory, fragmentation, and what an operation or an optimizer holds for a moment.
+Counted is what lasts and what a step's forward pass keeps for its backward pass, together, as where micro-batches are
+accumulated.
+Not counted: the program itself, CUDA's and NCCL's own memory, fragmentation, and what an operation or an optimizer
+holds for a moment.
 """
 
 from collections.abc import Mapping
@@ -10,26 +12,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.data.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING
-from gqa_convert.data.spans import T5, UL2, shape_for
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families import find_family
-from gqa_convert.geometry import config_value
-from gqa_convert.loading import is_encoder_decoder
-from gqa_convert.recipe import Recipe
+from gqa_convert.families.geometry import config_value
+from gqa_convert.families.loading import is_encoder_decoder
+from gqa_convert.families.table import find_family
+from gqa_convert.text.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING
+from gqa_convert.text.spans import T5, UL2, shape_for
+from gqa_convert.training.recipe import Recipe
 
 GB = 1e9
 _WIDTH = ("hidden_size", "d_model", "n_embd")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _ENCODER_LAYERS = ("encoder_layers", "num_layers")
-_INNER = ("intermediate_size", "ffn_hidden_size", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner", "ffn_config.ffn_hidden_size")
+_INNER = (
+    "intermediate_size",
+    "ffn_hidden_size",
+    "decoder_ffn_dim",
+    "ffn_dim",
+    "d_ff",
+    "n_inner",
+    "ffn_config.ffn_hidden_size",
+)
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "ffn_config.ffn_act_fn.name")
 _UNGATED = (
-    "opt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "codegen", "bloom", "falcon", "mpt", "persimmon", "phi", "nemotron", "starcoder2",
-    "biogpt", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "blenderbot", "blenderbot-small", "whisper",
-)  # fmt: skip
+    "opt",
+    "gpt2",
+    "gpt_neo",
+    "gptj",
+    "gpt_neox",
+    "codegen",
+    "bloom",
+    "falcon",
+    "mpt",
+    "persimmon",
+    "phi",
+    "nemotron",
+    "starcoder2",
+    "biogpt",
+    "bart",
+    "mbart",
+    "plbart",
+    "pegasus",
+    "marian",
+    "m2m_100",
+    "blenderbot",
+    "blenderbot-small",
+    "whisper",
+)
 """Model types whose MLP has two matrices."""
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Logits that the loss works on at a time."""
@@ -44,7 +75,7 @@ class Architecture:
     width: int
     heads: int
     kv_heads: int
-    head_width: int
+    head_dim: int
     inner: int
     """Of the MLP; where tokens go to several experts, theirs together."""
     vocabulary: int
@@ -99,7 +130,8 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
         "weights in bf16": 0.0 if setting.sharded or not setting.bf16 else _copies(architecture, setting),
         "activations": _activations(architecture, setting, tokens - decoded, decoded),
         # two at most, as measured; and of a chunk the float32 distributions and gradients of student and teacher
-        "logits": (4 if setting.bf16 else 8) * logits + 4 * 4 * min(logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])),
+        "logits": (4 if setting.bf16 else 8) * logits
+        + 4 * 4 * min(logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])),
         "teacher": _teacher(architecture, setting, logits),
     }
     return {name: round(size) for name, size in parts.items() if size}
@@ -113,8 +145,9 @@ def _tokens(architecture: Architecture, setting: Setting) -> tuple[int, int]:
 
 
 def _moments(architecture: Architecture, setting: Setting) -> float:
-    """AdamW (Loshchilov & Hutter 2019): two numbers per parameter. Adafactor (Shazeer & Stern 2018): one per row and column, that is
-    1/m + 1/n per parameter of an m x n matrix, and at most 2 / width. Muon (Jordan et al. 2024): one, beside AdamW on the outer matrices."""
+    """AdamW (Loshchilov & Hutter 2019): two numbers per parameter. Adafactor (Shazeer & Stern 2018): one per row and
+    column, that is 1/m + 1/n per parameter of an m x n matrix, and at most 2 / width. Muon (Jordan et al. 2024): one,
+    beside AdamW on the outer matrices."""
     if setting.optimizer == "adafactor":
         return 4 * setting.trained * (2 / architecture.width if architecture.width >= 128 else 1.0)
     if setting.optimizer == "muon":
@@ -124,21 +157,29 @@ def _moments(architecture: Architecture, setting: Setting) -> float:
 
 
 def _layer_parameters(architecture: Architecture, parameters: int) -> float:
-    return max(0, parameters - architecture.outer_parameters) / max(1, architecture.layers + architecture.encoder_layers)
+    return max(0, parameters - architecture.outer_parameters) / max(
+        1, architecture.layers + architecture.encoder_layers
+    )
 
 
 def _gathered(architecture: Architecture, setting: Setting) -> float:
-    """FSDP2 (Zhao et al. 2023): the layer that computes and the next one, whole; what is outside the layers; and gradients of a layer
-    and of the latter before they are spread, in float32 too where they were computed in bfloat16."""
+    """FSDP2 (Zhao et al. 2023): the layer that computes and the next one, whole; what is outside the layers; and
+    gradients of a layer and of the latter before they are spread, in float32 too where they were computed in
+    bfloat16."""
     if not setting.sharded:
         return 0.0
     size = 2 if setting.bf16 else 4
-    layer, outer = _layer_parameters(architecture, setting.parameters), min(architecture.outer_parameters, setting.parameters)
+    layer, outer = (
+        _layer_parameters(architecture, setting.parameters),
+        min(architecture.outer_parameters, setting.parameters),
+    )
     return size * (2 * layer + outer) + (6 if setting.bf16 else 4) * (layer + outer)
 
 
 def _copies(architecture: Architecture, setting: Setting) -> float:
-    """Autocasting's copies of the matrices, all of which the backward pass needs, or one layer's where it computes them anew."""
+    """Autocasting's copies of the matrices, all of which the backward pass needs, or one layer's where it computes them
+    anew.
+    """
     layer = _layer_parameters(architecture, setting.parameters)
     outer = architecture.vocabulary * architecture.width
     count = 1 if setting.gradient_checkpointing else architecture.layers + architecture.encoder_layers
@@ -146,13 +187,15 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
 
 
 def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int) -> float:
-    """What the layers keep for the backward pass. Recomputed (Chen et al. 2016), each layer keeps its input, and one layer all."""
+    """What the layers keep for the backward pass. Recomputed (Chen et al. 2016), each layer keeps its input, and one
+    layer all.
+    """
     cross = architecture.encoder_layers > 0
     own, theirs = setting.target_length if cross else setting.sequence_length, setting.sequence_length
     decoder = decoded * _per_token(architecture, bf16=setting.bf16, length=own, cross=cross)
     encoder = encoded * _per_token(architecture, bf16=setting.bf16, length=theirs, cross=False)
     if cross:  # keys and values of the encoder's output
-        decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_width
+        decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_dim
     if not setting.gradient_checkpointing:
         return architecture.layers * decoder + architecture.encoder_layers * encoder
     stream = (2 if setting.sharded and setting.bf16 else 4) * architecture.width
@@ -162,17 +205,19 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
 def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bool) -> float:
     """Bytes that a layer keeps per token, as counted among the tensors that autograd saves for Llama, T5, OPT and Phi.
 
-    After the manner of Korthikanti et al. 2022, without dropout and without attention scores, and with norms in float32:
-    inputs of norms (twice for RMSNorm), inputs of projections (each its own copy where autocasting makes it), queries, keys, values
-    and the output of attention, and what the MLP's activation and products need.
+    After the manner of Korthikanti et al. 2022, without dropout and without attention scores, and with norms in
+    float32: inputs of norms (twice for RMSNorm), inputs of projections (each its own copy where autocasting makes it),
+    queries, keys, values and the output of attention, and what the MLP's activation and products need.
     """
     a, size = architecture, 2 if bf16 else 4
     blocks = 3 if cross else 2
     norms = blocks * (8 if a.rms_norm else 4) * a.width
     inputs = (2 * (3 + (2 if a.gated else 1) + (1 if cross else 0)) if bf16 else 4 * blocks) * a.width
-    attention = size * a.head_width * (2 * a.heads + 2 * a.kv_heads + (2 * a.heads if cross else 0))
+    attention = size * a.head_dim * (2 * a.heads + 2 * a.kv_heads + (2 * a.heads if cross else 0))
     name = a.activation.removeprefix("gated-")
-    steps = 1 if name == "relu" else 5 if name in ("gelu_new", "NewGELU") else 2  # the latter is written out in five operations
+    steps = (
+        1 if name == "relu" else 5 if name in ("gelu_new", "NewGELU") else 2
+    )  # the latter is written out in five operations
     inner = size * a.inner * (steps + (2 if a.gated else 0))
     return norms + inputs + attention + inner + (4 * a.heads * length if a.scores else 0)
 
@@ -184,7 +229,9 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
     kept = setting.teacher_parameters * size
     if setting.sharded:
         outer = min(architecture.outer_parameters, setting.teacher_parameters)
-        kept = round(kept / setting.processes + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer))
+        kept = round(
+            kept / setting.processes + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer)
+        )
     return kept + size * logits
 
 
@@ -207,7 +254,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         return None
     activation = next((value for key in _ACTIVATION if isinstance(value := config_value(values, key), str)), "silu")
     bare = family.model_type.removeprefix("gqa_").replace("blenderbot_small", "blenderbot-small")
-    is_t5 = family.head_width_key == "d_kv"
+    is_t5 = family.head_dim_key == "d_kv"
     if is_t5:
         stated = str(values.get("feed_forward_proj", "relu"))
         gated = stated.startswith("gated-")
@@ -215,12 +262,20 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
     else:
         gated = bare not in _UNGATED
     return Architecture(
-        layers=layers, width=width, heads=heads, kv_heads=_count(values, *family.kv_heads_keys) or heads,
-        head_width=_count(values, *([family.head_width_key] if family.head_width_key else [])) or max(1, width // heads),
-        inner=(_count(values, *_INNER) or 4 * width) * (_count(values, "num_experts_per_tok") or 1), vocabulary=vocabulary,
-        encoder_layers=encoder, gated=gated, activation=activation, rms_norm=is_t5 or "rms_norm_eps" in values, scores=is_t5,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=_count(values, *family.kv_heads_keys) or heads,
+        head_dim=_count(values, *([family.head_dim_key] if family.head_dim_key else [])) or max(1, width // heads),
+        inner=(_count(values, *_INNER) or 4 * width) * (_count(values, "num_experts_per_tok") or 1),
+        vocabulary=vocabulary,
+        encoder_layers=encoder,
+        gated=gated,
+        activation=activation,
+        rms_norm=is_t5 or "rms_norm_eps" in values,
+        scores=is_t5,
         tied=bool(values.get("tie_word_embeddings", is_t5)),
-    )  # fmt: skip
+    )
 
 
 def _count(config: dict[str, Any], *keys: str) -> int | None:
@@ -229,7 +284,9 @@ def _count(config: dict[str, Any], *keys: str) -> int | None:
 
 
 def target_length(objective: str, sequence_length: int) -> int:
-    """Tokens of the longest decoder's side of a sample: in span corruption what was taken out, a sentinel per span, and end-of-text."""
+    """Tokens of the longest decoder's side of a sample: in span corruption what was taken out, a sentinel per span, and
+    end-of-text.
+    """
     if objective == CAUSAL:
         return 0
     if objective in (TEXT_INFILLING, PAIRS):
@@ -247,7 +304,10 @@ def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recip
     trained = sizes
     if recipe.trainable != "all":
         with suppress(UnsupportedFamilyError):
-            trained = {name: sizes[name] for name in trained_names(find_family(student.config.get("model_type")), sizes, recipe.trainable)}
+            trained = {
+                name: sizes[name]
+                for name in trained_names(find_family(student.config.get("model_type")), sizes, recipe.trainable)
+            }
     counts = {"parameters": sum(sizes.values()), "trained": sum(trained.values())}
     if teacher is not None:
         count = sum(entry.elements for _, _, entry in teacher.tensors())
@@ -259,15 +319,22 @@ def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recip
 def setting_of(recipe: Recipe, **known: Any) -> Setting:
     """What a recipe says, beside what only the models and the launch say."""
     return Setting(
-        micro_batch_size=recipe.micro_batch_size, optimizer=recipe.optimizer, bf16=recipe.precision == "bf16",
-        gradient_checkpointing=recipe.gradient_checkpointing, **known,
-    )  # fmt: skip
+        micro_batch_size=recipe.micro_batch_size,
+        optimizer=recipe.optimizer,
+        bf16=recipe.precision == "bf16",
+        gradient_checkpointing=recipe.gradient_checkpointing,
+        **known,
+    )
 
 
 def shown(parts: Mapping[str, int], free: int | None) -> str:
     """The estimate in one line."""
     total = sum(parts.values())
-    listed = ", ".join(f"{name} {_amount(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]) if size * 50 >= total)
+    listed = ", ".join(
+        f"{name} {_amount(size)}"
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])
+        if size * 50 >= total
+    )
     text = f"memory per process (estimate): {_amount(total)} ({listed})"
     if free is None:
         return text

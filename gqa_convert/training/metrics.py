@@ -23,7 +23,9 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """Add a line, of what is not None; the kernel has it when this returns."""
-        line = memoryview((json.dumps({key: value for key, value in values.items() if value is not None}) + "\n").encode())
+        line = memoryview(
+            (json.dumps({key: value for key, value in values.items() if value is not None}) + "\n").encode()
+        )
         while line:
             line = line[self._file.write(line) :]
 

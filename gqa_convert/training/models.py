@@ -1,16 +1,18 @@
-"""The models of a run, loaded and placed: the student whole, replicated or sharded, and those that are asked without learning."""
+"""The models of a run, loaded and placed: the student whole, replicated or sharded, and those that are asked without
+learning.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gqa_convert.loading import check_complete
-from gqa_convert.recipe import Recipe
+from gqa_convert.families.loading import check_complete
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
 from gqa_convert.training.opening import NEEDS_HEAD, explained
 from gqa_convert.training.optimizers import choose_trained
+from gqa_convert.training.recipe import Recipe
 
 
 def load_student(recipe: Recipe, folder: Path) -> Any:
@@ -31,7 +33,9 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
 
 
 def place_student(model: Any, accelerator: Any, *, bf16: bool) -> Any:
-    """On the device of this process: whole where it is the only one, else replicated, or sharded where the launcher asks for that."""
+    """On the device of this process: whole where it is the only one, else replicated, or sharded where the launcher
+    asks for that.
+    """
     if sharding.wanted():
         return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=bf16)
     if accelerator.num_processes == 1:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gqa_convert.data.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING, UL2_MIXTURE
-from gqa_convert.data.spans import has_sentinels
 from gqa_convert.errors import RecipeError
-from gqa_convert.lengths import SPAN_LENGTH, block_length, stated_positions
-from gqa_convert.loading import TASKS, auto_class, is_encoder_decoder
-from gqa_convert.recipe import Recipe
+from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
+from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder
+from gqa_convert.text.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING, UL2_MIXTURE
+from gqa_convert.text.spans import has_sentinels
+from gqa_convert.training.recipe import Recipe
 
 _FIELDS = "source_field and target_field in data"
 
@@ -26,7 +26,8 @@ def check_input(name: str, config: dict[str, Any]) -> None:
 
 
 def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
-    """The objectives that suit a model that reads text; of an encoder-decoder the last one is pairs, which needs no special token.
+    """The objectives that suit a model that reads text; of an encoder-decoder the last one is pairs, which needs no
+    special token.
 
     Args:
         config: what config.json holds.
@@ -46,7 +47,9 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
     """
     possible, pairs = possible_objectives(config, tokenizer), recipe.data[0].holds_pairs
     if recipe.document_mask and possible != (CAUSAL,):
-        raise RecipeError(f"document_mask is for decoders alone, and {recipe.model} is an encoder-decoder: leave document_mask out")
+        raise RecipeError(
+            f"document_mask is for decoders alone, and {recipe.model} is an encoder-decoder: leave document_mask out"
+        )
     if recipe.objective != "auto":
         if recipe.objective not in possible:
             raise RecipeError(_refusal(recipe, possible))
@@ -83,12 +86,17 @@ def _either(choices: Sequence[str]) -> str:
 
 
 def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """Tokens of a sample, where the recipe leaves them open: as many as the model reads, of an encoder-decoder up to 512.
+    """Tokens of a sample, where the recipe leaves them open: as many as the model reads, of an encoder-decoder up to
+    512.
 
     Raises:
         RecipeError: the recipe states more than the model has positions for.
     """
     context = stated_positions(config)
     if recipe.sequence_length is not None and context is not None and recipe.sequence_length > context:
-        raise RecipeError(f"sequence_length is {recipe.sequence_length} and {recipe.model} has positions for {context}: lower it")
-    return recipe.sequence_length or min(block_length(config), SPAN_LENGTH if is_encoder_decoder(config) else block_length(config))
+        raise RecipeError(
+            f"sequence_length is {recipe.sequence_length} and {recipe.model} has positions for {context}: lower it"
+        )
+    return recipe.sequence_length or min(
+        block_length(config), SPAN_LENGTH if is_encoder_decoder(config) else block_length(config)
+    )

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert import loading
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.errors import DeviceMemoryError, MissingExtraError
-from gqa_convert.recipe import Recipe
+from gqa_convert.families import loading
+from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.training.documents import refuse_mixing
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
+from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
 """What to do with a checkpoint that was saved without its language-model head."""
@@ -68,11 +68,21 @@ def open_recipe(recipe: Recipe) -> Opened:
         refuse_mixing(recipe.model, student.config, length)
         if opened is not None:
             refuse_mixing(str(recipe.teacher), opened.config, length)
-    start = decoder_start(student.folder, student.config, tokenizer) if loading.is_encoder_decoder(student.config) else None
+    start = (
+        decoder_start(student.folder, student.config, tokenizer) if loading.is_encoder_decoder(student.config) else None
+    )
     return Opened(
-        student, student.folder, tokenizer, opened, teacher, teacher or _source_of(student.folder), objective, length, start,
+        student,
+        student.folder,
+        tokenizer,
+        opened,
+        teacher,
+        teacher or _source_of(student.folder),
+        objective,
+        length,
+        start,
         starts_with_last(student.config),
-    )  # fmt: skip
+    )
 
 
 def _source_of(student: Path) -> Path | None:
@@ -94,7 +104,9 @@ def check_trackers(recipe: Recipe) -> None:
     for tracker in recipe.trackers:
         packages = _PACKAGES.get(tracker, (tracker,))
         if not any(importlib.util.find_spec(package) for package in packages):
-            raise MissingExtraError(f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or leave it out")
+            raise MissingExtraError(
+                f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or leave it out"
+            )
 
 
 @contextmanager

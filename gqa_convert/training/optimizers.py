@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from gqa_convert.errors import RecipeError, UnsupportedFamilyError
-from gqa_convert.families import Family, find_family
-from gqa_convert.recipe import Recipe, Trainable
+from gqa_convert.families.table import Family, find_family
+from gqa_convert.training.recipe import Recipe, Trainable
 
 Groups = list[dict[str, Any]]
 
@@ -18,9 +18,9 @@ Groups = list[dict[str, Any]]
 def trained_names(family: Family, names: Iterable[str], trainable: Trainable) -> list[str]:
     """Those of a model's parameter names that `trainable` stands for, in their order.
 
-    `attention` is every projection of every attention, encoder and cross-attention included, with biases; `kv` is the key and
-    value projections. A fused projection that holds keys and values counts for both and is trained whole, its query rows too: they
-    are one tensor. Norms of queries and keys, and position biases, are no projections.
+    `attention` is every projection of every attention, encoder and cross-attention included, with biases; `kv` is the
+    key and value projections. A fused projection that holds keys and values counts for both and is trained whole, its
+    query rows too: they are one tensor. Norms of queries and keys, and position biases, are no projections.
     """
     if trainable == "all":
         return list(names)
@@ -54,7 +54,9 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
                 f"trainable is {trainable}, and where model type {model_type!r} has its attention is unknown: use all"
             ) from None
     if not names:
-        raise RecipeError(f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind to train: use all")
+        raise RecipeError(
+            f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind to train: use all"
+        )
     chosen = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
@@ -91,18 +93,20 @@ def _adamw(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
 
 
 class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """Adafactor (Shazeer & Stern 2018) as T5 was trained with it: the given rate times each parameter's own scale, no first moment.
+    """Adafactor (Shazeer & Stern 2018) as T5 was trained with it: the given rate times each parameter's own scale, no
+    first moment.
 
     With w a parameter, g its gradient, t the step and rms(x) the root of the mean square of x's numbers:
 
         decay = 1 - t^-0.8
-        v     = decay * v + (1 - decay) * (g^2 + 1e-30)         of a matrix only the row means r and the column means c are kept,
-        u     = g / sqrt(v)                                     and v = r c / mean(r)
-        w     = w - lr * max(1e-3, rms(w)) * u / max(1, rms(u) / clipping)
+        v     = decay * v + (1 - decay) * (g^2 + 1e-30)         of a matrix only the row means r and the column means c
+        are kept, u     = g / sqrt(v)                                     and v = r c / mean(r) w     = w - lr *
+        max(1e-3, rms(w)) * u / max(1, rms(u) / clipping)
 
-    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same; torch's has another floor under v and
-    caps the rate at 1 / sqrt(t). Neither runs on parameters that FSDP2 has sharded, as this one does: means over a sharded dimension
-    are summed over the processes. T5's own code does not factor matrices with a side below 128; neither does this one.
+    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same; torch's has another
+    floor under v and caps the rate at 1 / sqrt(t). Neither runs on parameters that FSDP2 has sharded, as this one does:
+    means over a sharded dimension are summed over the processes. T5's own code does not factor matrices with a side
+    below 128; neither does this one.
 
     Args:
         params: parameters or groups of them.
@@ -114,8 +118,10 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
 
     def __init__(
         self, params: Any, lr: float = 1e-3, clipping: float = 1.0, weight_decay: float = 0.0, least_factored: int = 128
-    ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "clipping": clipping, "weight_decay": weight_decay, "least_factored": least_factored})
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "clipping": clipping, "weight_decay": weight_decay, "least_factored": least_factored}
+        )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -168,11 +174,15 @@ def _summed(numbers: Tensor) -> Tensor:
     """With the processes' partial sums added up, where the tensor is spread over several."""
     if not isinstance(numbers, DTensor):
         return numbers
-    return numbers.redistribute(placements=[Replicate() if isinstance(place, Partial) else place for place in numbers.placements])
+    return numbers.redistribute(
+        placements=[Replicate() if isinstance(place, Partial) else place for place in numbers.placements]
+    )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """torch's Muon on some groups and AdamW on the others, as one optimizer: one list of groups, one state, saved as any other."""
+    """torch's Muon on some groups and AdamW on the others, as one optimizer: one list of groups, one state, saved as
+    any other.
+    """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         self._parts = (muon, adamw)
@@ -194,15 +204,23 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is no
 
 
 def _muon(model: nn.Module, parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, output layer, vectors and tensors of other shapes.
+    """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, output layer, vectors and tensors of other
+    shapes.
 
-    Muon's rate is scaled so that its updates are as large as AdamW's (Liu et al. 2025): one learning rate serves both. A fused
-    projection is orthogonalised whole.
+    Muon's rate is scaled so that its updates are as large as AdamW's (Liu et al. 2025): one learning rate serves both.
+    A fused projection is orthogonalised whole.
     """
     muon = getattr(torch.optim, "Muon", None)
     if muon is None:
-        raise RecipeError(f"optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}: update torch or use adamw")
-    ends = {id(parameter) for module in model.modules() if isinstance(module, nn.Embedding) for parameter in module.parameters()}
+        raise RecipeError(
+            f"optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}: update torch or use adamw"
+        )
+    ends = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, nn.Module):
         ends |= {id(parameter) for parameter in head.parameters()}
@@ -210,10 +228,16 @@ def _muon(model: nn.Module, parameters: list[nn.Parameter], recipe: Recipe) -> t
     inner = {id(parameter) for parameter in hidden}
     rest = [parameter for parameter in parameters if id(parameter) not in inner]
     if not hidden:
-        raise RecipeError(f"optimizer muon trains hidden matrices, and trainable {recipe.trainable} leaves none: use adamw")
+        raise RecipeError(
+            f"optimizer muon trains hidden matrices, and trainable {recipe.trainable} leaves none: use adamw"
+        )
     matrices = muon(
-        [{"params": hidden}], lr=recipe.learning_rate, weight_decay=recipe.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )  # fmt: skip
+        [{"params": hidden}],
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
+    )
     if not rest:
         return cast(torch.optim.Optimizer, matrices)
     return MuonWithAdamW(matrices, _adamw(rest, recipe))

@@ -4,15 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 from gqa_convert.errors import ResumeError
-from gqa_convert.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe
 from gqa_convert.training.checkpoints import Checkpoints, Progress
+from gqa_convert.training.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
 
 AGAINST_DIVERGENCE = ("learning_rate", "gradient_clipping", "precision")
 """Keys that may change where a run has diverged."""
 
 
-def look_back(recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def look_back(
+    recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The summary of a run that is complete, and the record of the checkpoint to go on from.
 
     Raises:
@@ -31,11 +33,15 @@ def look_back(recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints) -> tu
     if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
         return finished, None
     if newest is None:
-        raise ResumeError(f"{recipe.output} is complete and its checkpoints are gone, so that it can't go on: name another output")
+        raise ResumeError(
+            f"{recipe.output} is complete and its checkpoints are gone, so that it can't go on: name another output"
+        )
     return None, newest[1]
 
 
-def take_up(record: dict[str, Any], recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]) -> Progress:
+def take_up(
+    record: dict[str, Any], recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]
+) -> Progress:
     """Where a run goes on, once it is said what is not as it was when the checkpoint was saved.
 
     Args:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
-from gqa_convert.data.samples import evaluation_blocks, open_samples
+from gqa_convert.conversion.provenance import PROVENANCE, earlier_record
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.machine import available_memory, measurement
-from gqa_convert.provenance import PROVENANCE, earlier_record
-from gqa_convert.recipe import Recipe
+from gqa_convert.text.samples import evaluation_blocks, open_samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
 from gqa_convert.training.curve import draw_curve
@@ -26,6 +25,7 @@ from gqa_convert.training.metrics import Metrics, read_metrics
 from gqa_convert.training.models import load_student, place_fixed, place_student
 from gqa_convert.training.opening import check_trackers, explained, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
+from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
 from gqa_convert.training.run_folder import RunFolder, write_json, write_whole
 from gqa_convert.training.state import set_state, state_of, whole_model
@@ -41,9 +41,14 @@ class Run:
     """One run, on this process."""
 
     def __init__(
-        self, recipe: Recipe, stops: StopRequests, on_message: Callable[[str], None], on_step: OnStep, on_tokenize: Any,
+        self,
+        recipe: Recipe,
+        stops: StopRequests,
+        on_message: Callable[[str], None],
+        on_step: OnStep,
+        on_tokenize: Any,
         command: list[str] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_trackers(recipe)
         self.recipe, self.stops = recipe, stops
         self.folder = RunFolder(Path(recipe.output))
@@ -54,9 +59,13 @@ class Run:
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
         self.checkpoints = Checkpoints(
-            self.folder.checkpoints, recipe.keep_checkpoints, main=self.main, together=self.together,
-            process=self.accelerator.process_index, gather=partial(gathered, self.accelerator),
-        )  # fmt: skip
+            self.folder.checkpoints,
+            recipe.keep_checkpoints,
+            main=self.main,
+            together=self.together,
+            process=self.accelerator.process_index,
+            gather=partial(gathered, self.accelerator),
+        )
         self.lock: Any = None
 
     def go(self) -> dict[str, Any]:
@@ -74,7 +83,9 @@ class Run:
             self.opened = open_recipe(self.recipe)
             converted = earlier_record(self.opened.student)
         if converted is None:
-            self.say(f"{self.recipe.model} has no {PROVENANCE}, so that gqa-convert has not converted it: it is trained as it is")
+            self.say(
+                f"{self.recipe.model} has no {PROVENANCE}, so that gqa-convert has not converted it: it is trained as it is"
+            )
         samples, evaluation = self._data()
         self.fingerprint = samples.fingerprint
         if record and record["samples"] != samples.fingerprint:
@@ -98,8 +109,15 @@ class Run:
         if self.recipe.compile:
             self.model.compile()
         trainer = Trainer(
-            self.recipe, self.model, self.optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=progress
-        )  # fmt: skip
+            self.recipe,
+            self.model,
+            self.optimizer,
+            samples,
+            self.accelerator,
+            steps=steps,
+            teacher=teacher,
+            progress=progress,
+        )
         with self.together():
             self._begin_files()
         self._first_evaluations(trainer, teacher, *evaluation)
@@ -119,9 +137,11 @@ class Run:
             samples.close()
         seconds = time.monotonic() - began
         pace = {
-            "processes": self.accelerator.num_processes, "steps_since_resumption": steps - step_before,
-            "seconds_since_resumption": round(seconds, 1), "tokens_per_second": round((progress.tokens - tokens_before) / max(seconds, 1e-3)),
-        }  # fmt: skip
+            "processes": self.accelerator.num_processes,
+            "steps_since_resumption": steps - step_before,
+            "seconds_since_resumption": round(seconds, 1),
+            "tokens_per_second": round((progress.tokens - tokens_before) / max(seconds, 1e-3)),
+        }
         return self._finish(progress, pace)
 
     def release(self) -> None:
@@ -162,10 +182,15 @@ class Run:
     def _data(self) -> tuple[Any, tuple[list[Any], str]]:
         """Training samples; batches of evaluation data and their fingerprint."""
         common: dict[str, Any] = {
-            "objective": self.opened.objective, "sequence_length": self.opened.sequence_length, "document_mask": self.recipe.document_mask,
-            "decoder_start": self.opened.decoder_start, "starts_with_last": self.opened.starts_with_last,
-            "is_local_main": self.accelerator.is_local_main_process, "wait": self.wait, "progress": self.on_tokenize,
-        }  # fmt: skip
+            "objective": self.opened.objective,
+            "sequence_length": self.opened.sequence_length,
+            "document_mask": self.recipe.document_mask,
+            "decoder_start": self.opened.decoder_start,
+            "starts_with_last": self.opened.starts_with_last,
+            "is_local_main": self.accelerator.is_local_main_process,
+            "wait": self.wait,
+            "progress": self.on_tokenize,
+        }
         with self.together():
             samples = open_samples(list(self.recipe.data), self.opened.tokenizer, seed=self.recipe.seed, **common)
         for note in samples.notes:
@@ -175,7 +200,7 @@ class Run:
         with self.together():
             blocks = evaluation_blocks(
                 list(self.recipe.evaluation_data), self.opened.tokenizer, tokens=self.recipe.evaluation_tokens, **common
-            )  # fmt: skip
+            )
         size = self.recipe.micro_batch_size
         batches = [blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size)]
         return samples, (batches, blocks.fingerprint)
@@ -190,13 +215,22 @@ class Run:
         architecture = memory.read_architecture(opened.student.config)
         if architecture is None or not self.main:
             return None
-        length, target = longest or (opened.sequence_length, memory.target_length(opened.objective, opened.sequence_length))
+        length, target = longest or (
+            opened.sequence_length,
+            memory.target_length(opened.objective, opened.sequence_length),
+        )
         setting = memory.setting_of(
-            self.recipe, **memory.parameters_of(opened.student, opened.teacher, self.recipe), sequence_length=length,
-            target_length=target, processes=self.accelerator.num_processes,
-            sharded=sharding.wanted(), device=self.accelerator.device.type,
-        )  # fmt: skip
-        return memory.shown(memory.plan(architecture, setting), available_memory(self.accelerator.device, local_processes()))
+            self.recipe,
+            **memory.parameters_of(opened.student, opened.teacher, self.recipe),
+            sequence_length=length,
+            target_length=target,
+            processes=self.accelerator.num_processes,
+            sharded=sharding.wanted(),
+            device=self.accelerator.device.type,
+        )
+        return memory.shown(
+            memory.plan(architecture, setting), available_memory(self.accelerator.device, local_processes())
+        )
 
     def _load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
         """A model that is asked and does not learn."""
@@ -260,7 +294,9 @@ class Run:
                 return
             if saved != progress.step:
                 self._save(progress, metrics)
-            done = f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
+            done = (
+                f"after step {progress.step} of {steps}, which is saved" if progress.step else "before the first step"
+            )
             with self.together():  # whoever knows the reason says it, and the first of them aloud
                 if trainer.problem is not None:
                     self.say(f"step {progress.step} is saved, and the text for the next one can't be read")
@@ -275,11 +311,19 @@ class Run:
 
         rate = float(trainer.samples_per_step * trainer.samples.tokens_per_sample) / result.seconds
         line = {
-            "step": result.step, "tokens": result.tokens, "loss": finite(result.loss), "lm": finite(result.lm), "kl": finite(result.kl),
-            "attention": finite(result.attention), "learning_rate": result.learning_rate, "gradient_norm": finite(result.gradient_norm),
-            "tokens_per_second": round(rate, 1), "mfu": trainer.utilisation(rate), "evaluation_loss": finite(evaluated),
+            "step": result.step,
+            "tokens": result.tokens,
+            "loss": finite(result.loss),
+            "lm": finite(result.lm),
+            "kl": finite(result.kl),
+            "attention": finite(result.attention),
+            "learning_rate": result.learning_rate,
+            "gradient_norm": finite(result.gradient_norm),
+            "tokens_per_second": round(rate, 1),
+            "mfu": trainer.utilisation(rate),
+            "evaluation_loss": finite(evaluated),
             "skipped": True if result.skipped else None,
-        }  # fmt: skip
+        }
         metrics.write(**line)
         self.on_step(line | {"steps": trainer.steps})
         if self.recipe.trackers:
@@ -305,7 +349,11 @@ class Run:
         if metrics:
             metrics.sync()
         self.checkpoints.save(
-            state_of(self.model, self.optimizer), progress, self.recipe.resolved(), self.accelerator.num_processes, self.fingerprint
+            state_of(self.model, self.optimizer),
+            progress,
+            self.recipe.resolved(),
+            self.accelerator.num_processes,
+            self.fingerprint,
         )
         if self.main and not progress.skipped_in_a_row:
             self.folder.diverged.unlink(missing_ok=True)
@@ -318,7 +366,10 @@ class Run:
     def _start_trackers(self) -> None:
         if self.recipe.trackers:
             settings = self.recipe.resolved()
-            flat = {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in settings.items()}
+            flat = {
+                key: value if isinstance(value, int | float | str | bool) else str(value)
+                for key, value in settings.items()
+            }
             self.accelerator.init_trackers("gqa-convert", config=flat)
 
     def _finish(self, progress: Progress, pace: dict[str, Any]) -> dict[str, Any]:
@@ -334,10 +385,16 @@ class Run:
     def _publish(self, state: dict[str, Any], progress: Progress, pace: dict[str, Any]) -> dict[str, Any]:
         """The trained model, the curve and, last, the summary."""
         lines = read_metrics(self.folder.metrics)
-        head = measurement("uptrain", self.command, str(self.accelerator.device)) | {"processes": self.accelerator.num_processes}
+        head = measurement("uptrain", self.command, str(self.accelerator.device)) | {
+            "processes": self.accelerator.num_processes
+        }
         figures = summarise(self.recipe, progress, lines)
         summary = {**head, "model": str(self.folder.model), **figures, **pace, "plot": str(self.folder.plot)}
-        record = {**head, **{key: figures[key] for key in ("tokens", "evaluation", "changes")}, "recipe": self.recipe.resolved()}
+        record = {
+            **head,
+            **{key: figures[key] for key in ("tokens", "evaluation", "changes")},
+            "recipe": self.recipe.resolved(),
+        }
         export_model(self.inner, state, self.opened.student, self.folder.model, record)
         try:
             write_whole(self.folder.plot, draw_curve(lines, progress.evaluations))

@@ -10,7 +10,7 @@ import yaml
 from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import OutputError, ResumeError
-from gqa_convert.recipe import Recipe, make_recipe
+from gqa_convert.training.recipe import Recipe, make_recipe
 
 LOCK = ".lock"
 """The file that a run holds locked."""
@@ -35,7 +35,11 @@ class RunFolder:
         self.path = path
         self.checkpoints, self.model, self.trackers = path / "checkpoints", path / "model", path / "trackers"
         self.metrics, self.plot = path / "metrics.jsonl", path / "loss.png"
-        self.recipe, self.summary, self.diverged = path / "resolved_recipe.yaml", path / "summary.json", path / "diverged.json"
+        self.recipe, self.summary, self.diverged = (
+            path / "resolved_recipe.yaml",
+            path / "summary.json",
+            path / "diverged.json",
+        )
 
     def refuse_foreign(self) -> None:
         """Files of other origin are left alone, unless they have the names of a run's files.
@@ -44,21 +48,44 @@ class RunFolder:
             OutputError: they do.
         """
         if not self.recipe.exists():
-            for path in (self.checkpoints, self.model, self.trackers, self.metrics, self.plot, self.summary, self.diverged):
+            for path in (
+                self.checkpoints,
+                self.model,
+                self.trackers,
+                self.metrics,
+                self.plot,
+                self.summary,
+                self.diverged,
+            ):
                 if path.exists() or path.is_symlink():
-                    raise OutputError(f"{path} exists and is of no run of this program: name another output, or move it away")
+                    raise OutputError(
+                        f"{path} exists and is of no run of this program: name another output, or move it away"
+                    )
 
     def foreign(self) -> list[str]:
         """What lies in the folder and no run wrote, by its path in the folder."""
         if not self.recipe.is_file():
             return sorted(path.name for path in self.path.iterdir())
-        kept = (self.checkpoints, self.model, self.trackers, self.metrics, self.plot, self.recipe, self.summary, self.diverged)
+        kept = (
+            self.checkpoints,
+            self.model,
+            self.trackers,
+            self.metrics,
+            self.plot,
+            self.recipe,
+            self.summary,
+            self.diverged,
+        )
         names = {LOCK, *(path.name for path in kept)}
         found = sorted(path.name for path in self.path.iterdir() if path.name not in names)
         if self.model.is_dir():
             found += [f"{self.model.name}/{name}" for name in foreign_files(self.model)]
         if self.checkpoints.is_dir():
-            steps = [path.name for path in self.checkpoints.iterdir() if not path.name.startswith((".", "step-", "damaged-step-"))]
+            steps = [
+                path.name
+                for path in self.checkpoints.iterdir()
+                if not path.name.startswith((".", "step-", "damaged-step-"))
+            ]
             found += [f"{self.checkpoints.name}/{name}" for name in sorted(steps)]
         return found
 
@@ -71,11 +98,16 @@ class RunFolder:
         try:
             return make_recipe(yaml.safe_load(self.recipe.read_text(encoding="utf-8")))
         except (OSError, ValueError, yaml.YAMLError) as problem:
-            raise ResumeError(f"{self.recipe} can't be read ({str(problem).splitlines()[0]}): name another output") from None
+            raise ResumeError(
+                f"{self.recipe} can't be read ({str(problem).splitlines()[0]}): name another output"
+            ) from None
 
     def write_recipe(self, recipe: Recipe) -> None:
         text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
-        write_whole(self.recipe, f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode())
+        write_whole(
+            self.recipe,
+            f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode(),
+        )
 
     def finished(self) -> dict[str, Any] | None:
         """The summary of a run that is complete."""

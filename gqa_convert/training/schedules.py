@@ -1,7 +1,7 @@
 """Learning-rate schedules: the factor on the peak rate as a closed form of the step, counted from 1.
 
-Every schedule begins with a linear warm-up, which reaches 1 at its last step. Nothing is carried from step to step, so that a
-resumed run needs no state.
+Every schedule begins with a linear warm-up, which reaches 1 at its last step. Nothing is carried from step to step, so
+that a resumed run needs no state.
 
     S   steps of the run            W   steps of warm-up
     f   share that it ends at       s   the step, 1 to S
@@ -9,7 +9,7 @@ resumed run needs no state.
 
 import math
 
-from gqa_convert.recipe import Recipe, Schedule
+from gqa_convert.training.recipe import Recipe, Schedule
 
 
 def constant(step: int, warmup: int) -> float:
@@ -31,8 +31,8 @@ def cosine(step: int, steps: int, warmup: int, final: float) -> float:
 def inverse_sqrt(step: int, warmup: int) -> float:
     """min(s / W, sqrt(W / s)).
 
-    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)): the same without the rise.
-    Without a warm-up it is 1 / sqrt(s).
+    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)): the same without
+    the rise. Without a warm-up it is 1 / sqrt(s).
     """
     peak = max(1, warmup)
     return min(step / peak, math.sqrt(peak / step))
@@ -41,8 +41,8 @@ def inverse_sqrt(step: int, warmup: int) -> float:
 def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) -> float:
     """Warm-up, stable at 1, then down to f in a straight line over the last `decay_share` of the steps.
 
-    Hu et al. 2024 (MiniCPM), who let the last part fall exponentially; the straight line ends where it is told to. A warm-up that
-    reaches into the decay shortens it.
+    Hu et al. 2024 (MiniCPM), who let the last part fall exponentially; the straight line ends where it is told to. A
+    warm-up that reaches into the decay shortens it.
     """
     if step <= warmup:
         return step / warmup
@@ -50,7 +50,9 @@ def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) ->
     return final + (1 - final) * min(1.0, (steps - step) / decay)
 
 
-def factor(schedule: Schedule, step: int, steps: int, warmup: int, *, final: float = 0.1, decay_share: float = 0.2) -> float:
+def factor(
+    schedule: Schedule, step: int, steps: int, warmup: int, *, final: float = 0.1, decay_share: float = 0.2
+) -> float:
     """The learning rate of a step as a share of the peak.
 
     Args:
@@ -77,6 +79,11 @@ def factor(schedule: Schedule, step: int, steps: int, warmup: int, *, final: flo
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """The learning rate of a step, counted from 1, in a run of so many steps by this recipe."""
     share = factor(
-        recipe.schedule, step, steps, recipe.warmup(steps), final=recipe.final_learning_rate, decay_share=recipe.decay_share
-    )  # fmt: skip
+        recipe.schedule,
+        step,
+        steps,
+        recipe.warmup(steps),
+        final=recipe.final_learning_rate,
+        decay_share=recipe.decay_share,
+    )
     return recipe.learning_rate * share

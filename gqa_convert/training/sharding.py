@@ -1,6 +1,8 @@
-"""How a model is spread over processes: a copy on each (DDP), or parameters, gradients and moments split over all, layer by layer (FSDP2).
+"""How a model is spread over processes: a copy on each (DDP), or parameters, gradients and moments split over all,
+layer by layer (FSDP2).
 
-accelerate's own FSDP switch becomes plain DDP on CPUs without a word, so that sharding is done here, from the same configuration.
+accelerate's own FSDP switch becomes plain DDP on CPUs without a word, so that sharding is done here, from the same
+configuration.
 """
 
 import os
@@ -10,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, LaunchError
-from gqa_convert.loading import load_model, outline_model, read_config
+from gqa_convert.families.loading import load_model, outline_model, read_config
 
 _TRUE = ("1", "true", "yes", "on")
 
 
 def wanted() -> bool:
-    """Whether the launcher's configuration asks for FSDP (`distributed_type: FSDP` of accelerate) and there is more than one process."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
+    """Whether the launcher's configuration asks for FSDP (`distributed_type: FSDP` of accelerate) and there is more
+    than one process.
+    """
+    return (
+        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
+    )
 
 
 def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """As `loading.load_model`. Where models are sharded, the first process alone reads weights, and `shard` sends them to the others.
+    """As `loading.load_model`. Where models are sharded, the first process alone reads weights, and `shard` sends them
+    to the others.
 
     Otherwise a machine with eight GPUs would hold eight whole copies before there is a shard.
     """
@@ -29,9 +36,13 @@ def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
 
     if wanted() and torch.distributed.get_rank():
         config = read_config(folder)
-        stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
+        stated = (
+            getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
+        )
         if isinstance(stated, torch.dtype):
-            with suppress(Exception):  # a class that can't be made without its weights, or what the first process will say
+            with suppress(
+                Exception
+            ):  # a class that can't be made without its weights, or what the first process will say
                 return outline_model(folder, stated), []
     return load_model(folder, dtype)
 
@@ -41,14 +52,18 @@ def replicate(model: Any, device: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model.to(device), device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(
+        model.to(device), device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
 
 
 def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
-    """Split a model in place over all processes; matrix products in bfloat16 if asked for, sums of gradients in float32.
+    """Split a model in place over all processes; matrix products in bfloat16 if asked for, sums of gradients in
+    float32.
 
     Args:
-        model: on the CPU, so that the device holds one whole layer at a time; its numbers are those of the first process.
+        model: on the CPU, so that the device holds one whole layer at a time; its numbers are those of the first
+            process.
         device: of this process.
         processes: how many there are.
         bf16: compute in bfloat16; parameters and optimizer state stay as they are.
@@ -66,7 +81,9 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     names = {name for name, _ in model.named_parameters()}
     numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
     mesh = init_device_mesh(device.type, (processes,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    )
     frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
     for layer in layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
@@ -85,14 +102,17 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
 
 
 def reshard(model: Any) -> None:
-    """Split again what a forward pass without a backward pass leaves whole, if the model is sharded: an optimizer needs the shards."""
+    """Split again what a forward pass without a backward pass leaves whole, if the model is sharded: an optimizer needs
+    the shards.
+    """
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
 
 
 def _take_types_of_the_first(model: Any) -> None:
-    """transformers keeps some tensors in float32 whatever is asked for, as it reads weights, which the first process alone may have done.
+    """transformers keeps some tensors in float32 whatever is asked for, as it reads weights, which the first process
+    alone may have done.
 
     Raises:
         CorruptCheckpointError: the processes have different models.
@@ -104,7 +124,9 @@ def _take_types_of_the_first(model: Any) -> None:
     torch.distributed.all_gather_object(layouts, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
     shapes = [{name: shape for name, (shape, _) in layout.items()} for layout in layouts]
     if any(each != shapes[0] for each in shapes):
-        raise CorruptCheckpointError("the processes of this run have different models: give all of them the same files and packages")
+        raise CorruptCheckpointError(
+            "the processes of this run have different models: give all of them the same files and packages"
+        )
     for name, (_, dtype) in layouts[0].items():
         if own[name].dtype != dtype:  # numbers that are replaced at once
             own[name].data = torch.empty_like(own[name], dtype=dtype)

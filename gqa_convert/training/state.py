@@ -3,7 +3,12 @@
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 
 def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -24,5 +29,7 @@ def set_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any
 
 def whole_model(model: Any) -> dict[str, Any]:
     """All parameters on the CPU, gathered from all processes; of use on the main one."""
-    tensors: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tensors: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     return tensors

@@ -15,8 +15,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class StopRequests:
     """A context in which such a signal is an error at once, or a request that waits for the end of a step.
 
-    Before the first step and after the last one nothing is in memory that would be lost, and an error is right. The steps are taken
-    in `at_boundaries`, where signals are noted; only a second Ctrl-C is an error there.
+    Before the first step and after the last one nothing is in memory that would be lost, and an error is right. The
+    steps are taken in `at_boundaries`, where signals are noted; only a second Ctrl-C is an error there.
 
     Attributes:
         names: of the signals that came.
@@ -33,7 +33,9 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
@@ -57,7 +59,11 @@ class StopRequests:
         again = name == "SIGINT" and name in self.names
         self.names.append(name)
         if again:
-            raise InterruptedRunError("stopped at once by a second Ctrl-C: run the same command again to go on from the last checkpoint")
+            raise InterruptedRunError(
+                "stopped at once by a second Ctrl-C: run the same command again to go on from the last checkpoint"
+            )
         if not self._patient:
-            self._stopped = StoppedError(f"stopped by {name} between two stages, with nothing to save: run the same command again to go on")
+            self._stopped = StoppedError(
+                f"stopped by {name} between two stages, with nothing to save: run the same command again to go on"
+            )
             raise self._stopped

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gqa_convert.recipe import Recipe
 from gqa_convert.training.checkpoints import Progress
+from gqa_convert.training.recipe import Recipe
 
 
 def recovery(evaluations: dict[str, float], final: float | None) -> dict[str, float | None] | None:

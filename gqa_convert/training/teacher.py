@@ -1,4 +1,6 @@
-"""The model whose distributions are distilled: loaded, checked against the student, and asked without a trace of gradients."""
+"""The model whose distributions are distilled: loaded, checked against the student, and asked without a trace of
+gradients.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import ConfigError, OptionError, RecipeError
-from gqa_convert.loading import check_complete, load_tokenizer, read_config
+from gqa_convert.families.loading import check_complete, load_tokenizer, read_config
 from gqa_convert.training import sharding
 
 _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}
@@ -30,12 +32,15 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
     if dtype not in _DTYPES:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
     model, missing = sharding.load(folder, _DTYPES[dtype])
-    check_complete(str(folder), folder, model, missing, "a teacher is asked for its predictions; name one that has them")
+    check_complete(
+        str(folder), folder, model, missing, "a teacher is asked for its predictions; name one that has them"
+    )
     return model.requires_grad_(False).to(device)
 
 
 def shared_vocabulary(student: Path, teacher: Path) -> int:
-    """How many tokens student and teacher can be compared over: all, or where they are padded to different sizes, the lesser number.
+    """How many tokens student and teacher can be compared over: all, or where they are padded to different sizes, the
+    lesser number.
 
     Reads configs and tokenizers only, so that a mistake is found before any model is loaded.
 
@@ -45,7 +50,8 @@ def shared_vocabulary(student: Path, teacher: Path) -> int:
 
     Raises:
         ConfigError: a config states no size of the vocabulary.
-        RecipeError: the same number is another token to either, or the student's tokenizer has tokens beyond the shared part.
+        RecipeError: the same number is another token to either, or the student's tokenizer has tokens beyond the shared
+            part.
     """
     sizes = {folder: _vocabulary_size(folder) for folder in (student, teacher)}
     shared = min(sizes.values())
@@ -77,13 +83,16 @@ def _vocabulary_size(folder: Path) -> int:
         size = config.get(key)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             return size
-    raise ConfigError(f"{folder / 'config.json'} states no vocab_size: distillation must know how many tokens the logits are for")
+    raise ConfigError(
+        f"{folder / 'config.json'} states no vocab_size: distillation must know how many tokens the logits are for"
+    )
 
 
 def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The teacher's logits [b, L, V], fit to enter a loss.
 
-    Autocasting, which the student's forward pass may run under, is off: the teacher computes in the type it was loaded in.
+    Autocasting, which the student's forward pass may run under, is off: the teacher computes in the type it was loaded
+    in.
 
     Args:
         teacher: from `load_teacher`.
@@ -94,7 +103,9 @@ def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "document_ids")}
     if getattr(teacher.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
-        raise OptionError("the teacher is an encoder-decoder, and the batch has no decoder_input_ids: both must be given the same")
+        raise OptionError(
+            "the teacher is an encoder-decoder, and the batch has no decoder_input_ids: both must be given the same"
+        )
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
         logits: Tensor = teacher(**inputs, use_cache=False).logits
         return logits

@@ -1,13 +1,34 @@
-"""Model FLOPs utilisation (Chowdhery et al. 2022): the share of a GPU's peak that the arithmetic of training itself needs."""
+"""Model FLOPs utilisation (Chowdhery et al. 2022): the share of a GPU's peak that the arithmetic of training itself
+needs.
+"""
 
 from typing import Any
 
 _PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
-    "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250": 383e12,
-}  # fmt: skip
-"""Dense bfloat16 multiplications and additions per second, from the makers' data sheets; the first name that fits counts."""
+    "B200": 2250e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+    "MI250": 383e12,
+}
+"""Dense bfloat16 multiplications and additions per second, from the makers' data sheets; the first name that fits
+counts.
+"""
 
 
 def peak(device: Any) -> float | None:

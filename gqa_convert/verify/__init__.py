@@ -1,9 +1,9 @@
 """Proves a converted checkpoint against its source.
 
-Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and compared
-bit for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once SOURCE's K/V heads
-are replaced by the merged ones. The claims in OUT say what to check and are checked themselves. Code that OUT brings along runs only
-once it is seen to be the package's own.
+Nothing here shares code with the converter: tensors are read by the safetensors library, merged again in torch, and
+compared bit for bit; then transformers loads both checkpoints and shows that OUT computes what SOURCE computes once
+SOURCE's K/V heads are replaced by the merged ones. The claims in OUT say what to check and are checked themselves. Code
+that OUT brings along runs only once it is seen to be the package's own.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.evaluating.reading import read_file
-from gqa_convert.families import Family, find_family
-from gqa_convert.paths import local_path
+from gqa_convert.families.table import Family, find_family
+from gqa_convert.text.scoring.text_to_score import read_file
 from gqa_convert.verify import config as configs
 from gqa_convert.verify import folder as folders
-from gqa_convert.verify.absorbed_tensors import AbsorbedComparison
+from gqa_convert.verify.checkpoint_reader import Weights, first_line, read_object
+from gqa_convert.verify.folded_tensors import FoldedComparison
 from gqa_convert.verify.geometry import Geometry, read_geometry
-from gqa_convert.verify.merging import ABSORBING
-from gqa_convert.verify.reading import Weights, first_line, read_object
+from gqa_convert.verify.recomputed_merges import FOLDING
 from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.tensors import TensorComparison
 from gqa_convert.verify.translated import Translation, is_translated
-from gqa_convert.verify.translated_heads import AbsorbedTranslatedComparison, TranslatedHeads
+from gqa_convert.verify.translated_heads import FoldedTranslatedComparison, TranslatedHeads
 from gqa_convert.verify.translated_tensors import TranslatedComparison
 
 __all__ = ["Check", "VerificationReport", "verify_checkpoint"]
@@ -105,17 +105,31 @@ def verify_checkpoint(
         run.check("hashes", lambda: folders.check_hashes(out, claims))
     if logits and not _has_classes(family):
         run.check(
-            "behaviour", lambda: f"not run: transformers has no class of type {family.model_type}, and a checkpoint's own code never runs"
+            "behaviour",
+            lambda: (
+                f"not run: transformers has no class of type {family.model_type}, and a checkpoint's own code never runs"
+            ),
         )
     elif logits:
         from gqa_convert.verify.behaviour import check_behaviour
 
         check_behaviour(
-            run.check, run.report, out, origin, family, geometry,
-            parameters=sum(map(weights.numbers, weights.homes)), own_file=run.own_file, method=run.method, seed=seed,
-            spacing=0.0 if geometry is None else _spacing(weights, geometry), translation=translation,
-            text=None if text is None else _read_text(text), max_text_tokens=max_text_tokens, progress=progress,
-        )  # fmt: skip
+            run.check,
+            run.report,
+            out,
+            origin,
+            family,
+            geometry,
+            parameters=sum(map(weights.numbers, weights.file_of)),
+            own_file=run.own_file,
+            method=run.method,
+            seed=seed,
+            spacing=0.0 if geometry is None else _spacing(weights, geometry),
+            translation=translation,
+            text=None if text is None else _read_text(text),
+            max_text_tokens=max_text_tokens,
+            progress=progress,
+        )
     return run.report
 
 
@@ -144,7 +158,9 @@ class _Run:
         return check.passed
 
 
-def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], source: Weights, progress: Progress) -> Geometry | None:
+def _check_data(
+    run: _Run, out: Path, family: Family, original: dict[str, Any], source: Weights, progress: Progress
+) -> Geometry | None:
     """All checks on files; returns the geometry unless OUT is too damaged to have one."""
     opened: list[Weights] = []
     claims: dict[str, Any] = {}
@@ -168,7 +184,7 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         total = 0
         try:
             claims = folders.read_provenance(out)
-            total = sum(map(ours.nbytes, ours.homes))
+            total = sum(map(ours.nbytes, ours.file_of))
         except Failure:
             pass  # found again, and reported, by the checks below
         encoder = claims.get("encoder") is True if geometry.encoder is None else geometry.encoder
@@ -176,32 +192,40 @@ def _check_data(run: _Run, out: Path, family: Family, original: dict[str, Any], 
         seed = claims.get("seed")
         counted = _counted(progress, total)
         comparison: TensorComparison
-        if run.method in ABSORBING:
-            comparison = absorbed = AbsorbedComparison(source, ours, geometry, run.method, family, original, counted)
+        if run.method in FOLDING:
+            comparison = folded = FoldedComparison(source, ours, geometry, run.method, family, original, counted)
         else:
             comparison = TensorComparison(source, ours, geometry, run.method, seed if type(seed) is int else 0, counted)
         run.check("tensor names", comparison.census)
         run.check("untouched tensors", comparison.untouched)
         same = run.check("merged tensors", comparison.merged)
-        if run.method in ABSORBING:
-            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error"), claims.get("head_order")))
+        if run.method in FOLDING:
+            run.check(
+                "attention functions", lambda: folded.functions(claims.get("merge_error"), claims.get("head_order"))
+            )
         run.check("index", lambda: folders.check_index(ours, source))
-        run.check("config", lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder))
-        errors = comparison.errors() if same and run.method not in ABSORBING else None
         run.check(
-            "provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, encoder, source, errors)
-        )  # fmt: skip
+            "config",
+            lambda: configs.check_config(read_object(out / configs.CONFIG), original, family, geometry, encoder),
+        )
+        errors = comparison.errors() if same and run.method not in FOLDING else None
+        run.check(
+            "provenance",
+            lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, encoder, source, errors),
+        )
     modeling = configs.modelling_file(family, found[0]) if found else family.modeling
     file = f"{modeling.file}.py" if modeling else None
     if modeling and (found or (out / f"{modeling.file}.py").is_file()):
-        run.own_file = run.check("modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling))
+        run.own_file = run.check(
+            "modelling file", lambda: configs.check_modelling_file(out, read_object(out / configs.CONFIG), modeling)
+        )
     run.check("carried files", lambda: folders.check_carried(out, source.folder, file))
     return found[0] if found else None
 
 
 def _check_translated_data(
     run: _Run, out: Path, family: Family, source: Weights, translation: Translation, progress: Progress
-) -> Geometry | None:  # fmt: skip
+) -> Geometry | None:
     """The same for an OUT of another model type."""
     opened: list[Weights] = []
     found: list[Geometry] = []
@@ -223,22 +247,27 @@ def _check_translated_data(
         run.method = folders.judged_method(folders.true_method(claims.get("method", "mean"), geometry), claims)
         seed = claims.get("seed")
         rewriting = translation.rewrite(source, geometry.after, run.method, seed if type(seed) is int else 0)
-        counted = _counted(progress, sum(map(ours.nbytes, ours.homes)))
+        counted = _counted(progress, sum(map(ours.nbytes, ours.file_of)))
         comparison: TranslatedComparison
-        if run.method in ABSORBING:
-            translation.absorbed = TranslatedHeads(rewriting, ours)
-            comparison = absorbed = AbsorbedTranslatedComparison(rewriting, ours, counted, translation.absorbed)
+        if run.method in FOLDING:
+            translation.folded = TranslatedHeads(rewriting, ours)
+            comparison = folded = FoldedTranslatedComparison(rewriting, ours, counted, translation.folded)
         else:
             comparison = TranslatedComparison(rewriting, ours, counted)
         run.check("tensor names", comparison.census)
         same = run.check("merged tensors", comparison.merged)
-        if run.method in ABSORBING:
-            run.check("attention functions", lambda: absorbed.functions(claims.get("merge_error"), claims.get("head_order")))
+        if run.method in FOLDING:
+            run.check(
+                "attention functions", lambda: folded.functions(claims.get("merge_error"), claims.get("head_order"))
+            )
         run.check("rewritten tensors", comparison.rewritten)
         run.check("index", lambda: folders.check_index(ours, source))
         run.check("config", lambda: translation.check_config(read_object(out / configs.CONFIG), geometry.after))
-        errors = comparison.errors() if same and run.method not in ABSORBING else None
-        run.check("provenance", lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, False, source, errors))
+        errors = comparison.errors() if same and run.method not in FOLDING else None
+        run.check(
+            "provenance",
+            lambda: folders.check_provenance(folders.read_provenance(out), family, geometry, False, source, errors),
+        )
     run.check("carried files", lambda: folders.check_carried(out, source.folder, None, translation.completed()))
     if translation.completed():
         run.check("tokenizer config", lambda: translation.check_tokenizer_config(out, source.folder))
@@ -261,7 +290,9 @@ def _resolve(source: str | Path, revision: str | None) -> Path:
     path = local_path(source)
     if path.is_dir():
         if revision is not None:
-            raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: leave --revision out")
+            raise SourceNotFoundError(
+                f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
+            )
         return path
     from gqa_convert.checkpoint.source import open_checkpoint
 
@@ -281,7 +312,9 @@ def _source_config(folder: Path) -> dict[str, Any]:
 
 
 def _spacing(weights: Weights, geometry: Geometry) -> float:
-    """The smallest distance of two numbers in tensors with K/V heads: that of subnormals, 6e-8 in float16 and negligible elsewhere."""
+    """The smallest distance of two numbers in tensors with K/V heads: that of subnormals, 6e-8 in float16 and
+    negligible elsewhere.
+    """
     import torch
 
     names = {*geometry.cuts, *(name for _, each in geometry.lists for name in each)}
@@ -294,7 +327,7 @@ def _has_classes(family: Family) -> bool:
 
 
 def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
-    from gqa_convert.loading import TASKS, auto_class, check_language_model
+    from gqa_convert.families.loading import TASKS, auto_class, check_language_model
 
     if not _has_classes(family) or auto_class(config) != TASKS[0]:
         raise OptionError(

@@ -1,4 +1,6 @@
-"""The checks on what the models compute, loaded by transformers. Of code in checkpoints only the package's own modelling files run."""
+"""The checks on what the models compute, loaded by transformers. Of code in checkpoints only the package's own
+modelling files run.
+"""
 
 import math
 import shutil
@@ -8,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gqa_convert import loading
-from gqa_convert.evaluating.text_loss import text_loss
-from gqa_convert.families import Family
+from gqa_convert.families import loading
+from gqa_convert.families.table import Family
+from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.verify.checkpoint_reader import INDEX, first_line
 from gqa_convert.verify.distances import Predictions, divergence, judge_distance
 from gqa_convert.verify.geometry import Geometry
-from gqa_convert.verify.merging import ABSORBING
 from gqa_convert.verify.probe import HALF_TOLERANCE, STEPS, Caches, Probe, Shapes, cache_shapes
-from gqa_convert.verify.reading import INDEX, first_line
-from gqa_convert.verify.replacing import absorbs_maps, holds_heads, pool_heads, replace_heads
+from gqa_convert.verify.recomputed_merges import FOLDING
+from gqa_convert.verify.replacing import folds_maps, holds_heads, pool_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
 from gqa_convert.verify.translated import Translation
@@ -80,10 +82,15 @@ def check_behaviour(
     def load() -> str:
         import transformers
 
-        code = f"{family.modeling.file}.py" if own_file and family.modeling else None  # as whoever lacks this package loads it
+        code = (
+            f"{family.modeling.file}.py" if own_file and family.modeling else None
+        )  # as whoever lacks this package loads it
         loaded = load_model(out, parameters, code=code)
         model, state["headed"] = loaded.model, loaded.has_language_model
-        state["out"], state["probe"] = model, Probe(model, seed, cross=geometry is not None and "cross" in geometry.counts)
+        state["out"], state["probe"] = (
+            model,
+            Probe(model, seed, cross=geometry is not None and "cross" in geometry.counts),
+        )
         state["output"] = state["probe"].output(model)
         step()
         kind = f"{loaded.class_name} of its own modelling file" if own_file else loaded.class_name
@@ -131,14 +138,18 @@ def check_behaviour(
         error = probe.difference(state["output"], theirs, rounded=bool(rounded))
         note = f" ({rounded}: judged as half precision)" if rounded else ""
         if not error <= tolerance:
-            raise Failure(f"{_relative(error, outputs())}, over the tolerance of {tolerance:g}: {probe.describe()}{note}")
+            raise Failure(
+                f"{_relative(error, outputs())}, over the tolerance of {tolerance:g}: {probe.describe()}{note}"
+            )
         return f"{_relative(error, outputs())}: {probe.describe()}, {replaced} parameters of SOURCE replaced{note}"
 
     def outputs() -> str:
         return "logits" if state["headed"] else "hidden states"
 
     if own_file is not None or translation is not None:
-        other = translation is not None and translation.home.out == "gpt_bigcode"  # of which transformers 5 has no tokenizer class
+        other = (
+            translation is not None and translation.target_architecture.out == "gpt_bigcode"
+        )  # of which transformers 5 has no tokenizer class
         check("tokenizer", lambda: check_tokenizer(out, source, other_class=other))
     if own_file is False:
         for name in ("loads", "logits", "cache heads", "cached decoding"):
@@ -163,7 +174,7 @@ def check_behaviour(
         state["parameters"] = {
             name: parameter
             for name, parameter in state["out"].named_parameters()
-            if holds_heads(name, family) or (method in ABSORBING and absorbs_maps(name, family))
+            if holds_heads(name, family) or (method in FOLDING and folds_maps(name, family))
         }
     del state["out"]
     if not check("source loads", load_source):
@@ -176,7 +187,9 @@ def check_behaviour(
         check("better than mean", nearer_than_mean)
     check(outputs(), same_outputs)
     own = 0.0
-    if not cached <= state["probe"].tolerance:  # SOURCE with the same merged heads must be off by as much, or OUT is at fault
+    if (
+        not cached <= state["probe"].tolerance
+    ):  # SOURCE with the same merged heads must be off by as much, or OUT is at fault
         own, _ = state["probe"].decoding_error(state["source"], lambda: None)
     check("cache heads", lambda: judge_caches(held, there, geometry, no_cache))
     check("cached decoding", lambda: _judge_decoding(cached, own, state["probe"].tolerance, reason, outputs()))
@@ -202,13 +215,17 @@ def load_model(folder: Path, parameters: int, *, code: str | None = None) -> loa
     except Exception as problem:
         raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if found.missing:
-        raise Failure(f"transformers finds no fitting tensor for {min(found.missing)} ({len(found.missing)} such) in {folder}")
+        raise Failure(
+            f"transformers finds no fitting tensor for {min(found.missing)} ({len(found.missing)} such) in {folder}"
+        )
     return found
 
 
 @contextmanager
 def _only(out: Path, code: str) -> Iterator[Path]:
-    """OUT's weights, configs and modelling file in a folder of their own, away from any other code that lies beside them."""
+    """OUT's weights, configs and modelling file in a folder of their own, away from any other code that lies beside
+    them.
+    """
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "gqa_checkpoint"  # always the same: transformers keeps a copy of the code under this name
         folder.mkdir()
@@ -221,17 +238,23 @@ def _only(out: Path, code: str) -> Iterator[Path]:
 
 
 def _not_executed() -> str:
-    raise Failure("not run: the modelling file in OUT did not pass its check, and other code than the package's own is not executed")
+    raise Failure(
+        "not run: the modelling file in OUT did not pass its check, and other code than the package's own is not executed"
+    )
 
 
 def judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) -> str:
     """The caches of self-attention and, where there is any, of cross-attention."""
     kept = {shape[1] for layers in ours.values() for pair in layers for shape in pair}
-    if not geometry.changed and kept != {geometry.after} and ours and ours == theirs:  # Falcon repeats K/V heads before it caches them
+    if (
+        not geometry.changed and kept != {geometry.after} and ours and ours == theirs
+    ):  # Falcon repeats K/V heads before it caches them
         return f"{max(kept)} heads, as the same class keeps them of SOURCE"
     found = [judge_cache(ours.get("self", []), theirs.get("self", []), geometry.after, reason)]
     if "cross" in geometry.counts:
-        found.append(judge_cache(ours.get("cross", []), theirs.get("cross", []), geometry.after, reason, "cross-attention "))
+        found.append(
+            judge_cache(ours.get("cross", []), theirs.get("cross", []), geometry.after, reason, "cross-attention ")
+        )
     return "; ".join(found)
 
 
@@ -250,7 +273,9 @@ def judge_cache(ours: list[Shapes], theirs: list[Shapes], heads: int, reason: st
     for number, pair in enumerate(ours):
         for what, shape in zip(("keys", "values"), pair, strict=True):
             if shape[1] != heads:
-                raise Failure(f"{kind}layer {number} of those with keys caches {what} {list(shape)} where {heads} heads belong")
+                raise Failure(
+                    f"{kind}layer {number} of those with keys caches {what} {list(shape)} where {heads} heads belong"
+                )
     if len(ours) != len(theirs):
         raise Failure(f"{len(ours)} {kind}layers keep keys and values where {len(theirs)} do in SOURCE")
     return f"{heads} heads in each of {len(ours)} {kind}layers, {theirs[0][0][1]} in SOURCE"

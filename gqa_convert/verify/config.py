@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families import Family, Modeling
+from gqa_convert.families.table import Family, Modeling
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.report import Failure
 
 CONFIG = "config.json"
 CONVENTION = ("multi_query_attention", "multi_query_group_num")
 
-MODELING = Path(__file__).resolve().parent.parent / "modeling"
+MODELING = Path(__file__).resolve().parents[1] / "families" / "modeling"
 """The package's own modelling files."""
 
 
@@ -26,8 +26,11 @@ def modelling_file(family: Family, geometry: Geometry) -> Modeling | None:
     return family.modeling if geometry.route(family) == "own file" else None
 
 
-def check_config(config: dict[str, Any], original: dict[str, Any], family: Family, geometry: Geometry, encoder: bool) -> str:
-    """OUT's config is SOURCE's but for the count of K/V heads, which is that of the tensors, and for what leads to a modelling file.
+def check_config(
+    config: dict[str, Any], original: dict[str, Any], family: Family, geometry: Geometry, encoder: bool
+) -> str:
+    """OUT's config is SOURCE's but for the count of K/V heads, which is that of the tensors, and for what leads to a
+    modelling file.
 
     Args:
         config: OUT's.
@@ -65,7 +68,9 @@ def check_config(config: dict[str, Any], original: dict[str, Any], family: Famil
 
 
 def _restated(original: dict[str, Any]) -> dict[str, Any]:
-    """Clients before transformers 5 look for the type of the numbers, for rotary positions and for experts elsewhere in the config."""
+    """Clients before transformers 5 look for the type of the numbers, for rotary positions and for experts elsewhere in
+    the config.
+    """
     model_type, nested = original.get("model_type"), original.get("rope_parameters")
     nested = nested if isinstance(nested, dict) else {}
     renamed = {"torch_dtype": original.get("dtype")}
@@ -75,15 +80,23 @@ def _restated(original: dict[str, Any]) -> dict[str, Any]:
     if isinstance(sliding, dict) and model_type in ("gemma3_text", "gemma3n_text"):
         renamed["rope_local_base_freq"] = sliding.get("rope_theta")
         nested = full or {}
-    elif model_type == "olmo3" and isinstance(full, dict) and sliding == {"rope_theta": full.get("rope_theta"), "rope_type": "default"}:
+    elif (
+        model_type == "olmo3"
+        and isinstance(full, dict)
+        and sliding == {"rope_theta": full.get("rope_theta"), "rope_type": "default"}
+    ):
         nested = full
     if {type(value) for value in nested.values()} & {dict}:  # by kind of layer, which had no words in common before
         nested = {}
-    theta, part = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    theta, part = (
+        ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    )
     renamed |= {theta: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
     scaling = {key: nested[key] for key in nested if key not in ("rope_theta", "partial_rotary_factor")}
     scaled = scaling.get("rope_type") or scaling.get("type") or "default"
-    if scaled != "default" and (model_type != "bamba" or nested.get("partial_rotary_factor") == 0.5):  # its class knows no other with that
+    if scaled != "default" and (
+        model_type != "bamba" or nested.get("partial_rotary_factor") == 0.5
+    ):  # its class knows no other with that
         renamed["rope_scaling"] = _as_older_classes_take_it(original, scaling, scaled)
     if scaled == "longrope":  # which was looked for beside it
         renamed["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
@@ -97,20 +110,27 @@ def _as_older_classes_take_it(original: dict[str, Any], scaling: dict[str, Any],
     """Some count the entries, of which transformers 5 has added some that it needn't have here."""
     counted = {"olmo": {"factor"}, "olmo2": {"factor"}, "phi3": {"short_factor", "long_factor"}}
     counted["phi4_multimodal"] = counted["phi3"]
-    told = {key for key in scaling if key in original and same_json(original[key], scaling[key])} | {"rope_type", "type"}
+    told = {key for key in scaling if key in original and same_json(original[key], scaling[key])} | {
+        "rope_type",
+        "type",
+    }
     if scaling.keys() - told == counted.get(str(original.get("model_type"))):
         return {"type": scaled} | {key: scaling[key] for key in scaling if key not in told}
     return scaling
 
 
 def _leads_to(modeling: Modeling, original: dict[str, Any]) -> dict[str, Any]:
-    """The entries that lead transformers to a modelling file. Of SOURCE's auto_map those stay that lead to no config and no model."""
+    """The entries that lead transformers to a modelling file. Of SOURCE's auto_map those stay that lead to no config
+    and no model.
+    """
     classes = [name for _, name in modeling.classes]
     stated = original.get("architectures")
     wanted = [name if name.startswith("GQA") else f"GQA{name}" for name in stated] if isinstance(stated, list) else []
     kept = original.get("auto_map")
     others = (
-        {auto: home for auto, home in kept.items() if not auto.startswith(("AutoConfig", "AutoModel"))} if isinstance(kept, dict) else {}
+        {auto: home for auto, home in kept.items() if not auto.startswith(("AutoConfig", "AutoModel"))}
+        if isinstance(kept, dict)
+        else {}
     )
     tokenizer = {} if original.get("tokenizer_class") is not None else {"tokenizer_class": modeling.tokenizer}
     return {
@@ -134,11 +154,15 @@ def check_modelling_file(out: Path, config: dict[str, Any], modeling: Modeling) 
         raise Failure(f"{name} is missing, without which transformers can't load OUT")
     ours, theirs = path.read_bytes(), (MODELING / name).read_bytes()
     if ours != theirs:
-        at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        at = next(
+            (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
         raise Failure(f"{name} differs from the package's own from byte {at} on: its code is not executed")
     stated = config.get("auto_map")
     leads = (
-        {auto: home for auto, home in stated.items() if auto.startswith(("AutoConfig", "AutoModel"))} if isinstance(stated, dict) else {}
+        {auto: home for auto, home in stated.items() if auto.startswith(("AutoConfig", "AutoModel"))}
+        if isinstance(stated, dict)
+        else {}
     )
     if leads != modeling.auto_map:
         wrong = next(auto for auto in modeling.auto_map | leads if leads.get(auto) != modeling.auto_map.get(auto))

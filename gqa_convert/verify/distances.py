@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from gqa_convert.evaluating.text_loss import context_length
+from gqa_convert.text.scoring.text_loss import context_length
 from gqa_convert.verify.probe import Probe
 from gqa_convert.verify.report import Failure
 

@@ -1,4 +1,6 @@
-"""The checks on files other than tensors and config: a complete folder, the index, what is carried over, what is claimed."""
+"""The checks on files other than tensors and config: a complete folder, the index, what is carried over, what is
+claimed.
+"""
 
 import hashlib
 import os
@@ -6,18 +8,35 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families import Family
+from gqa_convert.families.table import Family
+from gqa_convert.verify.checkpoint_reader import INDEX, SINGLE, Weights, first_line, read_object
 from gqa_convert.verify.config import CONFIG, same_json
-from gqa_convert.verify.geometry import Geometry, Place
-from gqa_convert.verify.reading import INDEX, SINGLE, Weights, first_line, read_object
+from gqa_convert.verify.geometry import AttentionKind, Geometry
 from gqa_convert.verify.report import Failure
 
 PROVENANCE = "gqa_conversion.json"
 
 _WEIGHTS = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5",
-    "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel",
-)  # fmt: skip
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.ckpt.*",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.tflite",
+    "*.distcp",
+    "*.npz",
+    "*.nemo",
+    "*.mlmodel",
+)
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 _LEFTOVERS = (".spilled-*", ".share-probe", ".gqa-convert-unfinished")
 _PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
@@ -25,7 +44,9 @@ _PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file's path relative to the folder, without hidden ones (but a conversion's leftovers) and Python's caches."""
+    """Every file's path relative to the folder, without hidden ones (but a conversion's leftovers) and Python's
+    caches.
+    """
     found = []
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
@@ -53,10 +74,10 @@ def check_files(out: Weights, source: Weights) -> str:
             raise Failure(f"{name} lies beside the weights that {out.chosen} names: it may be loaded in their stead")
     if out.index is not None:
         stated = out.index["weight_map"]
-        wrong = sorted(name for name in set(stated) | set(out.homes) if stated.get(name) != out.homes.get(name))
+        wrong = sorted(name for name in set(stated) | set(out.file_of) if stated.get(name) != out.file_of.get(name))
         if wrong:
             name = wrong[0]
-            there = f"{stated.get(name)}, the files have it in {out.homes.get(name)}"
+            there = f"{stated.get(name)}, the files have it in {out.file_of.get(name)}"
             raise Failure(f"{INDEX} has {name} in {there} ({len(wrong)} such)")
     safe = all(file.endswith(".safetensors") and source.metadata(file).get("format") for file in source.files)
     for file in out.files:
@@ -71,7 +92,7 @@ def check_index(out: Weights, source: Weights) -> str:
     if out.index is None:
         return f"none needed beside a single {SINGLE}"
     metadata = out.index.get("metadata")
-    totals = {"total_size": sum(map(out.nbytes, out.homes)), "total_parameters": sum(map(out.numbers, out.homes))}
+    totals = {"total_size": sum(map(out.nbytes, out.file_of)), "total_parameters": sum(map(out.numbers, out.file_of))}
     if not isinstance(metadata, dict):
         raise Failure(f"{INDEX} has no metadata, which transformers needs")
     for key, value in totals.items():
@@ -85,7 +106,8 @@ def check_index(out: Weights, source: Weights) -> str:
 
 
 def check_carried(out: Path, source: Path, modelling_file: str | None, elsewhere: frozenset[str] = frozenset()) -> str:
-    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be read.
+    """Tokenizer, generation config, templates, code: every other file of SOURCE, byte for byte, and no new one to be
+    read.
 
     Args:
         out: the converted folder.
@@ -109,7 +131,9 @@ def check_carried(out: Path, source: Path, modelling_file: str | None, elsewhere
 
 
 def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
-    """Whether a tokenizer_config.json differs by nothing but the name that clients before transformers 5 know its class by."""
+    """Whether a tokenizer_config.json differs by nothing but the name that clients before transformers 5 know its class
+    by.
+    """
     if ours.name != "tokenizer_config.json":
         return False
     try:
@@ -156,7 +180,9 @@ def true_method(claimed: Any, geometry: Geometry) -> Any:
 
 
 def judged_method(method: Any, claims: dict[str, Any]) -> Any:
-    """By which method's rules OUT is judged: what `factor` made of calibration text can only be measured, like what `fit` made."""
+    """By which method's rules OUT is judged: what `factor` made of calibration text can only be measured, like what
+    `fit` made.
+    """
     return "fit" if method == "factor" and claims.get("calibration") is not None else method
 
 
@@ -166,7 +192,12 @@ def _sha256(path: Path) -> str:
 
 
 def check_provenance(
-    claims: dict[str, Any], family: Family, geometry: Geometry, encoder: bool, source: Weights, errors: dict[str, float] | None
+    claims: dict[str, Any],
+    family: Family,
+    geometry: Geometry,
+    encoder: bool,
+    source: Weights,
+    errors: dict[str, float] | None,
 ) -> str:
     """The claims against config and tensors.
 
@@ -202,7 +233,11 @@ def check_provenance(
         raise Failure(f"{PROVENANCE} claims seed = {claims.get('seed')!r} for method {truth['method']}")
     text = claims.get("calibration")
     told = isinstance(text, dict) and type(text.get("tokens")) is int and text["tokens"] > 0
-    if not (told or text is None) or (truth["method"] == "fit" and not told) or (told and truth["method"] not in ("factor", "fit")):
+    if (
+        not (told or text is None)
+        or (truth["method"] == "fit" and not told)
+        or (told and truth["method"] not in ("factor", "fit"))
+    ):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {truth['method']}")
     origin = claims.get("source")
     files = origin.get("files") if isinstance(origin, dict) else None
@@ -224,7 +259,9 @@ def check_provenance(
 
 
 def check_hashes(out: Path, claims: dict[str, Any]) -> str:
-    """The weight files against the SHA-256 that was recorded when they were written: changes that no other check can see."""
+    """The weight files against the SHA-256 that was recorded when they were written: changes that no other check can
+    see.
+    """
     result = claims.get("result")
     files = result.get("files") if isinstance(result, dict) else None
     if not isinstance(files, dict):
@@ -246,13 +283,15 @@ def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
             raise Failure(f"{PROVENANCE} claims a merge error of {stated!r} for {name} where {error:.6f} is true")
 
 
-def _cache_bytes(geometry: Geometry, source: Weights, place: Place) -> dict[str, int] | None:
-    """Bytes of keys and values per token over all modules of a place, in SOURCE and in OUT; None where there is none."""
+def _cache_bytes(geometry: Geometry, source: Weights, attention_kind: AttentionKind) -> dict[str, int] | None:
+    """Bytes of keys and values per token over all modules of a place, in SOURCE and in OUT; None where there is
+    none.
+    """
     width = 0
     for name, cut in geometry.cuts.items():
-        if cut.place == place and name.endswith(".weight"):
+        if cut.attention_kind == attention_kind and name.endswith(".weight"):
             width += sum(run.width * source.dtype(name).itemsize for run in cut.runs if run.part in ("key", "value"))
     if not width:
         return None
-    counts = geometry.counts[place]
+    counts = geometry.counts[attention_kind]
     return {"before": int(counts.before * width), "after": int(counts.after * width)}

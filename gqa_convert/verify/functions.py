@@ -1,10 +1,13 @@
-"""How far the functions of merged heads are from the source's: what values bring to the output, and the scores of queries and keys.
+"""How far the functions of merged heads are from the source's: what values bring to the output, and the scores of
+queries and keys.
 
-Both are products, of an output's columns with a value's rows and of a query's with a key's, so that neither signs nor any map that one
-factor absorbs of the other matters. Under rotary positions the scores of all distances are compared at once: of a pair of rows that turns
-with frequency f they are Re(e^(i f t) (q x)* (k y)) at distance t, and the products conj(q) k of different frequencies do not mix.
+Both are products, of an output's columns with a value's rows and of a query's with a key's, so that neither signs nor
+any map that one factor absorbs of the other matters. Under rotary positions the scores of all distances are compared at
+once: of a pair of rows that turns with frequency f they are Re(e^(i f t) (q x)* (k y)) at distance t, and the products
+conj(q) k of different frequencies do not mix.
 
-Shape legend: K source K/V heads, n numbers on a factor's free side, c rows that are summed over, e inputs; more axes may stand in front.
+Shape legend: K source K/V heads, n numbers on a factor's free side, c rows that are summed over, e inputs; more axes
+may stand in front.
 """
 
 import math
@@ -12,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.verify.freedom import Pairs
+from gqa_convert.verify.folding_constraints import Pairs
 from gqa_convert.verify.heads import Heads
 
 SLACK = 3.0
@@ -23,7 +26,9 @@ _EXACT = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Products left @ right of every K/V head, with what rounding of their factors may be, squared and summed per row that is summed over."""
+    """Products left @ right of every K/V head, with what rounding of their factors may be, squared and summed per row
+    that is summed over.
+    """
 
     left: Any
     """[..., K, n, c]."""
@@ -108,9 +113,11 @@ def score_products(heads: Heads, pairs: Pairs) -> Iterator[Products]:
         keys = torch.complex(heads.keys[:, real], heads.keys[:, imaginary])
         asked, seen = heads.noise["query"].sum(1), heads.noise["key"]
         yield Products(
-            queries.permute(2, 0, 1, 3).flatten(2)[..., None], keys.transpose(0, 1)[:, :, None],
-            (asked[:, real] + asked[:, imaginary]).T[..., None], (seen[:, real] + seen[:, imaginary]).T[..., None],
-        )  # fmt: skip
+            queries.permute(2, 0, 1, 3).flatten(2)[..., None],
+            keys.transpose(0, 1)[:, :, None],
+            (asked[:, real] + asked[:, imaginary]).T[..., None],
+            (seen[:, real] + seen[:, imaginary]).T[..., None],
+        )
     if len(rest):
         queries = heads.queries[:, :, rest].permute(0, 1, 3, 2).flatten(1, 2)
         yield Products(queries, heads.keys[:, rest], heads.noise["query"].sum(1)[:, rest], heads.noise["key"][:, rest])
@@ -122,7 +129,9 @@ def value_loss(source: Heads, merged: Heads) -> Loss:
 
 
 def score_loss(source: Heads, merged: Heads, pairs: Pairs) -> Loss:
-    """Of scores, in the mean over all distances, at which a turning pair has half of its product's square; `merged` is regrouped."""
+    """Of scores, in the mean over all distances, at which a turning pair has half of its product's square; `merged` is
+    regrouped.
+    """
     found: Loss | None = None
     for old, new in zip(score_products(source, pairs), score_products(merged, pairs), strict=True):
         part = Loss.between(old, new).scaled(0.5 if old.right.is_complex() else 1.0)

@@ -1,16 +1,16 @@
 """One attention module as heads in float64, read from tensors in the layout of SOURCE or of OUT.
 
-Shape legend: K K/V heads, r query heads that read each of them, c rows of a key head, w of a value head, D width of the module's output,
-e inputs of a projection and one more, always 1, whose weights are the bias.
+Shape legend: K K/V heads, r query heads that read each of them, c rows of a key head, w of a value head, D width of the
+module's output, e inputs of a projection and one more, always 1, whose weights are the bias.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.families import Family
-from gqa_convert.verify.geometry import Counts, Place
+from gqa_convert.families.table import Family
+from gqa_convert.verify.checkpoint_reader import Weights
+from gqa_convert.verify.geometry import AttentionKind, Counts
 from gqa_convert.verify.layout import Run, alone, axis_of, fused
-from gqa_convert.verify.reading import Weights
 
 Role = str
 """query, key, value or output."""
@@ -29,8 +29,8 @@ class Heads:
     outputs: Any
     """[K, r, D, w]: columns of the output projection."""
     noise: dict[Role, Any]
-    """What rounding to the checkpoint's type may have changed: the square of it, summed over a query's, key's or value's row or an
-    output's column, [K, r, c], [K, c], [K, w] and [K, r, w]."""
+    """What rounding to the checkpoint's type may have changed: the square of it, summed over a query's, key's or
+    value's row or an output's column, [K, r, c], [K, c], [K, w] and [K, r, w]."""
 
     @property
     def count(self) -> int:
@@ -42,7 +42,9 @@ class Heads:
         return Heads(self.queries[order], self.keys[order], self.values[order], self.outputs[order], noise)
 
     def regrouped(self, heads: int) -> "Heads":
-        """The same with `heads` K/V heads, each of these as often as that needs, and the queries and outputs sorted by them."""
+        """The same with `heads` K/V heads, each of these as often as that needs, and the queries and outputs sorted by
+        them.
+        """
         times = heads // self.count
         return Heads(
             queries=self.queries.flatten(0, 1).unflatten(0, (heads, -1)),
@@ -50,7 +52,9 @@ class Heads:
             values=self.values.repeat_interleave(times, 0),
             outputs=self.outputs.flatten(0, 1).unflatten(0, (heads, -1)),
             noise={
-                role: noise.repeat_interleave(times, 0) if role in ("key", "value") else noise.flatten(0, 1).unflatten(0, (heads, -1))
+                role: noise.repeat_interleave(times, 0)
+                if role in ("key", "value")
+                else noise.flatten(0, 1).unflatten(0, (heads, -1))
                 for role, noise in self.noise.items()
             },
         )
@@ -78,7 +82,7 @@ class HeadReader:
         self._family = family
         self._converted = converted
 
-    def read(self, module: str, place: Place, counts: Counts) -> Heads:
+    def read(self, module: str, attention_kind: AttentionKind, counts: Counts) -> Heads:
         """A module's heads.
 
         Args:
@@ -92,8 +96,8 @@ class HeadReader:
         found: dict[Role, Any] = {}
         noise: dict[Role, Any] = {}
         for role in ("query", "key", "value"):
-            matrix, matrix_noise = self._role(module, place, counts, role, "weight")
-            column, column_noise = self._role(module, place, counts, role, "bias")
+            matrix, matrix_noise = self._role(module, attention_kind, counts, role, "weight")
+            column, column_noise = self._role(module, attention_kind, counts, role, "bias")
             if column is None:
                 column, column_noise = matrix.new_zeros(matrix.shape[:2]), 0.0
             found[role] = torch.cat([matrix, column[:, :, None]], 2)
@@ -103,20 +107,24 @@ class HeadReader:
         columns = columns.unflatten(1, (counts.heads, -1)).transpose(0, 1)
         off = rounding(columns, weight.dtype).square().sum(1)
         return Heads(
-            queries=found["query"].unflatten(0, (heads, -1)), keys=found["key"], values=found["value"],
+            queries=found["query"].unflatten(0, (heads, -1)),
+            keys=found["key"],
+            values=found["value"],
             outputs=columns.unflatten(0, (heads, -1)),
             noise={
-                "query": noise["query"].unflatten(0, (heads, -1)), "key": noise["key"], "value": noise["value"],
+                "query": noise["query"].unflatten(0, (heads, -1)),
+                "key": noise["key"],
+                "value": noise["value"],
                 "output": off.unflatten(0, (heads, -1)),
             },
-        )  # fmt: skip
+        )
 
     def gates(self, module: str, counts: Counts) -> dict[str, Any]:
         """Rows of the query projection that are no queries, by tensor."""
         found = {}
         for kind in ("weight", "bias"):
             name = f"{module}.{self._family.query}.{kind}"
-            if self._family.query_outputs > 1 and name in self._weights.homes:
+            if self._family.query_outputs > 1 and name in self._weights.file_of:
                 rows = self._whole(name).unflatten(0, (counts.heads, -1))
                 found[name] = rows[:, rows.shape[1] // self._family.query_outputs :].contiguous()
         return found
@@ -125,29 +133,35 @@ class HeadReader:
         shape = self._weights.shape(name)
         return self._weights.rows(name, 0, shape[0] if shape else 1)
 
-    def _role(self, module: str, place: Place, counts: Counts, role: Role, kind: str) -> tuple[Any, Any]:
-        """The rows [heads, rows, (inputs)] of a role and what their rounding may be; None where there is no such tensor."""
+    def _role(
+        self, module: str, attention_kind: AttentionKind, counts: Counts, role: Role, kind: str
+    ) -> tuple[Any, Any]:
+        """The rows [heads, rows, (inputs)] of a role and what their rounding may be; None where there is no such
+        tensor.
+        """
         import torch
 
         family = self._family
         heads = counts.heads if role == "query" else counts.after if self._converted else counts.before
-        together = family.fused is not None and not (role == "query" and place == "cross")
+        together = family.fused is not None and not (role == "query" and attention_kind == "cross")
         name = f"{module}.{family.fused if together else getattr(family, role)}.{kind}"
-        if name not in self._weights.homes:
+        if name not in self._weights.file_of:
             return None, None
         tensor = self._whole(name)
         if axis_of(family, tuple(tensor.shape)):
             tensor = tensor.T
         if together:
-            run = next(run for run in self._cells(place, counts, len(tensor)) if run.part == role)
+            run = next(run for run in self._cells(attention_kind, counts, len(tensor)) if run.part == role)
         else:
             run = alone("query", heads, len(tensor) // heads)[0]
-        width = run.width // family.query_outputs if role == "query" else run.width  # gates lie behind the queries of a head
+        width = (
+            run.width // family.query_outputs if role == "query" else run.width
+        )  # gates lie behind the queries of a head
         rows = torch.stack([tensor[start : start + width] for start in run.starts])
         return rows.double(), rounding(rows.double(), tensor.dtype)
 
-    def _cells(self, place: Place, counts: Counts, rows: int) -> tuple[Run, ...]:
-        heads = 0 if place == "cross" else counts.heads
+    def _cells(self, attention_kind: AttentionKind, counts: Counts, rows: int) -> tuple[Run, ...]:
+        heads = 0 if attention_kind == "cross" else counts.heads
         groups = counts.after if self._converted else counts.before
         layout = "blocks" if self._converted and counts.before != counts.after else self._family.fused_layout
         return fused(layout, heads, groups, rows // (heads + 2 * groups))

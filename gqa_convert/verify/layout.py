@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gqa_convert.families import Family
+from gqa_convert.families.table import Family
 
 Part = Literal["query", "key", "value", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The heads of one part: `width` rows each (columns, where a weight is transposed), head by head from `starts` on."""
+    """The heads of one part: `width` rows each (columns, where a weight is transposed), head by head from `starts`
+    on.
+    """
 
     part: Part
     width: int
@@ -31,7 +33,8 @@ def alone(part: Part, heads: int, width: int) -> tuple[Run, ...]:
 
 
 def fused(layout: str, heads: int, kv_heads: int, width: int) -> tuple[Run, ...]:
-    """Queries, keys and values in one projection, [(heads + 2 * kv_heads) * width, ...], in OUT's order; without heads, keys and values.
+    """Queries, keys and values in one projection, [(heads + 2 * kv_heads) * width, ...], in OUT's order; without heads,
+    keys and values.
 
     Args:
         layout: `blocks` [q | k | v]; `grouped` [q.., k, v] for each K/V head; `quarters` four times [q | v | k].
@@ -50,7 +53,9 @@ def fused(layout: str, heads: int, kv_heads: int, width: int) -> tuple[Run, ...]
     else:
         query, key, value = np.split(cells, (heads, heads + kv_heads))
     parts: tuple[tuple[Part, np.ndarray], ...] = (("query", query), ("key", key), ("value", value))
-    return tuple(Run(part, width, tuple(int(cell) * width for cell in held.reshape(-1))) for part, held in parts if held.size)
+    return tuple(
+        Run(part, width, tuple(int(cell) * width for cell in held.reshape(-1))) for part, held in parts if held.size
+    )
 
 
 def axis_of(family: Family, shape: tuple[int, ...]) -> int:

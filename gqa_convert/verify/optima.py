@@ -1,24 +1,24 @@
 """What `factor` and `align` promise of every group, told from the weights of SOURCE and OUT alone.
 
-factor: no other shared head could lose less. align: heads were only turned, by rotations that cancel in the products, and averaged.
-Shape legend as in `functions`; m heads are merged into one.
+factor: no other shared head could lose less. align: heads were only turned, by rotations that cancel in the products,
+    and averaged. Shape legend as in `functions`; m heads are merged into one.
 """
 
 import math
 from typing import Any
 
-from gqa_convert.verify.freedom import Freedom
+from gqa_convert.verify.folding_constraints import FoldingConstraints
 from gqa_convert.verify.functions import SLACK, Loss, Products, score_products, value_products
 from gqa_convert.verify.heads import Heads
 from gqa_convert.verify.report import Failure
 
 
-def check_factored(source: Heads, merged: Heads, groups: int, freedom: Freedom) -> None:
+def check_factored(source: Heads, merged: Heads, groups: int, constraints: FoldingConstraints) -> None:
     """Every group's keys and values are the best that one head of this width can be, but for rounding.
 
-    The criterion for scores is their own error. That for values leaves out how strongly the output reads them: the rows of the shared
-    head span the leading right singular vectors of all heads stacked (Eckart and Young 1936), and the output is that of the heads
-    projected on them.
+    The criterion for scores is their own error. That for values leaves out how strongly the output reads them: the rows
+    of the shared head span the leading right singular vectors of all heads stacked (Eckart and Young 1936), and the
+    output is that of the heads projected on them.
 
     Args:
         source: of SOURCE.
@@ -29,10 +29,12 @@ def check_factored(source: Heads, merged: Heads, groups: int, freedom: Freedom) 
     size = source.count // groups
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        if freedom.values:
+        if constraints.values:
             _check_value_group(_part(value_products(source), own), _part(value_products(merged), own), group)
-        if freedom.keys:
-            for old, new in zip(score_products(source, freedom.pairs), score_products(merged, freedom.pairs), strict=True):
+        if constraints.keys:
+            for old, new in zip(
+                score_products(source, constraints.pairs), score_products(merged, constraints.pairs), strict=True
+            ):
                 loss = Loss.between(_part(old, own), _part(new, own))
                 best = float(_dropped(_roots(old, own), old.right[..., own, :, :]).sum())
                 found = math.sqrt(max(loss.summed().lost, 0.0))
@@ -45,9 +47,11 @@ def check_factored(source: Heads, merged: Heads, groups: int, freedom: Freedom) 
 
 def _part(products: Products, heads: slice) -> Products:
     return Products(
-        products.left[..., heads, :, :], products.right[..., heads, :, :], products.left_noise[..., heads, :],
+        products.left[..., heads, :, :],
+        products.right[..., heads, :, :],
+        products.left_noise[..., heads, :],
         products.right_noise[..., heads, :],
-    )  # fmt: skip
+    )
 
 
 def _check_value_group(source: Products, merged: Products, group: int) -> None:
@@ -67,7 +71,9 @@ def _check_value_group(source: Products, merged: Products, group: int) -> None:
     expected = Products(source.left, seen @ basis.T, source.left_noise, source.right_noise)
     loss = Loss.between(expected, merged)
     if not math.sqrt(max(loss.summed().lost, 0.0)) <= loss.allowance():
-        raise Failure(f"outputs of group {group} are not those of its heads on the shared head ({loss.error():.2g} off)")
+        raise Failure(
+            f"outputs of group {group} are not those of its heads on the shared head ({loss.error():.2g} off)"
+        )
 
 
 def _share(lost: float, total: float) -> float:
@@ -92,7 +98,7 @@ def _dropped(roots: Any, rows: Any) -> Any:
     return squares[..., : -rows.shape[-2]].sum(-1)
 
 
-def check_aligned(source: Heads, merged: Heads, groups: int, freedom: Freedom) -> None:
+def check_aligned(source: Heads, merged: Heads, groups: int, constraints: FoldingConstraints) -> None:
     """Every group's keys and values are a mean of turned heads, and no shorter than the plain mean, but for rounding.
 
     Args:
@@ -104,10 +110,14 @@ def check_aligned(source: Heads, merged: Heads, groups: int, freedom: Freedom) -
     size = source.count // groups
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        if freedom.values:
-            _check_turned(_part(value_products(source), own), _part(value_products(merged), own), f"values of group {group}")
-        if freedom.keys:
-            for old, new in zip(score_products(source, freedom.pairs), score_products(merged, freedom.pairs), strict=True):
+        if constraints.values:
+            _check_turned(
+                _part(value_products(source), own), _part(value_products(merged), own), f"values of group {group}"
+            )
+        if constraints.keys:
+            for old, new in zip(
+                score_products(source, constraints.pairs), score_products(merged, constraints.pairs), strict=True
+            ):
                 _check_turned(_part(old, own), _part(new, own), f"keys of group {group}")
 
 
@@ -121,7 +131,9 @@ def _check_turned(source: Products, merged: Products, what: str) -> None:
     wanted = float(plain.abs().square().sum())
     if not float(length.sum()) >= wanted * (1 - 1e-6) - 2 * SLACK * float((length * noise).sqrt().sum()):
         raise Failure(f"{what} are shorter than the plain mean of the heads: these were not aligned")
-    before, after, between = (a.mH @ b for a, b in ((source.left, source.left), (merged.left, merged.left), (source.left, merged.left)))
+    before, after, between = (
+        a.mH @ b for a, b in ((source.left, source.left), (merged.left, merged.left), (source.left, merged.left))
+    )
     square = before.abs().square().sum((-2, -1))
     apart = square + after.abs().square().sum((-2, -1)) - 2 * between.abs().square().sum((-2, -1))
     off = merged.left_noise.sum(-1)

@@ -1,4 +1,5 @@
-"""Random inputs, the same for both models, and what the models make of them: outputs, steps on a cache, and what the cache holds.
+"""Random inputs, the same for both models, and what the models make of them: outputs, steps on a cache, and what the
+cache holds.
 
 The outputs are logits or, of a model without a language-model head, the last hidden states.
 """
@@ -8,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from gqa_convert.verify.reading import first_line
+from gqa_convert.verify.checkpoint_reader import first_line
 from gqa_convert.verify.report import Failure
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -18,17 +19,21 @@ Caches = dict[str, list[Shapes]]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
 """Largest difference of two outputs over the outputs' standard deviation."""
 HALF_TOLERANCE = 5e-2
-"""The same for half precisions, of the root mean square: single numbers may be off by more, as where a router tips over."""
+"""The same for half precisions, of the root mean square: single numbers may be off by more, as where a router tips
+over.
+"""
 
 STEPS = 4
 _LENGTH, _ENCODER_LENGTH = 32, 24
 
 
 class Probe:
-    """Three rows of random tokens, padded to the left by different lengths, and for cross-attention something to attend to.
+    """Three rows of random tokens, padded to the left by different lengths, and for cross-attention something to attend
+    to.
 
     Args:
-        model: a loaded model, whose config says what it takes: tokens; or, for an encoder-decoder model, padded tokens or audio for
+        model: a loaded model, whose config says what it takes: tokens; or, for an encoder-decoder model, padded tokens
+            or audio for
             the encoder and unpadded tokens for the decoder.
         seed: of the random numbers.
         cross: whether the model has cross-attention; a decoder by itself is given random states then.
@@ -54,7 +59,9 @@ class Probe:
         dtype = str(model.dtype).removeprefix("torch.")
         self._exact = dtype in TOLERANCE
         self.tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
-        self._memory, self._read = self._encoder_side(model, config) if self._pairs else self._states(model, config) if cross else ({}, "")
+        self._memory, self._read = (
+            self._encoder_side(model, config) if self._pairs else self._states(model, config) if cross else ({}, "")
+        )
 
     def _tokens(self, length: int, vocabulary: int) -> Any:
         """[3, length], without padding: some models count positions by it."""
@@ -75,7 +82,10 @@ class Probe:
         mask = _padded(ids)
         if self._pad is not None:
             ids = torch.where(mask.bool(), ids, self._pad)
-        return {"input_ids": ids, "attention_mask": mask}, f"{int(mask.sum())} random tokens of the encoder, right padding"
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+        }, f"{int(mask.sum())} random tokens of the encoder, right padding"
 
     def _states(self, model: Any, config: Any) -> tuple[dict[str, Any], str]:
         """Random states [3, length, d] in the place of an encoder's output, for a decoder by itself."""
@@ -85,12 +95,19 @@ class Probe:
         known = inspect.signature(model.forward).parameters
         if "encoder_hidden_states" in known:
             mask = _padded(states[..., 0])
-            return {"encoder_hidden_states": states, "encoder_attention_mask": mask}, f"{int(mask.sum())} random states of an encoder"
-        return ({"encoder_outputs": (states,)}, "random states of an encoder") if "encoder_outputs" in known else ({}, "")
+            return {
+                "encoder_hidden_states": states,
+                "encoder_attention_mask": mask,
+            }, f"{int(mask.sum())} random states of an encoder"
+        return (
+            ({"encoder_outputs": (states,)}, "random states of an encoder") if "encoder_outputs" in known else ({}, "")
+        )
 
     def describe(self) -> str:
         tokens = int(self._real.sum())
-        return f"{tokens} random tokens, " + (self._read if self._pairs else "left padding" + (f", {self._read}" if self._read else ""))
+        return f"{tokens} random tokens, " + (
+            self._read if self._pairs else "left padding" + (f", {self._read}" if self._read else "")
+        )
 
     def _forward(self, model: Any, start: int, stop: int, memory: dict[str, Any], **options: Any) -> Any:
         import torch
@@ -113,7 +130,9 @@ class Probe:
             return self._memory
         with torch.no_grad():
             output = model.get_encoder()(**self._memory)
-        return {"encoder_outputs": output} | {key: value for key, value in self._memory.items() if key == "attention_mask"}
+        return {"encoder_outputs": output} | {
+            key: value for key, value in self._memory.items() if key == "attention_mask"
+        }
 
     def _prefill(self, model: Any, stop: int, memory: dict[str, Any]) -> tuple[Any, Any]:
         """Outputs and the cache, which is updated in place by later steps; some models fill only one given to them."""
@@ -133,15 +152,21 @@ class Probe:
         return _output(self._forward(model, 0, self._ids.shape[1], self._memory, use_cache=False))[self._real].double()
 
     def difference(self, ours: Any, theirs: Any, *, rounded: bool = False) -> float:
-        """Distance of outputs, as a share of their standard deviation; NaN counts as infinite. In root mean square where `rounded`."""
+        """Distance of outputs, as a share of their standard deviation; NaN counts as infinite. In root mean square
+        where `rounded`.
+        """
         if ours.shape != theirs.shape:
             return math.inf
-        distance = (ours - theirs).abs().max() if self._exact and not rounded else (ours - theirs).square().mean().sqrt()
+        distance = (
+            (ours - theirs).abs().max() if self._exact and not rounded else (ours - theirs).square().mean().sqrt()
+        )
         error = float(distance / theirs.std().clamp(min=1e-30))
         return error if math.isfinite(error) else math.inf
 
     def decoding_error(self, model: Any, step: Callable[[], None]) -> tuple[float, str]:
-        """Difference of outputs from a prefill and steps on its cache to those of one pass; infinite, and why, on failure."""
+        """Difference of outputs from a prefill and steps on its cache to those of one pass; infinite, and why, on
+        failure.
+        """
         import torch
 
         length = self._ids.shape[1]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gqa_convert.verify.homes import Home
-from gqa_convert.verify.merging import fresh_heads, merge_groups, wide_dtype
-from gqa_convert.verify.reading import Weights
+from gqa_convert.verify.checkpoint_reader import Weights
+from gqa_convert.verify.recomputed_merges import fresh_heads, merge_groups, wide_dtype
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.sizes import Sizes, query_scale
+from gqa_convert.verify.target_architectures import TargetArchitecture
 
 ROLES = ("query", "key", "value")
 
@@ -28,7 +28,8 @@ _ROWS = 1024
 class Expected:
     """What a tensor of OUT must be: `value` rounded to `dtype`, bit for bit unless there is a `slack`.
 
-    With one, OUT may be off by half a unit in the last place, as any rounding is, and by `slack` (absolute, number for number).
+    With one, OUT may be off by half a unit in the last place, as any rounding is, and by `slack` (absolute, number for
+    number).
     """
 
     value: Any
@@ -39,14 +40,16 @@ class Expected:
 Formula = Callable[[], Expected]
 
 
-def split_heads(home: Home, tensor: Any, heads: int) -> dict[str, Any]:
-    """Views of the queries, keys and values in a tensor of SOURCE's fused projection, [..., c, (d)], whose flat order is that of heads."""
-    if home.conv and tensor.dim() == 2:
+def split_heads(target_architecture: TargetArchitecture, tensor: Any, heads: int) -> dict[str, Any]:
+    """Views of the queries, keys and values in a tensor of SOURCE's fused projection, [..., c, (d)], whose flat order
+    is that of heads.
+    """
+    if target_architecture.conv and tensor.dim() == 2:
         tensor = tensor.T
-    if home.layout == "per head":
+    if target_architecture.layout == "per head":
         view = tensor.unflatten(0, (heads, 3, -1))
         return {role: view[:, part] for part, role in enumerate(ROLES)}
-    if home.layout == "quarters":
+    if target_architecture.layout == "quarters":
         view = tensor.unflatten(0, (4, 3, heads // 4, -1))
         return {role: view[:, part] for part, role in enumerate(("query", "value", "key"))}
     view = tensor.unflatten(0, (3, heads, -1))
@@ -82,22 +85,31 @@ class Rewriting:
         seed: for random.
     """
 
-    def __init__(self, source: Weights, config: dict[str, Any], home: Home, sizes: Sizes, groups: int, method: Any, seed: int) -> None:
-        self.source, self.config, self.home, self.sizes = source, config, home, sizes
+    def __init__(
+        self,
+        source: Weights,
+        config: dict[str, Any],
+        target_architecture: TargetArchitecture,
+        sizes: Sizes,
+        groups: int,
+        method: Any,
+        seed: int,
+    ) -> None:
+        self.source, self.config, self.target_architecture, self.sizes = source, config, target_architecture, sizes
         self.groups, self.method, self.seed = groups, method, seed
-        old = home.old
-        inside = f"{old.prefix}{old.embedding}.weight" in source.homes
+        old = target_architecture.old
+        inside = f"{old.prefix}{old.embedding}.weight" in source.file_of
         self.old_prefix = old.prefix if inside else ""
         """A checkpoint of the model without its head has no prefix, nor have some with it."""
-        self.new_prefix = home.new.prefix if inside else ""
-        self.biased = home.biased and bool(config.get("attention_bias", True))
+        self.new_prefix = target_architecture.new.prefix if inside else ""
+        self.biased = target_architecture.biased and bool(config.get("attention_bias", True))
         self.squares: dict[str, tuple[float, float]] = {}
         """Of each tensor of OUT with merged heads: squared errors and norms, full once its formula was evaluated."""
         self.used: set[str] = set()
 
     def whole(self, name: str) -> Any:
         """A tensor of SOURCE."""
-        if name not in self.source.homes:
+        if name not in self.source.file_of:
             raise Failure(f"SOURCE has no {name}, from which OUT's tensors follow")
         shape = self.source.shape(name)
         return self.source.rows(name, 0, shape[0] if shape else 1)
@@ -112,17 +124,19 @@ class Rewriting:
         yield self._outside()
 
     def _outside(self) -> dict[str, Formula]:
-        old, new = self.home.old, self.home.new
+        old, new = self.target_architecture.old, self.target_architecture.new
         formulas = self.copy(f"{self.old_prefix}{old.embedding}", f"{self.new_prefix}{new.embedding}", ("weight",))
         if old.positions:
             formulas |= self.copy(f"{self.old_prefix}{old.positions}", f"{self.new_prefix}{new.positions}", ("weight",))
-        formulas |= self.copy(f"{self.old_prefix}{old.last_norm}", f"{self.new_prefix}{new.last_norm}", ("weight", "bias"))
-        head = next((name for name in old.logits if f"{name}.weight" in self.source.homes), None)
+        formulas |= self.copy(
+            f"{self.old_prefix}{old.last_norm}", f"{self.new_prefix}{new.last_norm}", ("weight", "bias")
+        )
+        head = next((name for name in old.logits if f"{name}.weight" in self.source.file_of), None)
         if head:
             formulas |= self.copy(head, new.logits[0], ("weight",))
-        if self.home.logits_bias and (head or self.old_prefix):
+        if self.target_architecture.logits_bias and (head or self.old_prefix):
             name = f"{head or new.logits[0]}.bias"
-            if self.home.source != "gpt_neox" and name in self.source.homes:
+            if self.target_architecture.source != "gpt_neox" and name in self.source.file_of:
                 formulas |= self.copy(name.removesuffix(".bias"), new.logits[0], ("bias",))
             else:
                 like = f"{head}.weight" if head else f"{self.old_prefix}{old.embedding}.weight"
@@ -145,12 +159,14 @@ class Rewriting:
         return Expected(torch.full((numbers or self.source.shape(like)[0],), value, dtype=dtype), dtype)
 
     def leftovers(self) -> tuple[list[str], list[str]]:
-        """Tensors of SOURCE that none of OUT's comes from: known buffers, and others. To be asked for once `parts` is exhausted."""
-        home = self.home
+        """Tensors of SOURCE that none of OUT's comes from: known buffers, and others. To be asked for once `parts` is
+        exhausted.
+        """
+        target_architecture = self.target_architecture
         known = re.compile(
-            rf"(?:.*\.)?{home.old.layers}\.\d+\.{home.old.attention}\.(?:{'|'.join(re.escape(name) for name in home.buffers)})"
+            rf"(?:.*\.)?{target_architecture.old.layers}\.\d+\.{target_architecture.old.attention}\.(?:{'|'.join(re.escape(name) for name in target_architecture.buffers)})"
         )
-        left = sorted(set(self.source.homes) - self.used)
+        left = sorted(set(self.source.file_of) - self.used)
         return [name for name in left if known.fullmatch(name)], [name for name in left if not known.fullmatch(name)]
 
 
@@ -163,31 +179,42 @@ class Layer:
     """
 
     def __init__(self, whole: Rewriting, number: int) -> None:
-        home = whole.home
-        self._all, self._home, self._sizes = whole, home, whole.sizes
-        self.old = f"{whole.old_prefix}{home.old.layers}.{number}."
-        self.new = f"{whole.new_prefix}{home.new.layers}.{number}."
+        target_architecture = whole.target_architecture
+        self._all, self._target, self._sizes = whole, target_architecture, whole.sizes
+        self.old = f"{whole.old_prefix}{target_architecture.old.layers}.{number}."
+        self.new = f"{whole.new_prefix}{target_architecture.new.layers}.{number}."
         self.scale = query_scale(whole.config, whole.sizes, number)
-        self.norm = f"{self.old}{home.old.norm}"
-        self._second = f"{self.old}{home.old.second_norm}" if home.old.second_norm else self.norm
+        self.norm = f"{self.old}{target_architecture.old.norm}"
+        self._second = (
+            f"{self.old}{target_architecture.old.second_norm}" if target_architecture.old.second_norm else self.norm
+        )
 
     def formulas(self) -> dict[str, Formula]:
-        home, whole = self._home, self._all
+        target_architecture, whole = self._target, self._all
         found: dict[str, Formula] = {}
-        if home.folded:
+        if target_architecture.folded:
             whole.used.update(f"{norm}.{kind}" for norm in (self.norm, self._second) for kind in ("weight", "bias"))
             for kind, value in (("weight", 1.0), ("bias", 0.0)):
                 norm = f"{self.norm}.{kind}"
-                found[f"{self.new}{home.new.norm}.{kind}"] = lambda norm=norm, value=value: whole.constant(value, norm)  # type: ignore[misc]
+                found[f"{self.new}{target_architecture.new.norm}.{kind}"] = lambda norm=norm, value=value: (
+                    whole.constant(value, norm)
+                )  # type: ignore[misc]
         else:
-            found |= whole.copy(self.norm, f"{self.new}{home.new.norm}", ("weight", "bias"))
-            if home.old.second_norm:
-                found |= whole.copy(self._second, f"{self.new}{home.new.second_norm}", ("weight", "bias"))
+            found |= whole.copy(self.norm, f"{self.new}{target_architecture.new.norm}", ("weight", "bias"))
+            if target_architecture.old.second_norm:
+                found |= whole.copy(
+                    self._second, f"{self.new}{target_architecture.new.second_norm}", ("weight", "bias")
+                )
         found |= self._attention()
-        attention = f"{home.old.attention}.{home.old.output}", f"{home.new.attention}.{home.new.output}"
+        attention = (
+            f"{target_architecture.old.attention}.{target_architecture.old.output}",
+            f"{target_architecture.new.attention}.{target_architecture.new.output}",
+        )
         found |= self._linear(*attention, biased=whole.biased)
-        found |= self._linear(home.old.down, home.new.down)
-        found |= self._linear(home.old.up, home.new.up, self._second if home.folded else None)
+        found |= self._linear(target_architecture.old.down, target_architecture.new.down)
+        found |= self._linear(
+            target_architecture.old.up, target_architecture.new.up, self._second if target_architecture.folded else None
+        )
         return found
 
     def _linear(self, old: str, new: str, norm: str | None = None, *, biased: bool = True) -> dict[str, Formula]:
@@ -197,7 +224,7 @@ class Layer:
 
         def weight() -> Any:
             tensor = self._all.whole(f"{name}.weight")
-            return tensor.T if self._home.conv else tensor
+            return tensor.T if self._target.conv else tensor
 
         def folded() -> Expected:
             native = weight()
@@ -207,7 +234,11 @@ class Layer:
             native = weight()
             own = self._all.whole(f"{name}.bias") if biased else None
             if norm is None:
-                return Expected(own, own.dtype) if own is not None else Expected(native.new_zeros(native.shape[0]), native.dtype)
+                return (
+                    Expected(own, own.dtype)
+                    if own is not None
+                    else Expected(native.new_zeros(native.shape[0]), native.dtype)
+                )
             assert own is not None
             wide = native.to(wide_dtype(native.dtype))
             return self._with_shift(own.to(wide_dtype(own.dtype)), wide, own.dtype, norm)
@@ -221,7 +252,9 @@ class Layer:
         return Expected(wide * self._all.whole(f"{norm}.weight").to(wide.dtype), dtype)
 
     def _with_shift(self, own: Any, weight: Any, dtype: Any, norm: str) -> Expected:
-        """A bias plus what the norm's bias brings through the weight: the order in which such a product is summed is free."""
+        """A bias plus what the norm's bias brings through the weight: the order in which such a product is summed is
+        free.
+        """
         import torch
 
         shift = self._all.whole(f"{norm}.bias").double()
@@ -234,26 +267,26 @@ class Layer:
         return Expected(value, dtype, 2 * coarse * weight.shape[1] ** 0.5 * size)
 
     def _attention(self) -> dict[str, Formula]:
-        home, whole = self._home, self._all
+        target_architecture, whole = self._target, self._all
         whole.used.update(
-            f"{self.old}{home.old.attention}.{name}.{kind}"
-            for name in home.old.heads
+            f"{self.old}{target_architecture.old.attention}.{name}.{kind}"
+            for name in target_architecture.old.heads
             for kind in (("weight", "bias") if whole.biased else ("weight",))
         )
-        targets: list[tuple[tuple[str, ...], str]] = [(ROLES, home.new.heads[0])]
-        if len(home.new.heads) > 1:
-            targets = [((role,), name) for role, name in zip(ROLES, home.new.heads, strict=True)]
+        targets: list[tuple[tuple[str, ...], str]] = [(ROLES, target_architecture.new.heads[0])]
+        if len(target_architecture.new.heads) > 1:
+            targets = [((role,), name) for role, name in zip(ROLES, target_architecture.new.heads, strict=True)]
         found: dict[str, Formula] = {}
         for roles, projection in targets:
-            name = f"{self.new}{home.new.attention}.{projection}"
+            name = f"{self.new}{target_architecture.new.attention}.{projection}"
             found[f"{name}.weight"] = lambda roles=roles, name=name: self._projection(roles, f"{name}.weight")  # type: ignore[misc]
             found[f"{name}.bias"] = lambda roles=roles, name=name: self._projection_bias(roles, f"{name}.bias")  # type: ignore[misc]
         return found
 
     def source_name(self, role: str, kind: str) -> str:
         """The tensor of SOURCE that holds a role."""
-        names = self._home.old.heads
-        return f"{self.old}{self._home.old.attention}.{names[ROLES.index(role) if len(names) > 1 else 0]}.{kind}"
+        names = self._target.old.heads
+        return f"{self.old}{self._target.old.attention}.{names[ROLES.index(role) if len(names) > 1 else 0]}.{kind}"
 
     @cached_property
     def _read(self) -> dict[str, Any]:
@@ -266,12 +299,12 @@ class Layer:
             self._read[name] = self._all.whole(name)
         tensor = self._read[name]
         sizes = self._sizes
-        if self._home.layout == "alone":
+        if self._target.layout == "alone":
             heads = tensor.unflatten(0, (sizes.heads, sizes.width))
         else:
-            view = split_heads(self._home, tensor, sizes.heads)[role]
+            view = split_heads(self._target, tensor, sizes.heads)[role]
             heads = view.reshape(sizes.heads, sizes.width, *([sizes.hidden] if kind == "weight" else []))
-        return to_halves(heads, sizes.rotated) if self._home.interleaved and role != "value" else heads
+        return to_halves(heads, sizes.rotated) if self._target.interleaved and role != "value" else heads
 
     def merged(self, role: str, kind: str) -> Any:
         """The heads that OUT has of a role, [N or H, c, (d)], neither folded nor rounded."""
@@ -290,20 +323,22 @@ class Layer:
         """The merged heads, each as often as SOURCE has heads, rounded to SOURCE's type and in its rotary order."""
         dtype = self.heads(role, kind).dtype
         heads = self.merged(role, kind).to(dtype).repeat_interleave(self._sizes.heads // self._all.groups, 0)
-        return to_pairs(heads, self._sizes.rotated) if self._home.interleaved and role == "key" else heads
+        return to_pairs(heads, self._sizes.rotated) if self._target.interleaved and role == "key" else heads
 
     def _projection(self, roles: tuple[str, ...], name: str) -> Expected:
         import torch
 
         merged = torch.cat([self._accounted(role, "weight", name).flatten(0, 1) for role in roles])
-        expected = self._with_gain(merged, self.heads(roles[0], "weight").dtype, self.norm if self._home.folded else None)
+        expected = self._with_gain(
+            merged, self.heads(roles[0], "weight").dtype, self.norm if self._target.folded else None
+        )
         return Expected(expected.value, expected.dtype, self._random_slack(roles, expected.value))
 
     def _projection_bias(self, roles: tuple[str, ...], name: str) -> Expected:
         import torch
 
         weights = [self.heads(role, "weight") for role in roles]
-        folded = self._home.folded
+        folded = self._target.folded
         if not self._all.biased:
             dtype = weights[0].dtype
             rows = sum(self._count(role) for role in roles) * self._sizes.width

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.verify.homes import Home
 from gqa_convert.verify.report import Failure
+from gqa_convert.verify.target_architectures import TargetArchitecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def _count(config: dict[str, Any], keys: str, default: Any = None) -> int:
     return value
 
 
-def read_sizes(config: dict[str, Any], home: Home) -> Sizes:
+def read_sizes(config: dict[str, Any], target_architecture: TargetArchitecture) -> Sizes:
     """The counts in SOURCE's config.
 
     Raises:
@@ -51,18 +51,22 @@ def read_sizes(config: dict[str, Any], home: Home) -> Sizes:
     hidden = _count(config, "n_embd hidden_size")
     heads = _count(config, "n_head num_attention_heads")
     layers = _count(config, "n_layer num_hidden_layers")
-    inner = _count(config, "intermediate_size") if home.source == "gpt_neox" else _count(config, "n_inner", 4 * hidden)
+    inner = (
+        _count(config, "intermediate_size")
+        if target_architecture.source == "gpt_neox"
+        else _count(config, "n_inner", 4 * hidden)
+    )
     if hidden % heads:
         raise ConfigError(f"the config of SOURCE has {heads} heads on a width of {hidden}: repair it")
     width = hidden // heads
     rotated, theta, scaling = 0, 10000.0, {"rope_type": "default"}
-    if home.source == "gpt_neox":
+    if target_architecture.source == "gpt_neox":
         rotated, theta, scaling = _neox_positions(config, width)
-    elif home.source != "gpt2":
+    elif target_architecture.source != "gpt2":
         rotated = config.get("rotary_dim", 64)
-    if type(rotated) is not int or rotated % 2 or not (0 < rotated <= width or home.source == "gpt2"):
-        raise Failure(f"SOURCE turns {rotated!r} rows of a head of {width}, which {home.out} can't")
-    if home.out == "starcoder2" and rotated != width:
+    if type(rotated) is not int or rotated % 2 or not (0 < rotated <= width or target_architecture.source == "gpt2"):
+        raise Failure(f"SOURCE turns {rotated!r} rows of a head of {width}, which {target_architecture.out} can't")
+    if target_architecture.out == "starcoder2" and rotated != width:
         raise Failure(f"SOURCE turns {rotated} of {width} rows of a head, where starcoder2 turns all")
     return Sizes(heads, layers, hidden, inner, rotated, theta, scaling)
 
@@ -75,7 +79,11 @@ def _neox_positions(config: dict[str, Any], width: int) -> tuple[int, float, dic
     if not all(type(value) in (int, float) and math.isfinite(value) for value in (theta, part)):
         raise ConfigError(f"the config of SOURCE has a rotary base of {theta!r} on a part of {part!r}: repair it")
     others = {} if kind == "default" else stated
-    rest = {key: value for key, value in others.items() if key not in ("rope_theta", "partial_rotary_factor", "rope_type", "type")}
+    rest = {
+        key: value
+        for key, value in others.items()
+        if key not in ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    }
     return int(width * part), theta, {"rope_type": kind} | rest
 
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import Counts, Cut, Geometry
 from gqa_convert.verify.layout import Run
-from gqa_convert.verify.merging import METHODS, FreshNumbers, deviation, differing, merge, same_bits
-from gqa_convert.verify.reading import Weights
+from gqa_convert.verify.recomputed_merges import METHODS, FreshNumbers, deviation, differing, merge, same_bits
 from gqa_convert.verify.report import Failure
 
 _BLOCK = 64 << 20
@@ -26,7 +26,9 @@ class TensorComparison:
         progress: called with every number of bytes of OUT compared.
     """
 
-    def __init__(self, source: Weights, out: Weights, geometry: Geometry, method: str, seed: int, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self, source: Weights, out: Weights, geometry: Geometry, method: str, seed: int, progress: Callable[[int], None]
+    ) -> None:
         self._source = source
         self._out = out
         self._geometry = geometry
@@ -37,8 +39,8 @@ class TensorComparison:
 
     def census(self) -> str:
         """OUT holds the tensors of SOURCE, less the norms of dropped heads."""
-        expected = set(self._source.homes) - self._geometry.dropped()
-        missing, extra = sorted(expected - set(self._out.homes)), sorted(set(self._out.homes) - expected)
+        expected = set(self._source.file_of) - self._geometry.dropped()
+        missing, extra = sorted(expected - set(self._out.file_of)), sorted(set(self._out.file_of) - expected)
         kinds = ((missing, "missing"), (extra, "too many"))
         if missing or extra:
             raise Failure("; ".join(f"{len(names)} tensor(s) {what}: {_some(names)}" for names, what in kinds if names))
@@ -48,7 +50,7 @@ class TensorComparison:
     def untouched(self) -> str:
         """Every tensor without K/V heads has the source's type, shape and bytes."""
         changed = self._changed()
-        names = [name for name in self._source.homes if name not in changed]
+        names = [name for name in self._source.file_of if name not in changed]
         bad = [problem for name in names if (problem := self._compare_whole(name))]
         self._judge(bad, len(names))
         return f"{len(names)} tensors, bit for bit"
@@ -68,7 +70,7 @@ class TensorComparison:
         return None
 
     def _headers_differ(self, name: str, shape: tuple[int, ...]) -> str | None:
-        if name not in self._out.homes:
+        if name not in self._out.file_of:
             return f"{name} is missing"
         ours, theirs = self._out.dtype(name), self._source.dtype(name)
         if ours != theirs:
@@ -83,8 +85,8 @@ class TensorComparison:
         if any(counts.after < counts.before for counts in geometry.counts.values()) and self._method not in METHODS:
             raise Failure(f"method {self._method!r} can't be recomputed: only {', '.join(METHODS)}")
         bad = [problem for name, cut in geometry.cuts.items() if (problem := self._compare_cut(name, cut))]
-        for place, names in geometry.lists:
-            bad += [problem for problem in self._compare_list(geometry.counts[place], names) if problem]
+        for attention_kind, names in geometry.lists:
+            bad += [problem for problem in self._compare_list(geometry.counts[attention_kind], names) if problem]
         total = len(geometry.cuts) + len(geometry.lists)
         self._judge(bad, total)
         return f"{total} tensors, {geometry.before} -> {geometry.after} K/V heads, bit for bit"
@@ -95,12 +97,14 @@ class TensorComparison:
             raise Failure(f"{len(problems)} of {total} tensors differ: {problems[0]}")
 
     def errors(self) -> dict[str, float]:
-        """|heads - merged head| / |heads| of every merged tensor, over all its heads; full only after `merged` has passed."""
+        """|heads - merged head| / |heads| of every merged tensor, over all its heads; full only after `merged` has
+        passed.
+        """
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
     def _compare_cut(self, name: str, cut: Cut) -> str | None:
         """A tensor's heads one by one: in OUT the parts lie one behind the other, whatever their order in SOURCE."""
-        counts = self._geometry.counts[cut.place]
+        counts = self._geometry.counts[cut.attention_kind]
         if counts.before == counts.after:  # nothing moves then
             return self._compare_whole(name)
         lengths = [(counts.after if run.merged else run.heads) * run.width for run in cut.runs]
@@ -114,7 +118,11 @@ class TensorComparison:
             fresh = FreshNumbers(self._seed, name, spread, self._source.dtype(name))
         at = 0
         for run, length in zip(cut.runs, lengths, strict=True):
-            heads = self._compare_merged(name, cut, run, at, fresh) if run.merged else self._compare_kept(name, cut, run, at)
+            heads = (
+                self._compare_merged(name, cut, run, at, fresh)
+                if run.merged
+                else self._compare_kept(name, cut, run, at)
+            )
             for head, problem in enumerate(heads):
                 if problem:
                     return f"{name} in {problem} of {run.part} head {head}"
@@ -139,9 +147,13 @@ class TensorComparison:
             self._progress(ours.numel() * ours.itemsize)
             yield None if same_bits(ours, theirs) else f"{differing(ours, theirs)} number(s)"
 
-    def _compare_merged(self, name: str, cut: Cut, run: Run, at: int, fresh: FreshNumbers | None) -> Iterator[str | None]:
-        """The merged heads from `at` on in OUT; where fresh numbers lie along the rows, these are looked at as a whole."""
-        counts = self._geometry.counts[cut.place]
+    def _compare_merged(
+        self, name: str, cut: Cut, run: Run, at: int, fresh: FreshNumbers | None
+    ) -> Iterator[str | None]:
+        """The merged heads from `at` on in OUT; where fresh numbers lie along the rows, these are looked at as a
+        whole.
+        """
+        counts = self._geometry.counts[cut.attention_kind]
         for group in range(counts.after):
             start = at + group * run.width
             ours = self._out.rows(name, start, start + run.width, cut.axis)
@@ -149,7 +161,9 @@ class TensorComparison:
             if fresh is not None and cut.axis:
                 self._add_error(name, ours, (self._head(name, cut, run, head) for head in _group(counts, group)))
             else:
-                yield self._compare_head(ours, group, counts, lambda head: self._head(name, cut, run, head), name, fresh)
+                yield self._compare_head(
+                    ours, group, counts, lambda head: self._head(name, cut, run, head), name, fresh
+                )
 
     def _compare_fresh_columns(self, name: str, first: int, last: int, fresh: FreshNumbers) -> str | None:
         """Columns of fresh numbers, which are drawn row by row over all of them."""
@@ -173,7 +187,13 @@ class TensorComparison:
             yield f"{name} in {problem}" if problem else None
 
     def _compare_head(
-        self, ours: Any, group: int, counts: Counts, source_head: Callable[[int], Any], name: str, fresh: FreshNumbers | None
+        self,
+        ours: Any,
+        group: int,
+        counts: Counts,
+        source_head: Callable[[int], Any],
+        name: str,
+        fresh: FreshNumbers | None,
     ) -> str | None:
         """What is wrong with one merged head, counted in numbers."""
         if counts.after >= counts.before:

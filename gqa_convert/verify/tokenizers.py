@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.loading import load_tokenizer
-from gqa_convert.verify.reading import first_line
+from gqa_convert.families.loading import load_tokenizer
+from gqa_convert.verify.checkpoint_reader import first_line
 from gqa_convert.verify.report import Failure
 
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"

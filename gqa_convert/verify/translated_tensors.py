@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from gqa_convert.verify.merging import ABSORBING, METHODS, differing, half_unit, same_bits
-from gqa_convert.verify.reading import Weights
+from gqa_convert.verify.checkpoint_reader import Weights
+from gqa_convert.verify.recomputed_merges import FOLDING, METHODS, differing, half_unit, same_bits
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.rewriting import Expected, Rewriting
 
@@ -31,22 +31,29 @@ class TranslatedComparison:
     def census(self) -> str:
         """OUT holds the tensors of its type, and SOURCE none that have no place in it."""
         expected = {name for formulas in self._rewriting.parts() for name in formulas}
-        missing, extra = sorted(expected - set(self._out.homes)), sorted(set(self._out.homes) - expected)
+        missing, extra = sorted(expected - set(self._out.file_of)), sorted(set(self._out.file_of) - expected)
         dropped, lost = self._rewriting.leftovers()
-        gone = sorted(self._rewriting.used - set(self._rewriting.source.homes))
+        gone = sorted(self._rewriting.used - set(self._rewriting.source.file_of))
         kinds = (
-            (missing, "missing"), (extra, "too many"), (lost, "of SOURCE without a place in OUT"), (gone, "not in SOURCE"),
-        )  # fmt: skip
+            (missing, "missing"),
+            (extra, "too many"),
+            (lost, "of SOURCE without a place in OUT"),
+            (gone, "not in SOURCE"),
+        )
         if any(names for names, _ in kinds):
-            raise Failure("; ".join(f"{len(names)} tensor(s) {what}: {', '.join(names[:3])}" for names, what in kinds if names))
-        return f"{len(expected)} tensors" + (f"; {len(dropped)} buffers of SOURCE that nothing reads dropped" if dropped else "")
+            raise Failure(
+                "; ".join(f"{len(names)} tensor(s) {what}: {', '.join(names[:3])}" for names, what in kinds if names)
+            )
+        return f"{len(expected)} tensors" + (
+            f"; {len(dropped)} buffers of SOURCE that nothing reads dropped" if dropped else ""
+        )
 
     def merged(self) -> str:
         """Every tensor with K/V heads; looks at all others too, for `rewritten`."""
         rewriting = self._rewriting
-        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in (*METHODS, *ABSORBING):
+        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in (*METHODS, *FOLDING):
             raise Failure(f"method {rewriting.method!r} can't be recomputed: only {', '.join(METHODS)}")
-        names = rewriting.home.new.heads
+        names = rewriting.target_architecture.new.heads
         kinds = tuple(f".{name}.{kind}" for name in (names[1:] or names) for kind in ("weight", "bias"))
         for formulas in rewriting.parts():
             for name, formula in formulas.items():
@@ -65,17 +72,23 @@ class TranslatedComparison:
 
     def errors(self) -> dict[str, float]:
         """|heads - merged head| / |heads| of every merged tensor, over SOURCE's heads; full after `merged`."""
-        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._rewriting.squares.items()}
+        return {
+            name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._rewriting.squares.items()
+        }
 
     def _judge(self, group: bool, more: str) -> str:
         found, total = self._problems[group], self._counts[group]
         if found:
             raise Failure(f"{len(found)} of {total} tensors differ: {found[0]}")
-        near = f"; {self._summed[group]} of them, with folded biases or random numbers, within a rounding" if self._summed[group] else ""
+        near = (
+            f"; {self._summed[group]} of them, with folded biases or random numbers, within a rounding"
+            if self._summed[group]
+            else ""
+        )
         return f"{total} tensors, {more}bit for bit{near}"
 
     def _compare(self, name: str, formula: Callable[[], Expected], group: bool) -> str | None:
-        if name not in self._out.homes:
+        if name not in self._out.file_of:
             return "is missing"
         expected, shape = formula(), self._out.shape(name)
         if shape != tuple(expected.value.shape):
@@ -88,6 +101,8 @@ class TranslatedComparison:
         if expected.slack is None:
             return None if same_bits(ours, theirs) else f"in {differing(ours, theirs)} number(s)"
         self._summed[group] += 1
-        off = (ours.double() - expected.value.double()).abs() > half_unit(expected.value, expected.dtype) + expected.slack
+        off = (ours.double() - expected.value.double()).abs() > half_unit(
+            expected.value, expected.dtype
+        ) + expected.slack
         off |= ~ours.double().isfinite()
         return f"in {int(off.sum())} number(s)" if bool(off.any()) else None

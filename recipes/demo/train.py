@@ -1,9 +1,10 @@
-"""Train the bundled demo checkpoint: a small Llama-style model with 12 K/V heads, on the Python standard library's sources.
+"""Train the bundled demo checkpoint: a small Llama-style model with 12 K/V heads, on the Python standard library's
+sources.
 
     python recipes/demo/train.py gqa_convert/demo_checkpoint
 
-It needs no network and no GPU. What it printed, how long it took and the loss it reached are in `training.json` beside the
-weights.
+It needs no network and no GPU. What it printed, how long it took and the loss it reached are in `training.json` beside
+the weights.
 """
 
 import argparse
@@ -17,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gqa_convert.evaluating.text_loss import text_loss
-from gqa_convert.stdlib_text import read_texts, source_files
+from gqa_convert.text.scoring.text_loss import text_loss
+from gqa_convert.text.stdlib_text import read_texts, source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048
@@ -30,9 +31,13 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=CONTEXT
+    )
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
@@ -43,10 +48,20 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.nda
 
 def configuration() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=320, num_hidden_layers=5, num_attention_heads=12,
-        num_key_value_heads=12, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=0, pad_token_id=1, initializer_range=0.04,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=320,
+        num_hidden_layers=5,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+        initializer_range=0.04,
+    )
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int = 50, decay_share: float = 0.5) -> float:
@@ -95,8 +110,10 @@ def main() -> None:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=arguments.learning_rate, betas=(0.9, 0.95), fused=True,
-    )  # fmt: skip
+        lr=arguments.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     compiled = torch.compile(model)
     starts = np.arange(0, len(stream) - CONTEXT, CONTEXT)

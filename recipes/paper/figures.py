@@ -1,15 +1,16 @@
-"""Figures 3, 4 and 6 of Ainslie et al. 2023 from our own measurements, the paper's numbers beside them where it states any.
+"""Figures 3, 4 and 6 of Ainslie et al. 2023 from our own measurements, the paper's numbers beside them where it states
+any.
 
     python recipes/paper/figures.py [--results docs/results] [--out docs/results/paper]
 
 | figure | from |
 |---|---|
-| 3, quality against time | `quality.json`, and `small-model-time.json` of `gqa-convert benchmark` on the bundled model |
-| 4, how heads are pooled | `quality.json` of `python -m benchmarks.quality.measure` |
-| 6, time against groups | `paper-time.json` of `python benchmarks/paper_time.py` |
+| 3, quality against time | `quality.json`, and `small-model-time.json` of `gqa-convert benchmark` on the bundled model
+| | 4, how heads are pooled | `quality.json` of `python -m benchmarks.quality.measure` | | 6, time against groups |
+`paper-time.json` of `python benchmarks/paper_time.py` |
 
-Figure 5, quality against the share of uptraining, is drawn by `python -m benchmarks.quality.report` (docs/quality.md). Figures whose
-measurements are missing are named and left out. Needs matplotlib.
+Figure 5, quality against the share of uptraining, is drawn by `python -m benchmarks.quality.report` (docs/quality.md).
+Figures whose measurements are missing are named and left out. Needs matplotlib.
 """
 
 import argparse
@@ -23,7 +24,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-PAPER = {"MHA-XXL": (64, 1.51, 47.2), "GQA-8-XXL": (8, 0.28, 47.1), "MQA-XXL": (1, 0.24, 46.6), "MHA-Large": (None, 0.37, 46.0)}
+PAPER = {
+    "MHA-XXL": (64, 1.51, 47.2),
+    "GQA-8-XXL": (8, 0.28, 47.1),
+    "MQA-XXL": (1, 0.24, 46.6),
+    "MHA-Large": (None, 0.37, 46.0),
+}
 """Table 1: K/V heads of T5-XXL, seconds per sample, average quality."""
 POOLED = ("mean", "first", "random")
 """What the paper compares."""
@@ -39,9 +45,11 @@ def canvas(columns: int = 1) -> tuple[Figure, list[Any]]:
 def losses(quality: Json, model: str, groups: int, method: str) -> float | None:
     """The mean over seeds."""
     found = [
-        cell["loss"] for cell in quality["cells"] if (cell["model"], cell["groups"], cell["method"]) == (model, groups, method)
+        cell["loss"]
+        for cell in quality["cells"]
+        if (cell["model"], cell["groups"], cell["method"]) == (model, groups, method)
         and (method == "fit" or cell["calibration_tokens"] is None)
-    ]  # fmt: skip
+    ]
     return statistics.mean(found) if found else None
 
 
@@ -57,13 +65,20 @@ def quality_against_time(quality: Json, timed: Json) -> Figure:
     ours.plot(times[most], quality["models"]["demo"]["loss"], "o", color="black", label=f"MHA ({most} heads)")
     first = timed["results"][0]
     ours.set(
-        xlabel=f"ms per decoded token (batch {first['batch']}, context {first['context']})", ylabel="nats per token", title="bundled model"
-    )  # fmt: skip
+        xlabel=f"ms per decoded token (batch {first['batch']}, context {first['context']})",
+        ylabel="nats per token",
+        title="bundled model",
+    )
     ours.legend()
     for name, (_, seconds, average) in PAPER.items():
         theirs.plot(seconds, average, "o")
         theirs.annotate(name, (seconds, average), textcoords="offset points", xytext=(5, 5))
-    theirs.set(xlabel="seconds per sample", ylabel="average quality, 5% uptraining", title="the paper, T5 (Table 1)", xlim=(0, 1.9))
+    theirs.set(
+        xlabel="seconds per sample",
+        ylabel="average quality, 5% uptraining",
+        title="the paper, T5 (Table 1)",
+        xlim=(0, 1.9),
+    )
     return figure
 
 
@@ -80,7 +95,12 @@ def pooling(quality: Json) -> Figure:
                 axes.bar([place for place, _ in bars], [loss for _, loss in bars], width=0.15, label=method)
         source = quality["models"][model]["loss"]
         axes.axhline(source, color="black", linestyle="--", linewidth=1)
-        axes.set(xticks=range(len(groups)), xticklabels=[f"N = {n}" for n in groups], title=NAMES[model], ylim=(0.9 * source, None))
+        axes.set(
+            xticks=range(len(groups)),
+            xticklabels=[f"N = {n}" for n in groups],
+            title=NAMES[model],
+            ylim=(0.9 * source, None),
+        )
     places[0].set_ylabel("nats per token, nothing trained")
     places[-1].legend()
     return figure
@@ -91,16 +111,25 @@ def time_against_groups(timed: Json) -> Figure:
     for batch in dict.fromkeys(record["batch"] for record in timed["results"]):
         records = [record for record in timed["results"] if record["batch"] == batch]
         groups = [record["groups"] for record in records]
-        line = attention.plot(groups, [record["attention_ms_per_token"] for record in records], marker="o", label=f"batch {batch}")[0]
+        line = attention.plot(
+            groups, [record["attention_ms_per_token"] for record in records], marker="o", label=f"batch {batch}"
+        )[0]
         attention.plot(
-            groups, [record["attention_floor_ms_per_token"] for record in records], linestyle=":", color=line.get_color(),
+            groups,
+            [record["attention_floor_ms_per_token"] for record in records],
+            linestyle=":",
+            color=line.get_color(),
             label="its bytes at the memory's speed",
-        )  # fmt: skip
+        )
         seconds = [512e-3 * record["estimated_decode_ms_per_token"] / batch for record in records]
         sample.plot(groups, [each / seconds[-1] for each in seconds], marker="o", label=f"ours, batch {batch}")
     paper = sorted((groups, seconds) for groups, seconds, _ in PAPER.values() if groups)
-    sample.plot([n for n, _ in paper], [seconds / paper[-1][1] for _, seconds in paper], "k^--", label="the paper, eight TPUv4")
-    attention.set(ylabel=f"attention of a decode step, ms ({timed['layers']} layers)", yscale="log", title="T5-XXL's shape")
+    sample.plot(
+        [n for n, _ in paper], [seconds / paper[-1][1] for _, seconds in paper], "k^--", label="the paper, eight TPUv4"
+    )
+    attention.set(
+        ylabel=f"attention of a decode step, ms ({timed['layers']} layers)", yscale="log", title="T5-XXL's shape"
+    )
     sample.set(ylabel="time per sample, of MHA's", title="512 tokens decoded, all layers (estimated)", ylim=(0, None))
     for axes in (attention, sample):
         axes.set(xlabel="groups N", xscale="log")

@@ -1,0 +1,95 @@
+"""What a measurement ran on: every figure carries it."""
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gqa_convert._version import __version__
+
+_LIBRARIES = ("torch", "transformers", "numpy")
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The machine and the software.
+
+    Args:
+        device: what was computed on, such as `cpu` or `cuda:0`.
+
+    Returns:
+        `device`, `processor`, `cores` (that this process may use), `memory_bytes`, `system`, and `versions` by library;
+        for a GPU its name is the processor and its memory the memory.
+    """
+    name, memory = _processor(), _memory()
+    if device.startswith("cuda"):
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        name, memory = properties.name, properties.total_memory
+    return {
+        "device": device,
+        "processor": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": _versions(),
+    }
+
+
+def available_memory(device: Any, local_processes: int = 1) -> int | None:
+    """Bytes that each process of this machine may take: free memory of its GPU, or its share of what Linux calls
+    available.
+
+    Args:
+        device: of torch.
+        local_processes: how many share this machine.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    return kibibytes * 1024 // max(1, local_processes)
+
+
+def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> dict[str, Any]:
+    """The head of a measurement's JSON: what it is, when and by which command it was made, and on what.
+
+    Args:
+        kind: `evaluate`, `benchmark` and the like; `report` tells files apart by it.
+        command: the command line, None from Python.
+        device: what was computed on.
+    """
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"kind": kind, "created": created, "command": command, "machine": machine(device)}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _versions() -> dict[str, str]:
+    found = {"gqa_convert": __version__, "python": platform.python_version()}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found

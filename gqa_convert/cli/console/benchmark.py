@@ -1,0 +1,116 @@
+"""What a benchmark measured."""
+
+from typing import Any
+
+from .screen import size, stdout_console, styled
+
+
+def show_benchmark(result: dict[str, Any]) -> None:
+    """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own where
+    that was timed.
+    """
+    console = stdout_console()
+    machine = result["machine"]
+    some = (
+        "" if result["layers"] == result["model_layers"] else f", {result['layers']} of {result['model_layers']} layers"
+    )
+    console.print(
+        styled(
+            (result["model"], "bold"),
+            f": {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads{some}, {result['dtype']}; "
+            f"{machine['processor']}, {machine['device']}, {result['threads']} threads; attention: {result['attention']}",
+        ),
+        soft_wrap=True,
+    )
+    cells = dict.fromkeys((each["batch"], each["context"]) for each in result["results"])
+    for batch, context in cells:
+        _show_cell([each for each in result["results"] if (each["batch"], each["context"]) == (batch, context)], result)
+    own = (
+        f"N = {result['kv_heads']} has the model's own weights, the others random"
+        if result["weights"] == "own"
+        else "all have random"
+    )
+    notes = [f"{own} keys and values, which time does not depend on; nothing here tells quality"]
+    if "memory" in result:
+        notes.append(
+            f"batch and context: the largest that fit {size(result['memory']['bytes'])}; {result['memory']['assumed']}"
+        )
+    if any("attention_floor_ms_per_token" in each for each in result["results"]):
+        notes.append(
+            "attn: the attention modules with their projections, in steps of their own; floor: to read the weights of those projections and "
+            "the cache once at the memory speed measured meanwhile"
+        )
+    if some:
+        notes.append(
+            f"whole model: an estimate, the layers' measured time x {result['model_layers'] / result['layers']:g}, the rest as measured; "
+            "prefill x the same"
+        )
+    for note in notes:
+        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+    if result["plot"]:
+        console.print(f"plot     {result['plot']}", soft_wrap=True)
+
+
+def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    first = records[0]
+    encoder = f", {first['encoder_tokens']} tokens of input" if "encoder_tokens" in first else ""
+    optional = {
+        "attention_ms_per_token": ("attn", ",.2f"),
+        "attention_floor_ms_per_token": ("floor", ",.2f"),
+        "estimated_decode_ms_per_token": ("whole", ",.1f"),
+        "largest_batch": ("batch", ","),
+        "largest_context": ("context", ","),
+    }
+    shown = {key: how for key, how in optional.items() if key in first}
+    table = Table(
+        "N",
+        "ms/token",
+        "quartiles",
+        "speed",
+        "tokens/s",
+        "prefill",
+        "sample",
+        "K/V/token",
+        *(name for name, _ in shown.values()),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns:
+        column.no_wrap = True
+    own = next((each["decode_ms_per_token"] for each in records if each["groups"] == result["kv_heads"]), None)
+    for each in records:
+        bytes_per_token = each["kv_bytes_per_token"]
+        cross = (
+            f" + {_bytes(each['cross_kv_bytes_per_encoder_token'])}"
+            if "cross_kv_bytes_per_encoder_token" in each
+            else ""
+        )
+        table.add_row(
+            str(each["groups"]),
+            _short(each["decode_ms_per_token"]),
+            f"{_short(each['decode_ms_low'])}-{_short(each['decode_ms_high'])}",
+            "" if own is None else f"{own / each['decode_ms_per_token']:.2f}x",
+            f"{each['decode_tokens_per_second']:,.1f}",
+            "" if each["prefill_ms"] is None else f"{each['prefill_ms']:.1f}",
+            "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
+            f"{_bytes(bytes_per_token)}{cross}",
+            *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
+        )
+    console = stdout_console()
+    console.print(
+        f"batch {first['batch']}, {first['context']} tokens cached{encoder}; "
+        f"{first['repetitions']} x {result['steps']} steps; times in ms, a sample decodes {first['new_tokens']}",
+        soft_wrap=True,
+    )
+    console.print(table)
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def _bytes(count: float) -> str:
+    return size(count).replace(" bytes", " B")

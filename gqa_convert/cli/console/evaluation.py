@@ -1,0 +1,103 @@
+"""The results of an evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+from .screen import stdout_console, styled
+
+
+def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
+    """A row for each model, then what needs saying, then lm-eval's tables."""
+    from rich import box
+    from rich.table import Table
+
+    console = stdout_console()
+    entries = [*filter(None, [results["reference"]]), *results["results"]]
+    if results["data"]:
+        console.print(_title(results, entries[0]), soft_wrap=True)
+        compared = [each for each in entries if each["difference"]]
+        by_byte = any(each["difference"]["loss"] is None for each in compared)
+        near = any(each["kl"] is not None for each in entries)
+        table = Table("model", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.columns[0].overflow, table.columns[0].min_width = "fold", 24
+        for heading in _headings(compared=bool(compared), by_byte=by_byte, near=near):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for each in entries:
+            table.add_row(*_row(each, compared=bool(compared), by_byte=by_byte, near=near))
+        console.print(table)
+        if compared:
+            console.print(
+                f"differences are to {compared[0]['difference']['to']}, paired over the same text", soft_wrap=True
+            )
+    for each in entries:
+        if each["scored_nan"]:
+            console.print(
+                styled(
+                    ("NaN", "bold red"),
+                    f"  {each['scored_nan']:,} of {each['tokens']:,} tokens have no finite loss: {each['model']}",
+                ),
+                soft_wrap=True,
+            )
+        if each["note"]:
+            console.print(styled(("note:", "yellow"), f" {each['model']}: {each['note']}"), soft_wrap=True)
+        if each.get("tasks"):
+            _show_tasks(each["model"], each["tasks"])
+    if output is not None:
+        console.print(f"results  {output}", soft_wrap=True)
+
+
+def _title(results: dict[str, Any], first: dict[str, Any]) -> str:
+    read = {
+        "causal": f"windows of {results['context']} tokens, stride {results['stride']}",
+        "spans": f"span corruption, {results['context']} encoder tokens",
+        "pairs": "pairs of texts",
+    }
+    nbytes = "" if first["bytes"] is None else f" ({first['bytes']:,} bytes)"
+    return f"{first['tokens']:,} tokens{nbytes} of {results['data']['source']}, {read[results['objective']]}"
+
+
+def _headings(*, compared: bool, by_byte: bool, near: bool) -> list[str]:
+    found = ["loss", "perplexity", "bits/byte"]
+    found += ["difference"] if compared else []
+    found += ["in bits/byte"] if by_byte else []
+    return [*found, "KL", "same top-1"] if near else found
+
+
+def _row(each: dict[str, Any], *, compared: bool, by_byte: bool, near: bool) -> list[str]:
+    loss = "NaN" if each["scored_nan"] else _with_error(each["loss"], each["loss_standard_error"], "")
+    cells = [each["model"], loss, _number(each["perplexity"], ".4g"), _number(each["bits_per_byte"], ".4f")]
+    other = each["difference"] or {}
+    if compared:
+        cells.append(_with_error(other.get("loss"), other.get("standard_error"), "+"))
+    if by_byte:
+        cells.append(_with_error(other.get("bits_per_byte"), other.get("bits_per_byte_standard_error"), "+"))
+    if near:
+        cells += [_with_error(each["kl"], each["kl_standard_error"], ""), _number(each["top1_agreement"], ".2%")]
+    return cells
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _with_error(value: float | None, error: float | None, sign: str) -> str:
+    return _number(value, f"{sign}.4f") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _show_tasks(model: str, tasks: dict[str, Any]) -> None:
+    """lm-eval's own figures; everything else that it says is in the JSON."""
+    from rich import box
+    from rich.table import Table
+
+    console = stdout_console()
+    table = Table(
+        "task", "metric", "value", "error", title=f"lm-eval: {model}", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for name, metrics in tasks.get("results", {}).items():
+        for metric, value in metrics.items():
+            if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric:
+                error = metrics.get(metric.replace(",", "_stderr,", 1))
+                table.add_row(
+                    name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""
+                )
+    console.print(table)

@@ -1,0 +1,187 @@
+"""Bars on a terminal, lines or nothing elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from .screen import stderr_console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+@contextmanager
+def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar in bytes with rate and time left; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+@contextmanager
+def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
+    """A bar that counts attention layers while they are merged, and a line for each that was fitted; only the lines
+    without a terminal.
+    """
+    if quiet:
+        yield lambda done, total, record: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
+        tasks: list[TaskID] = []
+
+        def advance(done: int, total: int, record: dict[str, Any]) -> None:
+            if "kl_step" in record:
+                steps, all_steps = record["kl_step"]
+                if len(tasks) < 2:
+                    tasks.append(progress.add_task("all layers together", total=all_steps))
+                progress.update(tasks[-1], completed=steps, visible=steps < all_steps)
+                return
+            if "kl" in record:
+                before, after = record["kl"]["before"], record["kl"]["after"]
+                progress.console.print(
+                    f"all layers together: divergence from the source {before:.4f} -> {after:.4f} nats per token"
+                )
+                return
+            if not tasks:
+                tasks.append(progress.add_task("merging layers", total=total))
+            progress.update(tasks[0], completed=done, visible=done < total)
+            if "gap_left" in record:
+                progress.console.print(
+                    f"layer {done} of {total}  {record['module']}: {record['gap_left']:.1%} of mean pooling's error left"
+                )
+
+        yield advance
+
+
+@contextmanager
+def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """One bar per stage of the work, each with its time left; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+class TrainingScreen:
+    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then.
+
+    A terminal that is closed or a pipe that breaks does not end the run.
+    """
+
+    _SECONDS = 30.0
+
+    def __init__(self, bars: "Progress | None", *, quiet: bool) -> None:
+        self._bars, self._quiet = bars, quiet
+        self._console = stderr_console() if bars is None else bars.console
+        self._tasks: dict[str, TaskID] = {}
+        self._paces: dict[str, tuple[float, int]] = {}
+        self._shown = -self._SECONDS
+
+    def say(self, message: str) -> None:
+        if not self._quiet:
+            with suppress(OSError):
+                self._console.print(message, soft_wrap=True)
+
+    def tokenize(self, label: str, done: int, total: int) -> None:
+        self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
+
+    def step(self, line: dict[str, Any]) -> None:
+        """A line of the metrics file, with `steps` of the whole run."""
+        step, steps = line["step"], line["steps"]
+        parts = [
+            f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss",
+            f"{line['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if line.get("mfu") is not None:
+            parts.append(f"MFU {line['mfu']:.1%}")
+        text = "  ".join(filter(None, [*parts, self._left("steps", step, steps)]))
+        if line.get("evaluation_loss") is not None:
+            self.say(f"step {step:,}: evaluation loss {line['evaluation_loss']:.4f}")
+        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):
+            self._shown = time.monotonic()
+            self.say(f"step {step:,} of {steps:,} ({step / steps:.1%})  {text}")
+        self._advance("uptraining", step, steps, text)
+
+    def _left(self, what: str, done: int, total: int) -> str:
+        """Time left at the pace since this process began: what an earlier one did says nothing about it."""
+        began, first = self._paces.setdefault(what, (time.monotonic(), done))
+        if not first < done < total:
+            return ""
+        seconds = round((time.monotonic() - began) / (done - first) * (total - done))
+        days, hours = divmod(seconds // 3600, 24)
+        clock = f"{hours}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return f"{days} d {clock} left" if days else f"{clock} left"
+
+    def _advance(self, label: str, done: int, total: int, text: str) -> None:
+        if self._bars is None:
+            return
+        with suppress(OSError):
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, total=total, text=text)
+            self._bars.update(
+                self._tasks[label], completed=done, text=text, visible=done < total or label == "uptraining"
+            )
+
+
+@contextmanager
+def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
+    """Loss, tokens per second, share of the budget and time left."""
+    if quiet or not sys.stderr.isatty():
+        yield TrainingScreen(None, quiet=quiet)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    bars = Progress(*columns, console=stderr_console(), transient=True)
+    bars.start()
+    try:
+        yield TrainingScreen(bars, quiet=quiet)
+    finally:
+        with suppress(OSError):
+            bars.stop()

@@ -1,0 +1,115 @@
+"""Which N, and why."""
+
+from typing import TYPE_CHECKING, Any
+
+from .screen import size, stdout_console, styled
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memory"}
+
+
+def show_recommendation(result: dict[str, Any]) -> None:
+    """A row for each N, with what fails in red, then the N to take and the command that makes it."""
+    from rich import box
+    from rich.table import Table
+
+    console = stdout_console()
+    console.print(
+        styled(
+            (result["source"], "bold"),
+            f": {result['model_type']}, {result['heads']} query heads, {result['kv_heads']} K/V heads",
+        ),
+        soft_wrap=True,
+    )
+    _show_origins(result)
+    columns = _columns(result)
+    table = Table("N", *columns, "", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
+    for each in result["candidates"]:
+        cells = [_marked(form(each), part in each["fails"]) for part, form in columns.values()]
+        name = f"{each['groups']} (source)" if each["source"] else str(each["groups"])
+        verdict = ("recommended", "green") if each["groups"] == result["groups"] else (", ".join(each["fails"]), "red")
+        table.add_row(name, *cells, styled(verdict))
+    console.print(table)
+    for note in [*result["notes"], *([f"memory: {result['memory']['counted']}"] if result["memory"] else [])]:
+        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+    mark = ("no N fits", "yellow") if result["groups"] is None else ("recommended", "green")
+    console.print(styled(mark, f"  {result['reason']}"), soft_wrap=True)
+    if result["next"]:
+        console.print(f"next     {result['next']}", soft_wrap=True)
+
+
+def _columns(result: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """By heading: the constraint that it belongs to, and how a candidate's cell is written; those that hold nothing are
+    left out.
+    """
+    crossing = any("cross_kv_bytes_per_encoder_token" in each for each in result["candidates"])
+    every: dict[str, tuple[str, str, Any]] = {
+        "loss increase": ("loss", "loss_increase", _loss),
+        "speed": ("speed", "speedup", lambda each: "" if each["speedup"] is None else f"{each['speedup']:.2f}x"),
+        "ms/token": ("", "decode_ms_per_token", lambda each: _number(each["decode_ms_per_token"], ",.2f")),
+        "K/V/token" + (" + cross" if crossing else ""): ("", "kv_bytes_per_token", _cache),
+        "memory": (
+            "memory",
+            "memory_bytes",
+            lambda each: "" if each["memory_bytes"] is None else size(each["memory_bytes"]),
+        ),
+        "batch": ("", "largest_batch", lambda each: _number(each["largest_batch"], ",")),
+        "context": ("", "largest_context", lambda each: _number(each["largest_context"], ",")),
+    }
+    known = {
+        key for each in result["candidates"] for key, value in each.items() if value is not None and not each["source"]
+    }
+    return {heading: (part, form) for heading, (part, key, form) in every.items() if key in known}
+
+
+def _loss(each: dict[str, Any]) -> str:
+    if each["loss_increase"] is None:
+        return ""
+    return f"{'<= ' if each['loss_is'] == 'upper bound' else ''}{each['loss_increase']:+.4f}"
+
+
+def _cache(each: dict[str, Any]) -> str:
+    cross = each.get("cross_kv_bytes_per_encoder_token")
+    return size(each["kv_bytes_per_token"]) + (f" + {size(cross)}" if cross else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _marked(text: str, failed: bool) -> "Text":
+    return styled((f"{text or '?'} !!", "red") if failed else text)
+
+
+def _show_origins(result: dict[str, Any]) -> None:
+    """What was asked, and what the figures are of."""
+    console, asked, speed = stdout_console(), result["constraints"], result["speed"]
+    words = {
+        "max_loss_increase": lambda value: f"loss at most {value:g} nats per token above the source's",
+        "min_speedup": lambda value: f"decode steps at least {value:g} times as fast",
+        "memory": lambda value: f"at most {size(value)} for weights and K/V cache",
+    }
+    parts = [words[key](asked[key]) for key in _STATED.values() if asked[key] is not None]
+    if asked["context"] is not None:
+        encoder = f", {asked['encoder_tokens']:,} of the input" if asked["encoder_tokens"] is not None else ""
+        parts.append(f"context {asked['context']:,}{encoder}, batch {asked['batch']}")
+    console.print(f"asked    {'; '.join(parts)}", soft_wrap=True)
+    if result["loss"]:
+        kinds = sorted({each["loss_is"] for each in result["candidates"] if each["loss_is"]})
+        console.print(f"loss     {' and '.join(kinds)}, on {result['loss']['text']}", soft_wrap=True)
+    if speed:
+        machine = speed["machine"] or {}
+        where = f"{machine.get('processor') or 'a machine that is not recorded'}, {machine.get('device') or 'device not recorded'}"
+        some = (
+            "" if speed["layers"] == speed["model_layers"] else f", {speed['layers']} of {speed['model_layers']} layers"
+        )
+        crossing = f", {speed['encoder_tokens']:,} of the input" if speed["encoder_tokens"] is not None else ""
+        origin = f"{speed['from']}, " if speed["from"] else ""
+        setting = f"batch {speed['batch']}, context {speed['context']:,}{crossing}{some}"
+        console.print(
+            f"speed    {origin}{setting}, {speed['dtype']}, attention {speed['attention']}; {where}", soft_wrap=True
+        )

@@ -1,0 +1,112 @@
+"""The consoles on stdout and stderr, the one object on stdout, and how sizes are written."""
+
+import codecs
+import io
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_WIDTH = 120
+"""Columns of a table in a file or a pipe, which have no width of their own."""
+
+_PLAIN = {"±": "+-", "…": "."}
+"""What is written in place of a character that the terminal's encoding lacks; other characters become escapes."""
+
+
+def stdout_console() -> "Console":
+    """For results."""
+    return _console(stderr=False)
+
+
+def stderr_console() -> "Console":
+    """For progress and notes."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> "Console":
+    from rich.console import Console
+
+    class Literal(Console):
+        """Prints every string as it is: names of files may look like markup or emoji codes."""
+
+        def on_broken_pipe(self) -> None:
+            abandon(sys.stderr if self.stderr else sys.stdout)
+
+    console = Literal(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
+
+
+def styled(*parts: str | tuple[str, str]) -> "Text":
+    """A line of plain strings and of pairs of a string and its style."""
+    from rich.text import Text
+
+    return Text.assemble(*parts)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one JSON object on stdout.
+
+    Raises:
+        OSError: stdout can't take it, as where its disk is full.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, allow_nan=False)
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon(sys.stdout)
+    except OSError as problem:
+        abandon(sys.stdout)  # what is still buffered would fail again at exit
+        raise OSError(problem.errno, problem.strerror, "stdout") from None
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr take any character, whatever their encoding, and exist even where the caller has closed
+    them.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    codecs.register_error("gqa-convert", _replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="gqa-convert")
+
+
+def _replace(problem: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(problem, UnicodeEncodeError):
+        raise problem
+    wrong = problem.object[problem.start : problem.end]
+    return "".join(_PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in wrong), problem.end
+
+
+def abandon(stream: Any) -> None:
+    """Send what is still written to a stream nowhere: its reader, such as a pager, has gone, which is no reason to end
+    the program.
+    """
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(devnull, stream.fileno())
+    except (OSError, ValueError):  # a stream without a file behind it
+        pass
+    finally:
+        os.close(devnull)
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them: 1.2 GB, 98.3 kB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000 or unit == "GB":
+            return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError

@@ -1,0 +1,1 @@
+"""From a source checkpoint to a grouped-query one: plan, merge, write."""

@@ -1,0 +1,113 @@
+"""Calibration text and the loaded source for the methods that measure."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import check_language_model
+from gqa_convert.merging.folding.merge import FOLDING_METHODS
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """What a user says of calibration."""
+
+    source: Any = None
+    """A file, a folder, a pattern, the id of a Hub dataset, or a recipe's `data` entry; None for no calibration."""
+    tokens: int | None = None
+    """Of text; by default from the model's width."""
+    sequence_length: int | None = None
+    """Tokens of a block; by default the model's context up to 2048."""
+    seed: int = 0
+    """Of the choice of blocks, and of their order in the gradient stage."""
+    steps: int | None = None
+    """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
+    kl_steps: int | None = None
+    """Of the stage that trains all layers together, for `fit`; by default as many as `steps` where the model is small
+    enough.
+    """
+
+
+def default_method(calibration: CalibrationOptions) -> str:
+    """The method where none is asked for: what lost least of those that can be had."""
+    return "factor" if calibration.source is None else "fit"
+
+
+def check_calibration(method: str, calibration: CalibrationOptions) -> None:
+    """Refuse what makes no sense together.
+
+    Raises:
+        OptionError: `fit` without text, text for a method that reads none, or a count without text.
+    """
+    if calibration.source is None:
+        if method == "fit":
+            raise OptionError(
+                "--method fit needs calibration text: name a text file or dataset with --calibration, or choose --method factor"
+            )
+        if calibration.steps is not None:
+            raise OptionError(
+                f"--fit-steps {calibration.steps} without text: name a text file or dataset with --calibration"
+            )
+        if calibration.kl_steps is not None:
+            raise OptionError(
+                f"--kl-steps {calibration.kl_steps} without text: name a text file or dataset with --calibration"
+            )
+        if calibration.tokens is not None:
+            raise OptionError(
+                f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration"
+            )
+    elif method not in ("factor", "fit"):
+        measured = ", ".join(name for name in FOLDING_METHODS if name != "align")
+        raise OptionError(f"--calibration is of no use to --method {method}: leave it out, or choose one of {measured}")
+    for option, steps in (("--fit-steps", calibration.steps), ("--kl-steps", calibration.kl_steps)):
+        if steps is not None and (method != "fit" or steps < 0):
+            raise OptionError(f"{option} {steps} with --method {method}: only fit takes steps, 0 or more")
+
+
+def check_predicts(
+    plan: Plan, calibration: CalibrationOptions, advice: str = "choose --method factor without --calibration"
+) -> None:
+    """Refuse text for a source that was saved without its language-model head.
+
+    Raises:
+        NoLanguageModelError: it was.
+    """
+    if calibration.source is not None:
+        check_language_model(
+            plan.checkpoint.source_id, plan.checkpoint.config, f"calibration compares its predictions; {advice}"
+        )
+
+
+def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
+    """The batches of calibration text for a plan's source, a `Calibration`.
+
+    Raises:
+        OptionError: the model's encoder reads no text, or transformers has no class for the model.
+        DataError: the text or the tokenizer can't be read.
+    """
+    from gqa_convert.text.calibration import calibration_batches, calibration_tokens_for
+
+    if not plan.family.native and plan.family.modeling is None:
+        raise OptionError(
+            f"calibration runs the source, and transformers has no class of type {plan.family.model_type}: "
+            "choose --method factor without --calibration"
+        )
+    folder = plan.checkpoint.folder
+    assert folder is not None
+    tokens = calibration_tokens_for(plan.checkpoint.config) if options.tokens is None else options.tokens
+    return calibration_batches(
+        Path(folder),
+        options.source,
+        tokens,
+        seed=options.seed,
+        sequence_length=options.sequence_length,
+        batch_tokens=_BATCH_TOKENS,
+        held_out_tokens=max(_BATCH_TOKENS, tokens // _HELD_OUT) if plan.method == "fit" else 0,
+    )
+
+
+_BATCH_TOKENS = 2048
+_HELD_OUT = 8
+"""Times as many tokens are fitted on as the last stage of `fit` is judged by."""

@@ -1,0 +1,131 @@
+"""An attention module that all batches of source and student have reached, and the calls that wait there."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gqa_convert.conversion.fit.lockstep.substitution import replaced
+
+_STATES = ("key_value_states", "encoder_hidden_states")
+"""Keyword arguments by which attention modules are given what they read, where that is not what asks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A call of an attention module: B sequences of L positions, d numbers each."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    counted: Tensor | None
+    """[B, L] bool: positions that are no padding; None where all count."""
+    states_counted: Tensor | None
+    """The same for `states`."""
+    added_to: Tensor | None = None
+    """[B, L, d] what the attention's output will be added to, in units of that output; see `Site.residual`."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, L, d] what queries are made from."""
+        hidden = self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    @property
+    def states(self) -> Tensor:
+        """[B, S, d] what keys and values are made from: `hidden`, or an encoder's output."""
+        return next((self.kwargs[name] for name in _STATES if isinstance(self.kwargs.get(name), Tensor)), self.hidden)
+
+
+class CapturedModule:
+    """An attention module.
+
+    Args:
+        name: as the checkpoint's tensors have it.
+        module: the loaded module.
+        source: the source's parameters by name inside the module.
+        calls: one pair per batch, of the source and of the student.
+        output: name inside the module of its output projection, if known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        source: dict[str, Tensor],
+        calls: list[tuple[Call, Call]],
+        output: str | None = None,
+    ) -> None:
+        self.name, self.module, self.calls = name, module, calls
+        self.committed: dict[str, Tensor] = {}
+        self._source, self._output = source, output
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The source's, by name inside the module; not copies."""
+        return dict(self._source)
+
+    def run(
+        self, call: Call, parameters: Mapping[str, Tensor] | None = None, capture: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module once more, with gradients if they are enabled and a parameter requires them.
+
+        Args:
+            call: one of `calls`.
+            parameters: in the place of the source's; those left out are the source's.
+            capture: name inside the module of the output projection.
+
+        Returns:
+            What attention contributes [B, L, d], and what enters the output projection, [B, L, heads * width], if asked
+            for.
+        """
+        caught: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.module, self._source | self._fitting(parameters or {})))
+            if capture is not None:
+                hook = lambda _, inputs: caught.__setitem__("input", inputs[0])  # noqa: E731
+                stack.callback(self.module.get_submodule(capture).register_forward_pre_hook(hook).remove)
+            if self._output is not None:
+                hook_output = lambda _, __, output: caught.__setitem__("output", output)  # noqa: E731
+                stack.callback(self.module.get_submodule(self._output).register_forward_hook(hook_output).remove)
+            output = first_tensor(self.module(*call.args, **call.kwargs))
+        output = caught.get("output", output)
+        entered = caught.get("input")
+        shape = (*call.hidden.shape[:-1], -1)
+        return output.reshape(shape), None if entered is None else entered.reshape(shape)
+
+    def residual(self, call: Call) -> Tensor | None:
+        """[B, L, d] the tensor r for which r + (what attention contributes) is, up to one constant factor, what the
+        layers above read.
+
+        None where no such tensor was found: the output is normed before it is added, for one.
+        """
+        return call.added_to
+
+    def commit(self, parameters: Mapping[str, Tensor]) -> None:
+        """The student's weights from here on, as the module's type and on its device; those left out are the source's.
+
+        Raises:
+            ValueError: the module has no such parameter, or of another shape.
+        """
+        self.committed = self._fitting(parameters)
+
+    def _fitting(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        fitting = {}
+        for name, tensor in parameters.items():
+            own = self._source.get(name)
+            if own is None or own.shape != tensor.shape:
+                found = "no such parameter" if own is None else f"shape {tuple(own.shape)}"
+                raise ValueError(
+                    f"{self.name}.{name} is given with shape {tuple(tensor.shape)}: the module has {found}"
+                )
+            fitting[name] = tensor.to(own)
+        return fitting
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Of what a module returns."""
+    first = output if isinstance(output, Tensor) else next(each for each in output if isinstance(each, Tensor))
+    assert isinstance(first, Tensor)
+    return first

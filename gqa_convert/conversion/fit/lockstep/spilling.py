@@ -1,0 +1,105 @@
+"""What waiting passes keep, in files that are mapped into memory, so that the resident part stays small."""
+
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEAST = 4096
+"""Bytes of a tensor that is worth a file."""
+_MADV_DONTNEED = 4
+_LIBC = ctypes.CDLL(None)
+_TRIM = getattr(_LIBC, "malloc_trim", None)
+"""Of glibc only."""
+
+
+def mapped_file(folder: Path, nbytes: int) -> Tensor:
+    """A new file as a tensor of bytes [nbytes]. It has no name, so that it lives as long as the tensor.
+
+    Raises:
+        OSError: the disk has no room for it; that is taken at once, since to find none through a mapping kills the
+            process.
+    """
+    with NamedTemporaryFile(dir=folder, prefix="waiting-") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+class Spill:
+    """Files for one pass. They have no names, so that none is left behind, whatever ends the program.
+
+    Args:
+        folder: an existing folder on a disk.
+        twin: of the pass that tensors may be shared with.
+    """
+
+    def __init__(self, folder: Path, twin: "Spill | None" = None) -> None:
+        self._folder, self._twin = folder, twin
+        self._maps: dict[int, Tensor] = {}
+        """The files, by address: while they are held here, no other memory can be at these addresses."""
+
+    def take(self, frame: Any, others: Iterable[Any], kept: frozenset[int]) -> None:
+        """Move tensors to files, whoever refers to them, and forget the files of those that are gone.
+
+        Args:
+            frame: the innermost frame that waits; its variables and those of its callers are searched.
+            others: further places where tensors may be: tensors, tuples, lists and dicts of them.
+            kept: addresses of storages that stay, such as weights.
+        """
+        self.drop()  # also what is forgotten below, to which a frame's last snapshot of its variables may still refer
+        found: dict[int, list[Tensor]] = {}
+        seen: set[int] = set()
+        for tensor in (*_held_by_frames(frame, seen), *_held(list(others), seen)):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "cpu" and storage.nbytes() >= _LEAST and storage.data_ptr() not in kept:
+                found.setdefault(storage.data_ptr(), []).append(tensor)
+        known = self._maps | (self._twin._maps if self._twin is not None else {})
+        self._maps = {address: known[address] for address in found if address in known}
+        for address, tensors in found.items():
+            if address not in known:
+                self._move(tensors)
+        found.clear()
+        self.drop()
+        if _TRIM is not None:
+            _TRIM(0)  # else malloc keeps what was moved
+
+    def _move(self, tensors: list[Tensor]) -> None:
+        storage = tensors[0].untyped_storage()
+        mapped = mapped_file(self._folder, storage.nbytes())
+        mapped.untyped_storage().copy_(storage)
+        self._maps[mapped.data_ptr()] = mapped
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.set_(mapped.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def drop(self) -> None:
+        """Let the pages of all files leave the resident memory; they are read again when they are used."""
+        for address, mapped in self._maps.items():
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mapped.numel()), _MADV_DONTNEED)
+
+
+def _held_by_frames(frame: Any, seen: set[int]) -> Iterator[Tensor]:
+    while frame is not None:
+        yield from _held(list(frame.f_locals.values()), seen)
+        frame = frame.f_back
+
+
+def _held(place: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors within nested tuples, lists and dicts, each object once; parameters aside."""
+    if id(place) in seen:
+        return
+    seen.add(id(place))
+    if isinstance(place, Tensor):
+        if not isinstance(place, torch.nn.Parameter) and place.layout == torch.strided:
+            yield place
+    elif isinstance(place, dict):
+        for each in place.values():
+            yield from _held(each, seen)
+    elif isinstance(place, (tuple, list)):
+        for each in place:
+            yield from _held(each, seen)

@@ -1,0 +1,52 @@
+"""A short gradient stage for one layer: its merged projections learn to yield what the source's attention yields.
+
+Layers do not depend on one another here, nothing but the layer is in memory, and the text is the calibration text.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gqa_convert.conversion.fit.assembly import Parts
+from gqa_convert.conversion.fit.lockstep.captured_module import Call
+from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
+
+STEPS = 400
+RATE = 0.05
+"""Of `RelativeAdam`."""
+
+
+def match(
+    parts: Parts,
+    run: Callable[[Call, Parts], Tensor],
+    calls: Sequence[Call],
+    targets: Sequence[Tensor],
+    *,
+    steps: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Adam on the squared error of attention's output.
+
+    Args:
+        parts: merged heads to start from.
+        run: attention's output for a call, with gradients to the parts.
+        calls: the student's, one batch each.
+        targets: what each is to yield, [B, L, D].
+        steps: batches to see.
+        seed: of their order.
+
+    Returns:
+        Trained parts; those given are not changed.
+    """
+    optimizer = RelativeAdam([parts], RATE, steps)
+    size = sum(float(target.double().square().sum()) for target in targets) / sum(target.numel() for target in targets)
+    for number in batch_order(len(calls), steps, seed):
+        call = calls[number]
+        with torch.enable_grad():
+            error = (run(call, optimizer.layers[0]) - targets[number]).square().sum(-1)
+            loss = (error if call.counted is None else error[call.counted]).mean() / (
+                size * targets[number].shape[-1] or 1.0
+            )
+        optimizer.step(loss)
+    return optimizer.results()[0]

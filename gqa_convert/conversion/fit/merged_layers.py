@@ -1,0 +1,167 @@
+"""Merged layers on disk until the result is written: one file each, so that long work goes on where it was killed."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, build_header, header_length, parse_header
+from gqa_convert.checkpoint.publication import lock_folder, sync
+from gqa_convert.checkpoint.source import Shard
+from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
+
+Array = npt.NDArray[Any]
+_STATE = "state.json"
+_RECORD = "record"
+_FINISH = "finish.json"
+
+
+class MergedLayers:
+    """A hidden folder beside the result, locked while it is open.
+
+    Args:
+        out: the folder that the result will have.
+        fingerprint: what the layers depend on: source, method, data. Layers of another fingerprint are thrown away.
+        keep: leave the layers there when an error or a signal ends the work, for the next run to go on with.
+
+    Raises:
+        OutputError: another run is at it.
+    """
+
+    def __init__(self, out: Path, fingerprint: Mapping[str, Any], *, keep: bool) -> None:
+        real = Path(os.path.realpath(out))
+        self.path = real.parent / f".{real.name}.gqa-merging"
+        self._out = out
+        self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True)
+        self._keep = keep
+        self._handle: int | None = None
+
+    def __enter__(self) -> "MergedLayers":
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            self._handle = lock_folder(self.path)
+            if self._handle is None:
+                raise OutputError(
+                    f"another run is making {self._out} ({self.path} is locked): wait for it, or name another folder"
+                )
+        for path in self.path.iterdir():
+            if path.is_dir():  # activations of a run that was killed
+                shutil.rmtree(path, ignore_errors=True)
+        state = self.path / _STATE
+        if not state.is_file() or state.read_text(encoding="utf-8") != self._fingerprint:
+            for path in (*self.path.glob("layer-*"), *self.path.glob("finished-*"), self.path / _FINISH):
+                path.unlink(missing_ok=True)
+            state.write_text(self._fingerprint, encoding="utf-8")
+            sync(state)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        kept = self._keep and any(self.path.glob("layer-*"))
+        if kind is None or not kept:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._handle is not None:
+            os.close(self._handle)
+        if kept and isinstance(error, InterruptedRunError):
+            stopped = str(error).partition(":")[0]
+            raise InterruptedRunError(
+                f"{stopped}: merged layers are kept in {self.path}, and the same command goes on from there"
+            ) from None
+
+    def record(self, number: int) -> dict[str, Any] | None:
+        """What was noted of a layer that is done already, or None."""
+        header = self._header(number)
+        return None if header is None else json.loads(header.metadata[_RECORD])
+
+    def read(self, number: int) -> dict[str, Array]:
+        """The tensors of a layer that is done."""
+        header = self._header(number)
+        assert header is not None
+        data = np.memmap(self._file(number), np.uint8, "r")
+        return {
+            name: data[entry.start : entry.start + entry.nbytes].view(DTYPES[entry.dtype]).reshape(entry.shape)
+            for name, entry in header.tensors.items()
+        }
+
+    def write(self, number: int, tensors: Mapping[str, Array], record: Mapping[str, Any]) -> None:
+        """Keep a layer; once this returns, no kill can lose it."""
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        described = ((name, names[array.dtype], array.shape, array.nbytes) for name, array in tensors.items())
+        self._put(self._file(number), build_header(described, {_RECORD: json.dumps(dict(record))}), tensors.values())
+
+    def finish(self, layers: Mapping[int, Mapping[str, Array]], note: Mapping[str, Any]) -> None:
+        """Put other tensors in the place of layers that are done, all at once or not at all.
+
+        Args:
+            layers: their tensors, by their numbers; the others stay.
+            note: of what was done, for `finished`.
+        """
+        for number, tensors in layers.items():
+            described = self._header(number)
+            assert described is not None
+            entries = (
+                (name, described.tensors[name].dtype, array.shape, array.nbytes) for name, array in tensors.items()
+            )
+            self._put(self._finished(number), build_header(entries, described.metadata), tensors.values())
+        self._put(self.path / _FINISH, json.dumps(dict(note) | {"layers": sorted(layers)}).encode(), ())
+
+    def reopen(self) -> None:
+        """Back to the layers as they were before `finish`."""
+        (self.path / _FINISH).unlink(missing_ok=True)
+
+    def finished(self) -> dict[str, Any] | None:
+        """The note of `finish`, or None before it."""
+        path = self.path / _FINISH
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def _put(self, path: Path, head: bytes, arrays: Iterable[Array]) -> None:
+        partial = self.path / "partial"
+        with partial.open("wb") as file:
+            file.write(head)
+            for array in arrays:
+                file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+        sync(partial)
+        partial.rename(path)
+        sync(self.path)
+
+    def shards(self, count: int) -> list[Shard]:
+        """The files of the first `count` layers, those that there are, as weight files with absolute names."""
+        found = []
+        for number in range(count):
+            header = self._header(number)
+            if header is not None:
+                status = self._file(number).stat()
+                found.append(Shard(str(self._file(number)), status.st_size, header, False, status.st_mtime_ns))
+        return found
+
+    def _file(self, number: int) -> Path:
+        note = self.finished()
+        return (
+            self._finished(number)
+            if note and number in note["layers"]
+            else self.path / f"layer-{number:05d}.safetensors"
+        )
+
+    def _finished(self, number: int) -> Path:
+        return self.path / f"finished-{number:05d}.safetensors"
+
+    def _header(self, number: int) -> Header | None:
+        path = self._file(number)
+        if not path.is_file():
+            return None
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = header_length(file.read(LENGTH_BYTES), size, str(path))
+                return parse_header(file.read(length), size, str(path))
+        except CorruptCheckpointError:  # a disk that failed: the layer is made again
+            return None

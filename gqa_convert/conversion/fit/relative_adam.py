@@ -1,0 +1,71 @@
+"""The optimizer of the gradient stages: Adam with steps relative to the size of what is trained, over a schedule of its
+own.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gqa_convert.conversion.fit.assembly import BIASES, Parts
+
+_BETAS = (0.9, 0.99)
+_WARM_UP = 10
+_END = 0.05
+
+
+class RelativeAdam:
+    """Trains copies of merged heads.
+
+    Args:
+        layers: parts of each layer to start from; they are not changed.
+        rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
+            it belongs to.
+        steps: that will be taken: ten to warm up, then a cosine down to a twentieth of the rate.
+    """
+
+    def __init__(self, layers: Sequence[Parts], rate: float, steps: int) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+        self._steps, self._taken = steps, 0
+        groups = []
+        for parts in layers:
+            scale = {name: _rms(tensor) for name, tensor in parts.items()}
+            scale |= {bias: max(scale[bias], scale[role]) for role, bias in BIASES.items()}
+            trained = {name: tensor.detach().clone().requires_grad_() for name, tensor in parts.items()}
+            groups += [
+                {"params": [tensor], "lr": rate * scale[name], "height": rate * scale[name]}
+                for name, tensor in trained.items()
+            ]
+            self.layers.append(trained)
+        self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
+
+    def step(self, loss: Tensor) -> None:
+        """One step down the gradient of a loss."""
+        number = self._taken
+        share = min(1.0, (number + 1) / _WARM_UP) * (
+            _END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * number / self._steps))
+        )
+        for group in self._adam.param_groups:
+            group["lr"] = group["height"] * share
+        self._adam.zero_grad()
+        torch.autograd.backward(loss)
+        self._adam.step()
+        self._taken += 1
+
+    def results(self) -> list[dict[str, Tensor]]:
+        """What was trained, layer by layer, without gradients."""
+        return [{name: tensor.detach() for name, tensor in parts.items()} for parts in self.layers]
+
+
+def batch_order(count: int, steps: int, seed: int) -> list[int]:
+    """Which batch each step sees: every batch once before any twice."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while len(order) < steps:
+        order += torch.randperm(count, generator=generator).tolist()
+    return order[:steps]
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())

@@ -1,0 +1,92 @@
+"""From a plan to one whose K/V heads are merged already, by whichever method works on whole layers."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gqa_convert._version import __version__
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.layers import LayerDone, merge_layers, merged_plan
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.merging.folding.merge import FOLDING_METHODS
+
+__all__ = ["LayerDone", "Merged", "merge_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What is to be written, and what to note of it."""
+
+    plan: Plan
+    errors: dict[str, float] | None = None
+    """None where the writer merges, and measures."""
+    calibration: dict[str, Any] | None = None
+    """What text was used."""
+    head_order: dict[str, list[int]] = field(default_factory=dict)
+    """By module: the source's K/V heads in the order in which they were merged, where it is not their own."""
+
+
+def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
+    """Do what has to be done before a plan can be written.
+
+    Args:
+        plan: of a local checkpoint.
+        out: the folder that the result will have; merged layers lie hidden beside it until `stack` is closed, and those
+            of a method
+            that takes long stay there if it ends with an error, for the next run.
+        options: of calibration.
+        stack: closed once the result is written.
+        on_layer: called as each layer is merged.
+
+    Raises:
+        GQAConvertError: one of its subclasses.
+    """
+    if plan.effective_method not in FOLDING_METHODS:
+        return Merged(plan)
+    files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
+    fingerprint: dict[str, Any] = {
+        "version": __version__,
+        "source": str(plan.checkpoint.folder),
+        "files": files,
+        "config": plan.checkpoint.config,
+        "method": plan.method,
+        "groups": plan.groups,
+        "modules": [layer.module for layer in plan.layers],
+    }
+    if options.source is None:
+        store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
+        errors = merge_layers(plan, store, on_layer)
+        return Merged(merged_plan(plan, store), errors, None, _head_order(plan, store))
+    from gqa_convert.conversion.fit.closed_loop import fit_checkpoint
+    from gqa_convert.conversion.fit.matching import STEPS
+
+    calibration = calibrate(plan, options)
+    steps = STEPS if options.steps is None else options.steps
+    noted = {
+        "text": calibration.description,
+        "tokens": calibration.tokens,
+        "sequence_length": calibration.sequence_length,
+        "seed": options.seed,
+        "steps": steps,
+        "digest": calibration.digest,
+    }
+    store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
+    errors = fit_checkpoint(
+        plan,
+        store,
+        calibration.batches,
+        on_layer,
+        steps=steps,
+        kl_steps=options.kl_steps,
+        held_out=calibration.held_out,
+    )
+    finish = store.finished() or {"kl_steps": 0, "kl": None}
+    noted |= {name: finish[name] for name in ("kl_steps", "kl")}
+    return Merged(merged_plan(plan, store), errors, noted, _head_order(plan, store))
+
+
+def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:
+    records = filter(None, map(store.record, range(len(plan.layers))))
+    return {record["module"]: record["order"] for record in records if "order" in record}

@@ -1,0 +1,101 @@
+"""Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+DAMPING = 0.01
+"""Of a moment, relative to the mean of its diagonal."""
+_NARROW = 1024
+"""Up to this width products are made in float64; above it in float32, block by block, and summed in float64."""
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right in float64, [a, b], of [n, a] and [n, b]."""
+    if left.shape[1] <= _NARROW:
+        return left.double().T @ right.double()
+    return (left.float().T @ right.float()).double()
+
+
+@dataclass
+class Moment:
+    """E[x x^T] of inputs and a 1 behind them."""
+
+    width: int
+    total: Tensor | None = None
+    count: int = 0
+
+    def add(self, states: Tensor, counted: Tensor | None) -> None:
+        """Take in [B, L, width]; `counted` [B, L] leaves padding out."""
+        rows = states.detach().reshape(-1, states.shape[-1])
+        if counted is not None:
+            rows = rows[counted.reshape(-1)]
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        found = product(rows, rows)
+        self.total = found if self.total is None else self.total.add_(found)
+        self.count += len(rows)
+
+    def damped(self) -> npt.NDArray[np.float64]:
+        """The moment [width + 1, width + 1] with a little of the identity, so that nothing is singular; the last entry
+        stays 1.
+        """
+        if self.total is None or not self.count:
+            return np.eye(self.width + 1)
+        found = (self.total / self.count).cpu().numpy()
+        mean = float(np.mean(np.diag(found)[:-1]))
+        found[np.diag_indices(self.width)] += DAMPING * mean if mean > 0 else 1.0
+        return np.asarray(found)
+
+
+@dataclass
+class Ridge:
+    """Fits W z + b to targets, pulled towards a matrix that is there already.
+
+    Minimises sum |W z + b - t|^2 + strength * mean diagonal of sum z z^T * |W - before|^2.
+    """
+
+    strength: float
+    biased: bool
+    _gram: Tensor | None = None
+    _cross: Tensor | None = None
+    _sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, inputs: Tensor, targets: Tensor, counted: Tensor | None) -> None:
+        """Take in [B, L, z] and [B, L, t]."""
+        rows, wanted = inputs.detach().reshape(-1, inputs.shape[-1]), targets.detach().reshape(-1, targets.shape[-1])
+        if counted is not None:
+            keep = counted.reshape(-1)
+            rows, wanted = rows[keep], wanted[keep]
+        if self.biased:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        gram, cross = product(rows, rows), product(rows, wanted)
+        self._gram = gram if self._gram is None else self._gram.add_(gram)
+        self._cross = cross if self._cross is None else self._cross.add_(cross)
+
+    def solve(self, before: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The fitted matrix [t, z] and bias [t].
+
+        Args:
+            before: [t, z], what to pull towards.
+            bias: [t], likewise; None where there is none.
+        """
+        assert self._gram is not None
+        assert self._cross is not None
+        start = before.double()
+        if self.biased:
+            assert bias is not None
+            start = torch.cat([start, bias.double()[:, None]], dim=1)
+        size = start.shape[1] - self.biased
+        mean = float(self._gram.diagonal()[:size].mean())
+        pull = torch.full(
+            (start.shape[1],), self.strength * mean if mean > 0 else 1.0, dtype=torch.float64, device=start.device
+        )
+        matrix = self._gram.clone()
+        matrix.diagonal().add_(pull)
+        wanted = torch.addcmul(self._cross, pull[:, None], start.T)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        fitted = (torch.cholesky_solve(wanted, factor) if not failed else torch.linalg.solve(matrix, wanted)).T
+        return (fitted[:, :-1], fitted[:, -1]) if self.biased else (fitted, None)

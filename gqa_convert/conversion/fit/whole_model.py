@@ -1,0 +1,209 @@
+"""The last stage of `fit`: the merged projections of all layers together learn to predict what the source predicts.
+
+Source and student are one loaded model, run with the weights of either, so that the student costs no more than its
+attention. Only
+where the whole model is in memory: larger ones end with their layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
+from gqa_convert.conversion.fit.layers import LayerDone, attention_of
+from gqa_convert.conversion.fit.lockstep.module_names import find_modules
+from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
+from gqa_convert.conversion.fit.lockstep.runner import Batch
+from gqa_convert.conversion.fit.lockstep.substitution import replaced
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import OptionError
+from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+from gqa_convert.text.losses import IGNORED, kl_loss
+
+RATE = 0.01
+"""Of `RelativeAdam`."""
+WORTHWHILE = 0.02
+"""Nats per token: below such a divergence after the layers there is too little to win for the time that the stage
+takes.
+"""
+_MOST_PARAMETERS = 1_000_000_000
+"""Above which a CPU would need hours."""
+_ACTIVATIONS = 40
+"""Numbers that a layer keeps for the way back, per token and unit of width, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """KL(source || student) on text that no stage has seen, in nats per token."""
+
+    before: float
+    after: float
+
+
+def train_together(
+    plan: Plan,
+    store: MergedLayers,
+    model: Any,
+    batches: Sequence[Batch],
+    held_out: Sequence[Batch],
+    on_layer: LayerDone,
+    *,
+    steps: int,
+    seed: int,
+    asked: bool = True,
+) -> None:
+    """The stage for a plan whose layers are all in the store.
+
+    Args:
+        plan: of the conversion.
+        store: of merged layers; they stay as they are if training does not help.
+        model: the loaded source, all in memory.
+        batches: of calibration text.
+        unseen: other batches, at least one, to judge by.
+        on_layer: called as steps are taken, with `kl_step`, and with `kl` at the end.
+        steps: batches to see.
+        seed: of their order.
+        asked: for, so that it is done whatever it may win; else only where it is `WORTHWHILE`.
+    """
+    finder = attention_of(plan)
+    layouts = [LayerTensors(finder, layer) for layer in finder.layers]
+    assemblies: dict[str, Assembly] = {}
+    parts = []
+    for number, (layer, layout) in enumerate(zip(finder.layers, layouts, strict=True)):
+        tensors = store.read(number)
+        tied = layout.cut(tensors)
+        step = tied.groups // plan.groups
+        assemblies[layer.module] = Assembly(layout, tied, tensors, plan.groups, model.device)
+        parts.append(as_parts(replace(tied, keys=tied.keys[::step], values=tied.values[::step]), model.device))
+    count, least = len(layouts), 0.0 if asked else WORTHWHILE
+    trained, kl = match_predictions(
+        model,
+        batches,
+        held_out,
+        assemblies,
+        parts,
+        steps=steps,
+        seed=seed,
+        least=least,
+        on_step=lambda done, total: on_layer(count, count, {"kl_step": (done, total)}),
+    )
+    made: dict[int, Tensors] = {}
+    if trained is not None:
+        made = {
+            number: layouts[number].join(as_heads(new), store.read(number), plan.groups)
+            for number, new in enumerate(trained)
+        }
+    note = {"kl_steps": steps if kl.before >= least else 0, "kl": {"before": kl.before, "after": kl.after}}
+    store.finish(made, note | {"asked": steps if asked else None})
+    on_layer(count, count, note)
+
+
+def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
+    """Refuse what was asked for and can't be done.
+
+    Raises:
+        OptionError: weights are left on the disk, or there is no text to judge by.
+    """
+    if offloaded_weights(model) is not None:
+        raise OptionError(
+            f"--kl-steps {steps} trains all layers together, and this model does not fit in memory: leave it out"
+        )
+    if not held_out:
+        raise OptionError(
+            f"--kl-steps {steps} is judged by text that the layers have not seen, and all of it is used for them: lower --calibration-tokens, "
+            "or name more text"
+        )
+
+
+def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
+    """Whether the stage is worth its memory and time here: all weights in memory, with room for one batch's way back,
+    and on a CPU no more than a billion of them."""
+    from accelerate.utils import get_max_memory
+
+    if offloaded_weights(model) is not None:
+        return False
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = model.config.get_text_config()
+    tokens = max(tensor.numel() for batch in batches for tensor in batch.values())
+    width = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
+    needed = 4 * tokens * (_ACTIVATIONS * width * layers + 3 * config.vocab_size)
+    place = model.device
+    if place.type == "cpu":
+        return bool(parameters <= _MOST_PARAMETERS and needed < get_max_memory()["cpu"] / 2)
+    return bool(needed < torch.cuda.mem_get_info(place)[0] / 2)
+
+
+def match_predictions(
+    model: Any,
+    batches: Sequence[Batch],
+    held_out: Sequence[Batch],
+    assemblies: Mapping[str, Assembly],
+    parts: Sequence[Parts],
+    *,
+    steps: int,
+    seed: int,
+    least: float = 0.0,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
+    """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
+
+    Args:
+        model: the loaded source, all in memory; it is the same again afterwards.
+        batches: of calibration text.
+        unseen: other batches, at least one, to judge by.
+        assemblies: how each layer's parts become its module's parameters, by the module's name in the checkpoint.
+        parts: merged heads of each layer, in the order of `assemblies`.
+        steps: batches to see.
+        seed: of their order.
+        least: divergence below which nothing is done.
+        on_step: told how far the work has come.
+
+    Returns:
+        Trained parts, None if they predict no better than those given; and the divergence before and after.
+    """
+    modules = [
+        (model.get_submodule(name), assemblies[site]) for site, name in find_modules(model, list(assemblies)).items()
+    ]
+
+    def logits(batch: Batch, layers: Sequence[Parts] | None) -> Tensor:
+        with ExitStack() as stack:
+            for (module, assembly), own in zip(modules, layers or [], strict=False):
+                stack.enter_context(replaced(module, assembly(own)))
+            found: Tensor = model(**batch, use_cache=False).logits
+        return found
+
+    def divergence(batch: Batch, layers: Sequence[Parts]) -> tuple[Tensor, Tensor]:
+        moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        with torch.no_grad():
+            wanted = logits(moved, None)
+        labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
+        mask = moved.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+        if mask is not None:
+            labels = labels.masked_fill(~mask.bool(), IGNORED)
+        return kl_loss(logits(moved, layers), wanted, labels, overwrite=True)
+
+    def mean(layers: Sequence[Parts]) -> float:
+        with torch.no_grad():
+            sums = [divergence(batch, layers) for batch in held_out]
+        return sum(float(total.double()) for total, _ in sums) / sum(float(count) for _, count in sums)
+
+    before = mean(parts)
+    if before < least:
+        return None, Divergence(before, before)
+    optimizer = RelativeAdam(parts, RATE, steps)
+    for done, number in enumerate(batch_order(len(batches), steps, seed)):
+        with torch.enable_grad():
+            total, count = divergence(batches[number], optimizer.layers)
+            loss = total / count
+        optimizer.step(loss)
+        on_step(done + 1, steps)
+    after = mean(optimizer.results())
+    if not after < before:
+        return None, Divergence(before, before)
+    return optimizer.results(), Divergence(before, after)

@@ -1,0 +1,252 @@
+"""Makes a plan, or refuses."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.plan.completeness import check_tensors
+from gqa_convert.conversion.plan.model import Plan, TensorChange
+from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.table import Family, Modeling, find_family
+from gqa_convert.families.target_architectures import (
+    NoTargetArchitecture,
+    TargetArchitecture,
+    find_target_architecture,
+    translate_config,
+)
+from gqa_convert.merging.folding.constraints import find_folding_constraints
+from gqa_convert.merging.folding.heads import LayerTensors
+from gqa_convert.merging.folding.merge import FOLDING_METHODS
+from gqa_convert.merging.pooling import METHODS, Method
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    groups: int,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    encoder: bool = False,
+    native: bool | None = None,
+    max_shard_size: int | None = None,
+) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        checkpoint: the opened source.
+        groups: K/V heads per layer in the result (the paper's GQA-N).
+        method: `mean`, `first` or `random`; `align`, `factor` or `fit`, which change queries and outputs too.
+        seed: for `random`.
+        encoder: convert an encoder's self-attention too, which keeps no cache; the paper leaves it as it is (section
+            2).
+        native: for families whose own class has no K/V-head count: translate to a stock class that computes the same
+            and has one, or
+            (False) bring a modelling file; by default the former wherever there is such a class.
+        max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input
+            file has
+            one output file of the same name.
+
+    Raises:
+        UnsupportedFamilyError: the model type is unknown or cannot be converted.
+        ConfigError: the tensors' names or shapes contradict the config.
+        GroupsError: `groups` does not fit the heads.
+        UnsupportedFormatError: the K/V projections have a type that can't be merged.
+        OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
+    """
+    known = (*METHODS, *FOLDING_METHODS)
+    if method not in known:
+        raise OptionError(f"--method {method!r} is unknown: choose one of {', '.join(known)}")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise OptionError(f"--max-shard-size {max_shard_size} holds nothing: give it a size such as 5GB")
+    folding = method in FOLDING_METHODS
+    # the writer meets heads that an absorbing method has made equal within each group
+    pooling: Method = "first" if folding else next(name for name in METHODS if name == method)
+    family = find_family(checkpoint.config.get("model_type"))
+    finder = AttentionFinder(checkpoint, family, encoder=encoder)
+    unused = tuple(check_tensors(checkpoint, finder))
+    for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
+        _check_groups(groups, kv_heads, heads, family.model_type)
+    target_architecture = _target(checkpoint, finder, groups, native)
+    unchanged = all(layer.kv_heads == groups for layer in finder.layers)
+    modeling = None if target_architecture or (unchanged and not _converted_before(family)) else family.modeling
+    if target_architecture:
+        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, pooling)
+        config = translate_config(checkpoint.config, target_architecture, groups)
+    else:
+        shards, changes = plan_tensors(checkpoint, finder, groups, pooling)
+        config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
+    reasons: tuple[str, ...] = ()
+    if folding:
+        changes = list(_folded(changes, checkpoint, finder, groups, method, translated=target_architecture is not None))
+        reasons = tuple(_constraints(finder, groups, method))
+    if checkpoint.weights_format == "torch":
+        shards = [replace(shard, file=safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
+    if max_shard_size is not None:
+        shards = reshard(shards, max_shard_size)
+    return Plan(
+        checkpoint=checkpoint,
+        family=family,
+        modeling=modeling,
+        target_architecture=target_architecture,
+        groups=groups,
+        method=method,
+        seed=seed,
+        heads=finder.heads,
+        source_kv_heads=finder.kv_heads,
+        layers=finder.layers,
+        changes=tuple(changes),
+        shards=tuple(shards),
+        config=config,
+        warnings=(*unused, *reasons, *_warnings(checkpoint, family, modeling, target_architecture)),
+    )
+
+
+def _target(
+    checkpoint: Checkpoint, finder: AttentionFinder, groups: int, native: bool | None
+) -> TargetArchitecture | None:
+    """The stock model type to translate to, if that is the route to take."""
+    family = finder.family
+    if family.modeling is None and native is False:
+        raise OptionError(
+            f"--no-native: stock classes hold a {family.model_type} with fewer K/V heads as it is: leave it out"
+        )
+    if family.modeling is None or native is False or (native is None and groups == finder.kv_heads):
+        return None
+    found = find_target_architecture(checkpoint.config, groups)
+    if isinstance(found, NoTargetArchitecture):
+        if native:
+            raise OptionError(
+                f"--native: this {family.model_type} has no native home: {found.reason}; leave it out, for a modelling file"
+            )
+        return None
+    return found
+
+
+def _converted_before(family: Family) -> bool:
+    """Whether the source is a result of ours, with a modelling file of its own already."""
+    return family.modeling is not None and family.modeling.model_type == family.model_type
+
+
+def _converted_config(
+    config: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, *, encoder: bool
+) -> dict[str, Any]:
+    """The source's config with the family's own keys and ChatGLM2's convention set to the new count, for old clients
+    and new.
+    """
+    result = copy.deepcopy(config)
+    if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys
+        for dotted in family.kv_heads_keys:
+            *parents, last = dotted.split(".")
+            place = result
+            for key in parents:
+                place = place.setdefault(key, {})
+            place[last] = groups
+        if encoder:
+            result[family.encoder_kv_heads_key] = groups
+    result["multi_query_attention"] = True
+    result["multi_query_group_num"] = groups
+    if modeling is None:  # else transformers 5 alone loads it
+        result |= legacy_config_keys(result)
+    else:
+        names = [name for _, name in modeling.classes]
+        stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
+        result["architectures"] = [name for name in stated if name in names] or [names[min(2, len(names) - 1)]]
+        result["model_type"] = modeling.model_type
+        kept = {
+            auto: target_architecture
+            for auto, target_architecture in config.get("auto_map", {}).items()
+            if not auto.startswith(("AutoConfig", "AutoModel"))
+        }
+        result["auto_map"] = kept | modeling.auto_map
+        if result.get("tokenizer_class") is None:
+            result["tokenizer_class"] = modeling.tokenizer
+    return result
+
+
+def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
+    down = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    up = [count for count in range(2 * kv_heads, heads + 1, kv_heads) if heads % count == 0]
+    if groups not in down and groups not in up:
+        choices = ", ".join(map(str, down)) + (
+            f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""
+        )
+        raise GroupsError(
+            f"--groups {groups} does not fit this {model_type} checkpoint with {kv_heads} K/V heads and {heads} query heads: choose one of {choices}"
+        )
+
+
+def _folded(
+    changes: list[TensorChange],
+    checkpoint: Checkpoint,
+    finder: AttentionFinder,
+    groups: int,
+    method: str,
+    *,
+    translated: bool,
+) -> Iterator[TensorChange]:
+    """The changes of an absorbing method: K/V tensors with what really happens to them, then the projections that
+    absorb its maps.
+    """
+    layers = {layer.module: layer for layer in finder.layers}
+    reasons = {layer.module: find_folding_constraints(finder, layer) for layer in finder.layers}
+    for change in changes:
+        constraints = reasons.get(change.module)
+        blocked = constraints and {
+            "key": constraints.key_constraint,
+            "value": constraints.value_constraint,
+            "key_norm": "averaged",
+        }
+        pooled = blocked and method != "fit" and all(blocked[role] for role in change.roles)
+        yield change if change.method in ("copy", "repeat") else replace(change, method="mean" if pooled else method)
+    if translated:
+        return  # there every tensor is computed anew
+    entries = {name: entry for _, name, entry in checkpoint.tensors()}
+    seen = {change.name for change in changes}
+    for module, layer in layers.items():
+        constraints = reasons[module]
+        taken = {"query": constraints.key_constraint, "output": constraints.value_constraint}
+        for name, role in LayerTensors(finder, layer).folding.items():
+            if layer.kv_heads > groups and name not in seen and (method == "fit" or not taken[role]):
+                entry = entries[name]
+                yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method)
+
+
+def _constraints(finder: AttentionFinder, groups: int, method: str) -> Iterator[str]:
+    """What an absorbing method can't do here."""
+    if all(layer.kv_heads <= groups for layer in finder.layers):
+        return
+    found = [find_folding_constraints(finder, layer) for layer in finder.layers]
+    for role, reasons in (
+        ("keys", [each.key_constraint for each in found]),
+        ("values", [each.value_constraint for each in found]),
+    ):
+        reason = next(filter(None, reasons), None)
+        if reason:
+            how = "start from their mean" if method == "fit" else "are averaged"
+            yield f"{role} {how} in {len(list(filter(None, reasons)))} of {len(found)} attention layers, since {reason}"
+
+
+def _warnings(
+    checkpoint: Checkpoint, family: Family, modeling: Modeling | None, target_architecture: TargetArchitecture | None
+) -> Iterator[str]:
+    if checkpoint.left_behind:
+        names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
+        yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
+    if (
+        target_architecture
+        and target_architecture.special_tokens
+        and "tokenizer.json" not in checkpoint.carried
+        and "vocab.json" in checkpoint.carried
+    ):
+        yield f"transformers 5 loads a {target_architecture.model_type} tokenizer from tokenizer.json only, which is missing: save it with the tokenizer first"
+    brings_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
+    if not family.native and not family.modeling:
+        keys = ", ".join(family.kv_heads_keys)
+        yield f"transformers loads it by the checkpoint's own code, which reads {keys}: that code is copied and never run here"
+    elif brings_code and modeling is None:
+        yield "the checkpoint brings Python code of its own: it is copied and never run; look whether it reads num_key_value_heads"

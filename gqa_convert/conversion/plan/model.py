@@ -1,0 +1,238 @@
+"""What a plan consists of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.translation.tensors import TranslatedTensor
+from gqa_convert.families.engines import listed_in
+from gqa_convert.families.geometry import AttentionKind, AttentionLayer
+from gqa_convert.families.layouts import Role
+from gqa_convert.families.table import Family, Modeling
+from gqa_convert.families.target_architectures import TargetArchitecture, engines_for
+from gqa_convert.merging.pooling import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of output bytes: copied from one source range, or merged from several of the same length.
+
+    `ranges` holds (shard number, byte offset in that file); `method` is None for a copy.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+    method: Method | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the result and the pieces whose bytes, one behind the other, are its own.
+
+    Where heads lie along the last axis (Conv1D), the pieces are those of one row; each of the `rows` is made of them,
+    and the ranges move on by `stride` bytes from one to the next. A tensor of a translation that takes arithmetic has
+    no pieces, but its description.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    rows: int = 1
+    stride: int = 0
+    translated: TranslatedTensor | None = None
+    unit_rows: bool = False
+    """Each row of the one piece is divided by its length on the way."""
+
+    @property
+    def elements(self) -> int:
+        return _count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        if self.translated:
+            return self.translated.nbytes
+        return self.rows * sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor whose K/V heads change in number, or whose numbers change with them: what it is, and its shape before
+    and after.
+    """
+
+    name: str
+    module: str
+    roles: tuple[Role, ...]
+    dtype: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    method: str
+    """How it is merged or, where it has no K/V heads, the method whose maps it absorbs; repeat; or copy."""
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """One output file."""
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+    metadata: dict[str, str]
+    whole_copy_of: int | None = None
+    """The number of the source shard that this file equals byte for byte, if it does."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do."""
+
+    checkpoint: Checkpoint
+    family: Family
+    modeling: Modeling | None
+    """The modelling file that the result brings along; None where stock classes load it."""
+    target_architecture: TargetArchitecture | None
+    """The stock model type that the source is translated to; None where it keeps its own."""
+    groups: int
+    method: str
+    seed: int
+    heads: int
+    source_kv_heads: int
+    layers: tuple[AttentionLayer, ...]
+    changes: tuple[TensorChange, ...]
+    shards: tuple[OutputShard, ...]
+    config: dict[str, Any]
+    """The result's config.json."""
+    warnings: tuple[str, ...]
+
+    @property
+    def effective_method(self) -> str:
+        """What really happens: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
+        methods = {change.method for change in self.changes} - {"copy"}
+        return "copy" if not methods else "repeat" if methods == {"repeat"} else self.method
+
+    @property
+    def route(self) -> str:
+        """What loads the result: stock classes of its own type (`native`) or of another that computes the same
+        (`translated`), the modelling file that it brings (`own file`), or the source's own code."""
+        if self.modeling:
+            return "own file"
+        if self.target_architecture:
+            return "translated"
+        return "native" if self.family.native or self.family.modeling else "checkpoint's own code"
+
+    @property
+    def loads_in(self) -> frozenset[str]:
+        """Software that was seen to load such a result without custom code."""
+        if self.modeling:
+            return frozenset()
+        if self.target_architecture:
+            return engines_for(self.checkpoint.config, self.target_architecture)
+        return frozenset({"transformers"}) if self.family.modeling else self.family.engines
+
+    @property
+    def listed_in(self) -> frozenset[str]:
+        """Further software whose list of architectures has the result's type, which was not seen to load it."""
+        return listed_in(self.config["model_type"])
+
+    @property
+    def weight_bytes_after(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def parameters_before(self) -> int:
+        return sum(entry.elements for _, _, entry in self.checkpoint.tensors())
+
+    @property
+    def parameters_after(self) -> int:
+        return sum(tensor.elements for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the result takes on disk, headers and carried files included, to within a few KiB."""
+        headers = sum(len(tensor.name) + 120 for shard in self.shards for tensor in shard.tensors)
+        return (
+            self.weight_bytes_after
+            + headers
+            + sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
+            + 65536
+        )
+
+    def cache_bytes_per_token(self, after: bool, attention_kind: AttentionKind = "decoder") -> int:
+        """K/V-cache bytes that one token takes over all attention layers of a place, in the type of the projections.
+
+        A token of the text takes those of `decoder`, a token of an encoder's output those of `cross`.
+        """
+        return sum(
+            (self.groups if after else layer.kv_heads)
+            * (layer.key_head_dim + layer.value_head_dim)
+            * DTYPES[layer.dtype].itemsize
+            for layer in self.layers
+            if layer.attention_kind == attention_kind
+        )
+
+    def cache_bytes(self) -> dict[str, dict[str, int]]:
+        """The bytes before and after of each cache that there is."""
+        attention_kinds: dict[str, AttentionKind] = {
+            "kv_bytes_per_token": "decoder",
+            "cross_kv_bytes_per_encoder_token": "cross",
+        }
+        sizes = {
+            key: {
+                "before": self.cache_bytes_per_token(False, attention_kind),
+                "after": self.cache_bytes_per_token(True, attention_kind),
+            }
+            for key, attention_kind in attention_kinds.items()
+        }
+        return {key: both for key, both in sizes.items() if both["before"]}
+
+    def tensor_parallel_degrees(self) -> tuple[list[int], list[int]]:
+        """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V
+        heads.
+        """
+        degrees = [degree for degree in range(1, self.heads + 1) if self.heads % degree == 0]
+        split = [degree for degree in degrees if self.groups % degree == 0]
+        copied = [degree for degree in degrees if degree > self.groups and degree % self.groups == 0]
+        return split, copied
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as plain data for `--json`."""
+        split, copied = self.tensor_parallel_degrees()
+        return {
+            "source": self.checkpoint.source_id,
+            "revision": self.checkpoint.revision,
+            "model_type": self.family.model_type,
+            "weights_format": self.checkpoint.weights_format,
+            "heads": self.heads,
+            "source_kv_heads": self.source_kv_heads,
+            "groups": self.groups,
+            "method": self.effective_method,
+            "attention_layers": len(self.layers),
+            "changes": [
+                {"name": c.name, "before": list(c.before), "after": list(c.after), "dtype": c.dtype, "method": c.method}
+                for c in self.changes
+            ],
+            "parameters": {"before": self.parameters_before, "after": self.parameters_after},
+            "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
+            **self.cache_bytes(),
+            "disk_bytes": self.disk_bytes,
+            "route": self.route,
+            "result_model_type": self.config["model_type"],
+            "modeling_file": f"{self.modeling.file}.py" if self.modeling else None,
+            "loads_in": sorted(self.loads_in),
+            "listed_in": sorted(self.listed_in),
+            "tensor_parallel": {"split": split, "with_copied_kv_heads": copied},
+            "left_behind": list(self.checkpoint.left_behind),
+            "warnings": list(self.warnings),
+        }
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,222 @@
+"""Which bytes of the source every output tensor is made of."""
+
+from collections.abc import Iterable, Iterator
+
+from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.plan.model import OutputShard, OutputTensor, Piece, TensorChange
+from gqa_convert.conversion.translation.tensors import TranslatedTensor, translate_tensors
+from gqa_convert.errors import GroupsError
+from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
+from gqa_convert.families.layouts import Role, Section
+from gqa_convert.families.target_architectures import TargetArchitecture
+from gqa_convert.merging.pooling import Method
+
+
+def plan_tensors(
+    checkpoint: Checkpoint, finder: AttentionFinder, groups: int, method: Method
+) -> tuple[list[OutputShard], list[TensorChange]]:
+    """Every output tensor in the order of its source, and the list of those that change."""
+    target_architectures = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    changed: set[str] = set()
+    planned: dict[str, OutputTensor | None] = {}
+    changes: list[TensorChange] = []
+    for layer in finder.layers:
+        for name, cut in finder.sections(layer):
+            number, entry = target_architectures[name]
+            if groups == layer.kv_heads:
+                output = _copied(name, number, entry)
+            else:
+                output = _regrouped(
+                    name,
+                    number,
+                    entry,
+                    cut,
+                    groups,
+                    method,
+                    transposed=finder.family.transposed and len(entry.shape) == 2,
+                )
+                changed.add(name)
+            planned[name] = output
+            roles = tuple(section.role for section in cut if section.merged)
+            changes.append(_change(name, layer, roles, entry, output.shape, groups, method))
+        for names in finder.head_lists(layer):
+            blocks = [(target_architectures[name][0], target_architectures[name][1].start) for name in names]
+            entry = target_architectures[names[0]][1]
+            pieces = _regrouped_blocks(blocks, entry.nbytes, groups, _norm_method(method))
+            changed.update(names if groups != layer.kv_heads else ())
+            for index, name in enumerate(names):
+                planned[name] = (
+                    OutputTensor(name, entry.dtype, entry.shape, (pieces[index],)) if index < groups else None
+                )
+            stem = names[0].rsplit(".0.", 1)[0]
+            changes.append(
+                _change(
+                    stem,
+                    layer,
+                    ("key_norm",),
+                    entry,
+                    (groups, *entry.shape),
+                    groups,
+                    method,
+                    before=(len(names), *entry.shape),
+                )
+            )
+            if groups > len(names):
+                raise GroupsError(
+                    f"{stem} has one tensor per K/V head, so that heads can't be repeated here: choose at most {len(names)} groups"
+                )
+    shards = []
+    for number, shard in enumerate(checkpoint.shards):
+        tensors = []
+        for name, entry in shard.header.tensors.items():
+            wanted = planned.get(name, _copied(name, number, entry))
+            if wanted is not None:
+                tensors.append(wanted)
+        untouched = changed.isdisjoint(shard.header.tensors)
+        shards.append(
+            OutputShard(shard.file, tuple(tensors), dict(shard.header.metadata), number if untouched else None)
+        )
+    return shards, changes
+
+
+def plan_translation(
+    checkpoint: Checkpoint,
+    finder: AttentionFinder,
+    target_architecture: TargetArchitecture,
+    groups: int,
+    method: Method,
+) -> tuple[list[OutputShard], list[TensorChange]]:
+    """Every tensor of the home, in the file of the source tensor that it comes from, and those whose heads become
+    fewer.
+    """
+    target_architectures = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    translation = translate_tensors(finder.entries, checkpoint.config, target_architecture, groups, method)
+    tensors: list[list[OutputTensor]] = [[] for _ in checkpoint.shards]
+    changes = []
+    for tensor in translation.tensors:
+        if tensor.merged:
+            merged, module = tensor.merged, tensor.name.rsplit(".", 2)[0]
+            changes.append(
+                TensorChange(
+                    tensor.name, module, merged.roles, tensor.dtype, merged.before, merged.after, merged.method
+                )
+            )
+        tensors[target_architectures[tensor.place][0]].append(_translated(tensor, target_architectures))
+    files = [shard for shard in checkpoint.shards if tensors[checkpoint.shards.index(shard)]]
+    return [
+        OutputShard(shard.file, tuple(tensors[checkpoint.shards.index(shard)]), dict(shard.header.metadata))
+        for shard in files
+    ], changes
+
+
+def _translated(tensor: TranslatedTensor, target_architectures: dict[str, tuple[int, TensorEntry]]) -> OutputTensor:
+    """Copies of rows travel like any others."""
+    if tensor.copied_ranges is None:
+        return OutputTensor(tensor.name, tensor.dtype, tensor.shape, (), translated=tensor)
+    pieces = []
+    for name, first, rows in tensor.copied_ranges:
+        number, entry = target_architectures[name]
+        row_bytes = entry.nbytes // entry.shape[0]
+        pieces.append(Piece(((number, entry.start + first * row_bytes),), rows * row_bytes))
+    return OutputTensor(tensor.name, tensor.dtype, tensor.shape, tuple(pieces))
+
+
+def _norm_method(method: Method) -> Method:
+    """Gains of a norm are no projection: fresh numbers would only destroy them, so that `random` averages them."""
+    return "mean" if method == "random" else method
+
+
+def _change(
+    name: str,
+    layer: AttentionLayer,
+    roles: tuple[Role, ...],
+    entry: TensorEntry,
+    after: tuple[int, ...],
+    groups: int,
+    method: Method,
+    before: tuple[int, ...] | None = None,
+) -> TensorChange:
+    used: str = _norm_method(method) if roles == ("key_norm",) else method
+    if groups >= layer.kv_heads:
+        used = "copy" if groups == layer.kv_heads else "repeat"
+    return TensorChange(name, layer.module, roles, entry.dtype, before or entry.shape, after, used)
+
+
+def _copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
+    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
+
+
+def _regrouped(
+    name: str,
+    shard: int,
+    entry: TensorEntry,
+    cut: tuple[Section, ...],
+    groups: int,
+    method: Method,
+    *,
+    transposed: bool,
+) -> OutputTensor:
+    """The output tensor whose merged sections hold `groups` heads instead of the source's count, section behind
+    section.
+    """
+    outer, axis = (entry.shape[0], 1) if transposed else (1, 0)
+    unit = entry.nbytes // outer // entry.shape[axis]
+    pieces: list[Piece] = []
+    length = 0
+    for section in cut:
+        nbytes = section.width * unit
+        blocks = [(shard, entry.start + start * unit) for start in section.starts]
+        if section.merged:
+            used = _norm_method(method) if section.role == "key_norm" else method
+            pieces += _regrouped_blocks(blocks, nbytes, groups, used)
+            length += groups * section.width
+        else:
+            pieces += _joined(blocks, nbytes)
+            length += section.rows
+    shape = (*entry.shape[:axis], length, *entry.shape[axis + 1 :])
+    return OutputTensor(name, entry.dtype, shape, tuple(pieces), outer, entry.nbytes // outer if transposed else 0)
+
+
+def _joined(blocks: list[tuple[int, int]], nbytes: int) -> Iterator[Piece]:
+    """Copies of blocks of a shard; neighbours travel together."""
+    shard, begin = blocks[0]
+    for (_, block), following in zip(blocks, [start for _, start in blocks[1:]] + [-1], strict=True):
+        if following != block + nbytes:
+            yield Piece(((shard, begin),), block + nbytes - begin)
+            begin = following
+
+
+def _regrouped_blocks(blocks: list[tuple[int, int]], nbytes: int, groups: int, method: Method) -> list[Piece]:
+    """One piece per group: contiguous heads share a group, as every native implementation has it."""
+    if groups >= len(blocks):
+        copies = groups // len(blocks)
+        return [Piece((block,), nbytes) for block in blocks for _ in range(copies)]
+    size = len(blocks) // groups
+    return [Piece(tuple(blocks[first : first + size]), nbytes, method) for first in range(0, len(blocks), size)]
+
+
+def safetensors_name(file: str) -> str:
+    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+
+
+def reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
+    """The same tensors in files of at most `limit` bytes of tensors; a larger tensor has a file of its own."""
+    runs: list[list[OutputTensor]] = [[]]
+    filled = 0
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        metadata |= shard.metadata
+        for tensor in shard.tensors:
+            if runs[-1] and filled + tensor.nbytes > limit:
+                runs.append([])
+                filled = 0
+            runs[-1].append(tensor)
+            filled += tensor.nbytes
+    if len(runs) == 1:
+        return [OutputShard("model.safetensors", tuple(runs[0]), metadata)]
+    count = len(runs)
+    return [
+        OutputShard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(run), metadata)
+        for number, run in enumerate(runs, 1)
+    ]

@@ -1,0 +1,136 @@
+"""Runs a plan: streams the source's bytes into a new checkpoint folder that appears whole or not at all.
+
+Only the K/V heads are read; everything else travels inside the kernel. Memory does not depend on the model's size.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.ownership import list_written
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
+from gqa_convert.conversion.fit.run import LayerDone, merge_heads
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.provenance import PROVENANCE, FileHasher, earlier_record, provenance, record_files
+from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
+from gqa_convert.conversion.writing import Progress, write_weights
+
+
+def convert_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    groups: int,
+    *,
+    method: str | None = None,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    calibration_length: int | None = None,
+    fit_steps: int | None = None,
+    kl_steps: int | None = None,
+    seed: int = 0,
+    encoder: bool = False,
+    native: bool | None = None,
+    revision: str | None = None,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    hash_weights: bool = False,
+    command: list[str] | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_layer: LayerDone = lambda done, total, record: None,
+    progress: Progress = lambda nbytes: None,
+) -> dict[str, Any]:
+    """Convert a checkpoint to grouped-query attention.
+
+    Args:
+        source: a local folder or a Hub id.
+        out: the folder to make.
+        groups: K/V heads per layer in the result.
+        method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text and
+            `factor` without.
+        calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
+            in a recipe's `data`.
+        calibration_tokens: how much of it, by default from the model's width.
+        calibration_length: tokens of a block of it, by default the model's context up to 2048.
+        fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
+        kl_steps: of the last stage of `fit`, which trains all layers together to predict what the source predicts; by
+            default as many as
+            `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters) and its divergence
+            from the source is 0.02 nats per token or more, else 0.
+        seed: for `random`, and of the choice of calibration text.
+        encoder: convert an encoder's self-attention too.
+        native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former
+            where possible.
+        revision: branch, tag or commit on the Hub.
+        max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
+        overwrite: replace an existing checkpoint folder once the new one is complete.
+        hash_weights: record the SHA-256 of the source's weight files, and of the result's in any case, which means
+            reading them whole.
+        command: the command line, for the provenance file.
+        on_plan: called with the plan before anything is written.
+        on_layer: called as each layer is merged by a method that works on whole layers.
+        progress: called with every number of weight bytes written.
+
+    Returns:
+        The plan's summary with the result's path, its size in bytes and the merge error of every changed tensor.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
+    """
+    out = local_path(out)
+    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps)
+    method = default_method(text) if method is None else method
+    options: dict[str, Any] = {
+        "method": method,
+        "seed": seed,
+        "encoder": encoder,
+        "native": native,
+        "max_shard_size": max_shard_size,
+    }
+    checkpoint = open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
+    plan = _checked_plan(checkpoint, groups, text, **options)
+    check_destination(out, checkpoint.folder, overwrite=overwrite)
+    previous = earlier_record(checkpoint)
+    on_plan(plan)
+    sweep(Path(os.path.realpath(out)).parent)
+    with ExitStack() as stack:
+        staged = stack.enter_context(StagedFolder(out))
+        merged = merge_heads(plan, out, text, stack, on_layer)
+        with FileHasher(checkpoint, weights=hash_weights) as hasher:
+            written = write_weights(merged.plan, staged.path, progress)
+            digests = hasher.digests()
+        errors = written if merged.errors is None else merged.errors
+        write_sidecar_files(plan, staged.path)
+        # methods that work on whole layers take so long that reading their result again is nothing beside it
+        result = (
+            record_files(staged.path, (shard.file for shard in plan.shards))
+            if hash_weights or merged.errors is not None
+            else None
+        )
+        record = provenance(
+            plan,
+            errors,
+            digests,
+            command,
+            calibration=merged.calibration,
+            head_order=merged.head_order,
+            result=result,
+            previous=previous,
+            written=list_written(staged.path, result),
+        )
+        write_json(staged.path / PROVENANCE, record)
+        staged.publish(overwrite=overwrite)
+    total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}
+    return {**plan.summary(), **calibrated, "out": str(out), "out_bytes": total, "merge_error": errors}
+
+
+def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationOptions, **options: Any) -> Plan:
+    plan = make_plan(checkpoint, groups, **options)
+    check_calibration(plan.method, calibration)
+    check_predicts(plan, calibration)
+    return plan

@@ -1,0 +1,106 @@
+"""Writes what lies beside the weights: index, config, tokenizer, modelling file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.publication import sync
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint
+from gqa_convert.conversion.plan import OutputShard
+from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.families.table import Modeling
+from gqa_convert.families.target_architectures import TargetArchitecture
+
+MODELING = Path(__file__).parents[1] / "families" / "modeling"
+"""Where the package keeps the modelling files that checkpoints bring along."""
+
+
+class Described(Protocol):
+    """What has to be known of a plan to write what lies beside its weights."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def shards(self) -> tuple[OutputShard, ...]: ...
+    @property
+    def target_architecture(self) -> TargetArchitecture | None: ...
+    @property
+    def modeling(self) -> Modeling | None: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def weight_bytes_after(self) -> int: ...
+    @property
+    def parameters_after(self) -> int: ...
+
+
+def write_sidecar_files(plan: Described, folder: Path) -> None:
+    """Write index, config, the modelling file if one is needed, and every other file of the source, byte for byte but
+    for a tokenizer class.
+
+    Args:
+        plan: of a checkpoint on this machine.
+        folder: where its weights are.
+    """
+    _write_index(plan, folder)
+    source = plan.checkpoint.folder
+    assert source is not None
+    own = f"{plan.modeling.file}.py" if plan.modeling else ""
+    if own:
+        shutil.copyfile(MODELING / own, folder / own)
+        sync(folder / own)
+    for name in plan.checkpoint.carried:
+        if name in (PROVENANCE, own):
+            continue
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+        sync(target)
+    if plan.target_architecture and plan.target_architecture.special_tokens:
+        _complete_tokenizer(folder, dict(plan.target_architecture.special_tokens), plan.config["tokenizer_class"])
+    _name_tokenizer_for_all(folder / "tokenizer_config.json")
+    write_json(folder / CONFIG, plan.config)
+
+
+def _write_index(plan: Described, folder: Path) -> None:
+    """The index of a sharded result; its totals are those of the new tensors."""
+    if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
+        return
+    metadata = dict(plan.checkpoint.index_metadata or {})
+    metadata["total_size"] = plan.weight_bytes_after
+    metadata["total_parameters"] = plan.parameters_after
+    weight_map = {tensor.name: shard.file for shard in plan.shards for tensor in shard.tensors}
+    write_json(
+        folder / formats.SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    )
+
+
+def _name_tokenizer_for_all(path: Path) -> None:
+    """transformers 5 writes a class name of its own for what all versions know as PreTrainedTokenizerFast."""
+    try:
+        stated = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(stated, dict) and stated.get("tokenizer_class") == "TokenizersBackend":
+        write_json(path, stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:
+    """Write out what the source's tokenizer class has by default and its new one has not; others of its classes have no
+    such defaults.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.is_file() or (folder / "tokenizer.json").is_file():
+        stated = json.loads(path.read_bytes()) if path.is_file() else {}
+        if str(stated.get("tokenizer_class") or named).startswith("GPT2Tokenizer"):
+            write_json(path, stated | {key: value for key, value in defaults.items() if key not in stated})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write and sync; piece by piece, since an index may name tens of thousands of tensors."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as JSON writes half a surrogate pair
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+    sync(path)

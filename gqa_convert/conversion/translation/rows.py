@@ -1,0 +1,216 @@
+"""Carries out what `tensors` describes: the numbers of one output tensor after another, a few MiB at a time."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.conversion.translation.tensors import Rows, Run, Shift, TranslatedTensor
+from gqa_convert.errors import NonFiniteError
+from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, standard_deviation
+
+Array = npt.NDArray[Any]
+
+_BLOCK_NUMBERS = 1 << 18
+"""Numbers worked on at a time, over all heads that are merged: 1 MiB in float32, 2 in float64."""
+
+
+class Reader(Protocol):
+    """Reads rows of a source tensor: an array [rows, ...] of its type, which is not written to and need not outlive the
+    next call.
+    """
+
+    def __call__(self, tensor: str, first: int, rows: int, /) -> Array: ...
+
+
+class RowTranslator:
+    """Computes translated tensors and keeps account of what merging costs.
+
+    Args:
+        read: gives rows of the source.
+        seed: for method `random`.
+    """
+
+    def __init__(self, read: Reader, seed: int = 0) -> None:
+        self._read = read
+        self._seed = seed
+        self._vectors: dict[str, Array] = {}
+        self._squares: dict[str, tuple[float, float]] = {}
+
+    def errors(self) -> dict[str, float]:
+        """Each merged tensor's |heads - merged head| / |heads| (Frobenius norms), on the source's heads before anything
+        is folded.
+        """
+        return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
+
+    def blocks(self, tensor: TranslatedTensor) -> Iterator[Array]:
+        """The tensor's rows, top to bottom, in contiguous blocks of its type, each valid until the next is asked for.
+
+        Everything is computed in float32 for the half types and in float64 for float32 and float64, and rounded once.
+
+        Raises:
+            NonFiniteError: a tensor to be merged or folded holds NaN or Inf, or a folded number is too large for its
+                type.
+        """
+        source = self._take(tensor)
+        columns = math.prod(tensor.shape[1:])
+        fresh = _Fresh(source, tensor.runs, columns, self._seed)
+        if tensor.shift:
+            yield self._shifted_bias(tensor, tensor.shift, source, fresh)
+            return
+        for run in tensor.runs:
+            copied = len(run.sources) == 1 and tensor.gain is None and run.scale == 1.0
+            for first, count in _cut(run, columns):
+                if copied:
+                    yield np.ascontiguousarray(source(run.sources[0], first, count))
+                    continue
+                wide = self._wide(run, first, count, tensor, source, fresh)
+                if tensor.gain:
+                    wide *= self._vector(tensor.gain, columns, wide.dtype)
+                yield _rounded(wide, tensor)
+
+    def _shifted_bias(self, tensor: TranslatedTensor, shift: Shift, source: "_Take", fresh: "_Fresh") -> Array:
+        """A whole bias, each row plus its weight row times the norm's bias; vectors are small."""
+        parts = []
+        weights = _Fresh(source, shift.runs, shift.columns, self._seed)
+        for own, weight in zip(tensor.runs, shift.runs, strict=True):
+            wide = self._wide(own, 0, own.count, tensor, source, fresh)
+            for first, count in _cut(weight, shift.columns):
+                rows = _merge(weight, first, count, source, weights)[0]
+                wide[first : first + count] += (rows @ self._vector(shift.vector, shift.columns, rows.dtype)).astype(
+                    wide.dtype
+                ) * weight.scale
+            parts.append(wide)
+        return _rounded(np.concatenate(parts), tensor)
+
+    def _wide(
+        self, run: Run, first: int, count: int, tensor: TranslatedTensor, source: "_Take", fresh: "_Fresh"
+    ) -> Array:
+        """Rows of a run in the accumulation type, with what merging them costs put to the tensor's account."""
+        if not run.sources:
+            return np.full((count, *tensor.shape[1:]), run.fill, accumulation_dtype(DTYPES[tensor.dtype]))
+        wide, heads = _merge(run, first, count, source, fresh)
+        if heads is not None:
+            norm = float(np.einsum("hn,hn->", heads, heads))
+            if (
+                not np.isfinite(norm) and not np.isfinite(heads).all()
+            ):  # a float32 sum of squares may overflow where every number is finite
+                raise NonFiniteError(
+                    f"tensor {run.sources[0].tensor} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
+                )
+            heads -= wide.astype(DTYPES[tensor.dtype]).astype(wide.dtype).reshape(1, -1)
+            before = self._squares.get(tensor.name, (0.0, 0.0))
+            self._squares[tensor.name] = (before[0] + float(np.einsum("hn,hn->", heads, heads)), before[1] + norm)
+        if run.scale != 1.0:
+            wide *= run.scale
+        return wide
+
+    def _vector(self, name: str, count: int, wide: np.dtype[Any]) -> Array:
+        """A norm's gain or bias. Those of a layer are asked for block after block, those of the layer before never
+        again.
+        """
+        if name not in self._vectors:
+            while len(self._vectors) >= 4:
+                del self._vectors[next(iter(self._vectors))]
+            self._vectors[name] = np.array(self._read(name, 0, count))
+        vector = self._vectors[name].astype(wide)
+        if not np.isfinite(vector).all():
+            raise NonFiniteError(f"tensor {name} holds NaN or Inf: repair the checkpoint first")
+        return vector
+
+    def _take(self, tensor: TranslatedTensor) -> "_Take":
+        return _Take(self._read, tensor.shape[1] if tensor.transposed else None)
+
+
+class _Take:
+    """Reads strided rows of the source; from a transposed tensor, which it then holds, strided columns."""
+
+    def __init__(self, read: Reader, columns: int | None) -> None:
+        self._read = read
+        self._columns = columns
+        self._held: tuple[str, Array] | None = None
+
+    def __call__(self, rows: Rows, first: int, count: int) -> Array:
+        """Rows `first` to `first + count` of a run's."""
+        start, span = rows.first + first * rows.step, (count - 1) * rows.step + 1
+        if self._columns is None:
+            return self._read(rows.tensor, start, span)[:: rows.step]
+        if self._held is None or self._held[0] != rows.tensor:
+            self._held = (rows.tensor, self._read(rows.tensor, 0, self._columns))
+        return self._held[1].T[start : start + span : rows.step]
+
+
+class _Fresh:
+    """Random numbers for method `random`: one stream per source tensor and role, so that a weight's bias sees the
+    numbers of the weight.
+    """
+
+    def __init__(self, source: _Take, runs: tuple[Run, ...], columns: int, seed: int) -> None:
+        self._source, self._runs, self._columns, self._seed = source, runs, columns, seed
+        self._count = 0
+        self._streams: dict[str, Iterator[Array]] = {}
+
+    def take(self, run: Run, count: int, dtype: np.dtype[Any]) -> Array:
+        name = f"{run.sources[0].tensor}:{run.role}"
+        if name not in self._streams:
+            deviation = standard_deviation(self._blocks(run), f"tensor {run.sources[0].tensor}")
+            self._streams[name] = fresh_numbers(self._seed, name, deviation, dtype, iter(lambda: self._count, -1))
+        self._count = count
+        return next(self._streams[name])
+
+    def _blocks(self, like: Run) -> Iterator[Array]:
+        for run in self._runs:
+            if run.role == like.role:
+                for first, count in _cut(run, self._columns):
+                    for rows in run.sources:
+                        yield self._source(rows, first, count)
+
+
+def _cut(run: Run, columns: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of a run's blocks."""
+    step = max(1, _BLOCK_NUMBERS // (max(1, columns) * max(1, len(run.sources))))
+    for first in range(0, run.count, step):
+        yield first, min(step, run.count - first)
+
+
+def _merge(run: Run, first: int, count: int, source: _Take, fresh: _Fresh) -> tuple[Array, Array | None]:
+    """The merged rows, and the heads they come from as [heads, numbers] if there are several; both in the accumulation
+    type.
+
+    As `BlockMerger` has it, but not rounded: the sum in head order divided by the number of heads, head 0, or fresh
+    numbers.
+    """
+    rows = source(run.sources[0], first, count)
+    dtype, wide = rows.dtype, accumulation_dtype(rows.dtype)
+    if run.method is None:
+        return rows.astype(wide, order="C"), None
+    heads = np.empty((len(run.sources), rows.size), wide)
+    heads[0] = rows.reshape(-1)
+    for head, place in zip(heads[1:], run.sources[1:], strict=True):
+        head[:] = source(place, first, count).reshape(-1)
+    if run.method == "mean":
+        merged = heads[0].copy()
+        for head in heads[1:]:
+            merged += head
+        merged /= len(heads)
+    elif run.method == "first":
+        merged = heads[0].copy()
+    else:
+        merged = fresh.take(run, heads.shape[1], dtype)
+    return merged.reshape(rows.shape), heads
+
+
+def _rounded(wide: Array, tensor: TranslatedTensor) -> Array:
+    with np.errstate(over="ignore"):
+        result = wide.astype(DTYPES[tensor.dtype])
+    if not np.isfinite(result).all():
+        if np.isfinite(wide).all():
+            raise NonFiniteError(
+                f"tensor {tensor.name} would hold numbers too large for {tensor.dtype} once the norm before it is part of it: "
+                "save the model as bfloat16 or float32 first"
+            )
+        raise NonFiniteError(f"tensor {tensor.name} is computed from NaN or Inf: repair the checkpoint first")
+    return result

@@ -1,0 +1,1 @@
+"""Every fact about a model family, and how its checkpoints are loaded."""

@@ -1,0 +1,69 @@
+"""Which software loads a model type with fewer K/V heads: what was run, and what is only said. Data only.
+
+Run means: a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits
+(`check-serving`; docs/serving.md names the versions).
+"""
+
+from typing import Any
+
+ENGINES = ("transformers", "vLLM", "llama.cpp")
+"""Software that a plan speaks of."""
+
+
+def _table(**names: str) -> dict[str, frozenset[str]]:
+    return {engine.replace("_", "."): frozenset(text.split()) for engine, text in names.items()}
+
+
+_RUN = _table(
+    vLLM="""
+        apertus arcee bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma
+        gemma2 gemma3_text glm glm4 glm4_moe gpt_bigcode gpt_oss granite granite_swa granitemoe granitemoe_swa
+        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 llama ministral ministral3 mistral mixtral
+        nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+        solar_open stablelm starcoder2 vaultgemma
+    """,
+    llama_cpp="""
+        afmoe apertus arcee cohere cohere2 cohere2_moe dbrx ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3_text glm glm4
+        glm4_moe gpt_bigcode granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense
+        hy_v3 internlm3 iquestcoder jais2 jamba lfm2 lfm2_moe llama minimax_m2 mistral mixtral nemotron olmo olmo2 olmo3 phi3
+        qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """,
+)
+
+# Their lists of architectures name it, and their code reads the K/V-head count.
+_LISTED = _table(
+    vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid hy_v3 internlm3 iquestcoder jamba lfm2 minimax_m2 nemotron_h qwen3_next",
+    llama_cpp="chatglm hunyuan_v1_moe nemotron_h phimoe qwen3_next",
+)
+
+# They attend to more than a sliding window holds: vLLM to one token more, llama.cpp to everything.
+_BEYOND_WINDOW = _table(vLLM="cohere2 cohere2_moe", llama_cpp="mistral mixtral phi3 qwen2 qwen3 starcoder2")
+_WINDOW_IF_ASKED = ("qwen2", "qwen3")
+"""Model types whose window counts only with `use_sliding_window`."""
+
+
+def run_in(model_type: str) -> frozenset[str]:
+    """Engines besides transformers that computed the same."""
+    return frozenset(engine for engine, types in _RUN.items() if model_type in types)
+
+
+def listed_in(model_type: str) -> frozenset[str]:
+    """Engines that say they know the type, where nothing ran."""
+    return frozenset(engine for engine, types in _LISTED.items() if model_type in types)
+
+
+def same_up_to(engine: str, config: dict[str, Any]) -> int | None:
+    """Tokens of a text up to which an engine computes what transformers computes, None if there is no end to them.
+
+    Args:
+        engine: one of `ENGINES`.
+        config: of the result.
+    """
+    model_type, window, positions = (
+        config.get(key) for key in ("model_type", "sliding_window", "max_position_embeddings")
+    )
+    if model_type not in _BEYOND_WINDOW.get(engine, ()) or not isinstance(window, int):
+        return None
+    if model_type in _WINDOW_IF_ASKED and not config.get("use_sliding_window"):
+        return None
+    return None if isinstance(positions, int) and positions <= window else window

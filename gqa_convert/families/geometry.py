@@ -1,0 +1,279 @@
+"""Finds the attention of a checkpoint in its tensor headers, and checks it against the config: data in, no weights
+read.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
+from gqa_convert.families import layouts
+from gqa_convert.families.layouts import Section
+from gqa_convert.families.table import Family
+
+AttentionKind = Literal["decoder", "cross", "encoder"]
+"""Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention, which caches
+nothing.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The geometry of one attention module: query heads and K/V heads in the source, width of a key head and of a value
+    head.
+    """
+
+    module: str
+    heads: int
+    kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    dtype: str
+    attention_kind: AttentionKind
+
+
+def config_value(config: dict[str, Any], dotted: str) -> Any:
+    """The value at a dotted key, or None."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+class AttentionFinder:
+    """Finds every attention module and checks its shapes against the config and against one another.
+
+    Args:
+        checkpoint: whose headers are read.
+        family: its record.
+        encoder: take an encoder's self-attention for one to convert too.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
+        self.family = family
+        self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
+        self.where = f"{checkpoint.source_id}/config.json"
+        self.config = config = checkpoint.config
+        for key, reason in family.refused_when:
+            if config_value(config, key):
+                raise UnsupportedFamilyError(f"{self.where} sets {key}, and so it can't be converted: {reason}")
+        for key, reason in family.refused_unless:
+            if not config_value(config, key):
+                raise UnsupportedFamilyError(f"{self.where} does not set {key}, and so it can't be converted: {reason}")
+        for key, values, reason in family.refused_values:
+            if config_value(config, key) in values:
+                raise UnsupportedFamilyError(
+                    f"{self.where} has {key} = {config_value(config, key)!r}, and so it can't be converted: {reason}"
+                )
+        self.heads = self._count(family.heads_key)
+        attention_kinds = {module: self._attention_kind(module) for module in self._modules()}
+        modules = [
+            module for module, attention_kind in attention_kinds.items() if encoder or attention_kind != "encoder"
+        ]
+        if not modules or all(attention_kind == "encoder" for attention_kind in attention_kinds.values()):
+            raise ConfigError(
+                f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight"
+                f"{' outside its encoder' if attention_kinds else ''}, though its model type {family.model_type} has them: "
+                "the config and the weights do not belong together"
+            )
+        if encoder and "encoder" not in attention_kinds.values():
+            raise OptionError(
+                f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
+            )
+        self.stated_width = config_value(config, family.head_dim_key) if family.head_dim_key else None
+        self.kv_heads = self._kv_heads(next(module for module in modules if attention_kinds[module] != "encoder"))
+        self.layers = tuple(self._layer(module, attention_kinds[module]) for module in modules)
+
+    def _count(self, key: str) -> int:
+        value = config_value(self.config, key)
+        if value is None:
+            key, value = "num_attention_heads", config_value(self.config, "num_attention_heads")
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{self.where} has {key} = {value!r} where a count belongs: repair the config")
+        return value
+
+    def _kv_heads(self, module: str) -> int:
+        """The source's K/V heads, outside an encoder."""
+        family, config = self.family, self.config
+        if family.kv_heads == "heads":
+            return self.heads
+        if family.kv_heads == "falcon":  # the count acts in the new architecture only
+            if config.get("new_decoder_architecture"):
+                return self._count("num_kv_heads") if config.get("num_kv_heads") is not None else self.heads
+            return 1 if config.get("multi_query", True) else self.heads
+        stated = config_value(config, family.kv_heads_keys[0])
+        return self._kv_heads_from_shapes(module) if stated is None else self._divisor(family.kv_heads_keys[0], stated)
+
+    def _divisor(self, key: str, value: Any) -> int:
+        if type(value) is not int or value < 1 or self.heads % value:
+            raise ConfigError(
+                f"{self.where} has {key} = {value!r}, which does not divide {self.heads} query heads: repair the config"
+            )
+        return value
+
+    def _modules(self) -> list[str]:
+        """Every module with a key or a value projection: one without the other is found out later."""
+        family = self.family
+        attention = "|".join(re.escape(name) for name in family.attention)
+        projections = "|".join(
+            re.escape(name) for name in ((family.fused,) if family.fused else (family.key, family.value))
+        )
+        pattern = re.compile(rf"^(.*\b(?:{attention}))\.(?:{projections})\.weight$")
+        return list(dict.fromkeys(match[1] for name in self.entries if (match := pattern.match(name))))
+
+    def _attention_kind(self, module: str) -> AttentionKind:
+        if self.family.encoder in module.split("."):
+            return "encoder"
+        return "cross" if module.endswith(self.family.cross_attention) else "decoder"
+
+    def _kv_heads_from_shapes(self, module: str) -> int:
+        """For configs older than the key: as many K/V heads as the key rows hold query-head widths."""
+        if self.family.fused:
+            raise ConfigError(
+                f"{self.where} lacks {self.family.kv_heads_keys[0]}, which a fused projection needs: add it"
+            )
+        width = self._query_width(module, self.heads)
+        rows = self._rows(f"{module}.{self.family.key}.weight")
+        if rows % width or self.heads % (rows // width):
+            raise ConfigError(
+                f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not tell it: add it"
+            )
+        return rows // width
+
+    def _query_width(self, module: str, heads: int) -> int:
+        rows = self._rows(f"{module}.{self.family.query}.weight")
+        factor = self.family.query_outputs
+        if rows % (heads * factor):
+            raise ConfigError(
+                f"{module}.{self.family.query}.weight has {rows} rows, no multiple of the {heads} heads in {self.where}: "
+                "the config and the weights do not belong together"
+            )
+        return rows // (heads * factor)
+
+    def _rows(self, name: str) -> int:
+        """The length of the axis that counts heads."""
+        if name not in self.entries:
+            raise ConfigError(
+                f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, download or copy it again"
+            )
+        shape = self.entries[name].shape
+        if not shape or 0 in shape:
+            raise ConfigError(f"tensor {name} has shape {list(shape)}: the checkpoint is damaged")
+        return shape[-1] if self.family.transposed else shape[0]
+
+    def _layer(self, module: str, attention_kind: AttentionKind) -> AttentionLayer:
+        family = self.family
+        heads, kv_heads = self.heads, self.kv_heads
+        if attention_kind == "encoder":
+            assert family.encoder_heads_key is not None
+            heads = kv_heads = self._count(family.encoder_heads_key)
+            stated = config_value(self.config, family.encoder_kv_heads_key)
+            if stated is not None and family.kv_heads == "stated":
+                kv_heads = self._divisor(family.encoder_kv_heads_key, stated)
+        if family.fused:
+            name = f"{module}.{family.fused}.weight"
+            width = self._fused_width(name, 0 if attention_kind == "cross" else heads, kv_heads)
+            self._check_output(module, heads, width)
+            return AttentionLayer(module, heads, kv_heads, width, width, self._mergeable(name), attention_kind)
+        key, value = f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"
+        widths = []
+        for name in (key, value):
+            rows = self._rows(name)
+            if rows % kv_heads:
+                raise self._contradiction(name, rows, f"{kv_heads} K/V heads")
+            widths.append(rows // kv_heads)
+        query_width = self._query_width(module, heads)
+        if widths[0] != query_width:
+            raise self._contradiction(
+                key, self._rows(key), f"{kv_heads} K/V heads of width {query_width} (the query heads' width)"
+            )
+        if self.stated_width is not None and widths[0] != self.stated_width:
+            raise self._contradiction(key, self._rows(key), f"{family.head_dim_key} = {self.stated_width}")
+        self._check_output(module, heads, widths[1])
+        return AttentionLayer(
+            module, heads, kv_heads, widths[0], widths[1], self._mergeable(key, value), attention_kind
+        )
+
+    def _check_output(self, module: str, heads: int, value_head_dim: int) -> None:
+        """The output projection reads what the query heads bring: [d, H * value width]."""
+        name = f"{module}.{self.family.output}.weight"
+        entry = self.entries.get(name)
+        if (
+            entry is None
+            or len(entry.shape) != 2
+            or entry.shape[0 if self.family.transposed else 1] != heads * value_head_dim
+        ):
+            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            raise ConfigError(
+                f"{name} {found} where {heads} heads of width {value_head_dim} belong ({self.where}): "
+                "the config and the weights do not belong together"
+            )
+
+    def _fused_width(self, name: str, heads: int, kv_heads: int) -> int:
+        rows = self._rows(name)
+        total = heads + 2 * kv_heads
+        quarters = self.family.fused_layout == "quarters"
+        if (
+            rows % total
+            or (self.stated_width is not None and rows // total != self.stated_width)
+            or (quarters and heads % 4)
+        ):
+            raise self._contradiction(name, rows, f"{heads} query heads and twice {kv_heads} K/V heads")
+        return rows // total
+
+    def _contradiction(self, name: str, rows: int, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{name} has {rows} rows, which contradicts {expected} in {self.where}: the config and the weights do not belong together"
+        )
+
+    def _mergeable(self, *names: str) -> str:
+        dtypes = {self.entries[name].dtype for name in names}
+        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+            raise UnsupportedFormatError(
+                f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type"
+            )
+        return dtypes.pop()
+
+    def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
+        """Every tensor of a layer whose rows count K/V heads, with its cut into heads."""
+        family, module, kv_heads = self.family, layer.module, layer.kv_heads
+        for kind in ("weight", "bias"):
+            if family.fused:
+                heads = 0 if layer.attention_kind == "cross" else layer.heads
+                candidates = [
+                    (
+                        f"{module}.{family.fused}.{kind}",
+                        layouts.fused(family.fused_layout, heads, kv_heads, layer.key_head_dim),
+                    )
+                ]
+            else:
+                candidates = [
+                    (f"{module}.{family.key}.{kind}", layouts.separate("key", kv_heads, layer.key_head_dim)),
+                    (f"{module}.{family.value}.{kind}", layouts.separate("value", kv_heads, layer.value_head_dim)),
+                ]
+            norm = f"{module}.{family.key_norm_name}.{kind}"
+            if family.key_norm == "full":
+                candidates.append((norm, layouts.separate("key_norm", kv_heads, layer.key_head_dim)))
+            elif family.key_norm == "per_head":
+                candidates.append((norm, layouts.separate("key_norm", kv_heads, 1)))
+            for name, cut in candidates:
+                if name in self.entries:
+                    rows = self._rows(name)
+                    if rows != sum(section.rows for section in cut):
+                        raise self._contradiction(name, rows, f"{kv_heads} K/V heads of width {layer.key_head_dim}")
+                    yield name, cut
+
+    def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
+        """Runs of tensors of which each belongs to one K/V head, in head order."""
+        if self.family.key_norm != "per_head_list":
+            return
+        for kind in ("weight", "bias"):
+            names = [f"{layer.module}.{self.family.key_norm_name}.{head}.{kind}" for head in range(layer.kv_heads)]
+            if names[0] in self.entries:
+                for name in names:
+                    self._rows(name)
+                yield names

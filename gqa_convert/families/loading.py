@@ -1,0 +1,377 @@
+"""Load a checkpoint with transformers: from the disk alone, and without progress bars of its own.
+
+Code from a checkpoint never runs, unless the caller vouches for it; results with a modelling file of this package are
+loaded through the package's own copy.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
+from gqa_convert.families.table import FAMILIES
+
+TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+"""transformers' auto classes for models with logits over a vocabulary."""
+
+_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+)
+_OTHERS = {
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "AutoModel": "MODEL_MAPPING_NAMES",
+}
+"""The auto classes of models without a language-model head, and transformers' tables of their classes."""
+_OWN = "gqa_"
+"""What the model types of results with a modelling file begin with, and in capitals the names of their classes."""
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds; nothing if it can't be read, which transformers is left to say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def auto_class(config: dict[str, Any]) -> str:
+    """The auto class for a checkpoint: that of the model it was saved from, or else of its model type's language model.
+
+    Args:
+        config: what its config.json holds.
+
+    Returns:
+        One of `TASKS`.
+    """
+    from transformers.models.auto import modeling_auto
+
+    stated = _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True)))
+    if stated is not None:
+        return stated
+    if not is_encoder_decoder(config):
+        return TASKS[0]
+    model_type = str(config.get("model_type")).removeprefix(_OWN)
+    text, speech = (getattr(modeling_auto, mapping) for mapping in _MAPPINGS[1:])
+    return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
+
+
+def headless_class(config: dict[str, Any]) -> str | None:
+    """The auto class for a checkpoint that was saved without a language-model head; None if it has one, or does not
+    say.
+
+    Args:
+        config: what its config.json holds.
+
+    Returns:
+        That of a classifier, of a question-answering model or, for the layers alone, `AutoModel`.
+    """
+    return None if _states_language_model(config) else _stated_class(config, _OTHERS)
+
+
+def _states_language_model(config: dict[str, Any]) -> bool:
+    return _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True))) is not None
+
+
+def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
+    """The first auto class of `tables` that one of the stated architectures belongs to."""
+    from transformers.models.auto import modeling_auto
+
+    stated = config.get("architectures")
+    names = {str(name).removeprefix(_OWN[:-1].upper()) for name in stated} if isinstance(stated, list) else set()
+    return next(
+        (
+            auto
+            for auto, table in tables.items()
+            if names & {str(name) for name in getattr(modeling_auto, table).values()}
+        ),
+        None,
+    )
+
+
+def check_language_model(name: str, config: dict[str, Any], advice: str) -> None:
+    """Refuse a checkpoint whose config says that it has no language-model head, before its weights are loaded.
+
+    A checkpoint of the layers alone passes if its head may be tied to its embeddings.
+
+    Args:
+        name: of the checkpoint, for the message.
+        config: what its config.json holds.
+        advice: what needs the head, and what to do.
+
+    Raises:
+        NoLanguageModelError: it has none.
+    """
+    auto = headless_class(config)
+    if auto is not None and (auto != "AutoModel" or config.get("tie_word_embeddings") is False):
+        raise _no_language_model(name, config, advice)
+
+
+def check_complete(name: str, folder: Path, model: Any, missing: list[str], advice: str) -> None:
+    """Refuse a loaded model some of whose parameters the checkpoint does not hold.
+
+    Args:
+        name: of the checkpoint, for the message.
+        folder: where it is.
+        model: as `load_model` returns it.
+        missing: the names that `load_model` returns.
+        advice: what needs a language-model head, and what to do without one.
+
+    Raises:
+        NoLanguageModelError: the checkpoint was saved without a language-model head.
+        CorruptCheckpointError: the parameters belong to something that it should hold.
+    """
+    if not missing:
+        return
+    config = read_config(folder)
+    if headless_class(config) is not None or (
+        set(missing) <= _head_names(model) and not _states_language_model(config)
+    ):
+        raise _no_language_model(name, config, advice)
+    raise CorruptCheckpointError(
+        f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
+    )
+
+
+def _no_language_model(name: str, config: dict[str, Any], advice: str) -> NoLanguageModelError:
+    stated = config.get("architectures")
+    saved = (
+        f"was saved as {stated[0]}, which" if isinstance(stated, list) and stated else "was saved without its class and"
+    )
+    return NoLanguageModelError(f"{name} {saved} has no language-model head: {advice}")
+
+
+def _head_names(model: Any) -> set[str]:
+    head = model.get_output_embeddings()
+    own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+
+
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has an encoder and a decoder: what its config.json says, or else what its model type has by
+    default.
+    """
+    stated = config.get("is_encoder_decoder")
+    if isinstance(stated, bool):
+        return stated
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.encoder is not None
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error means that the memory, a GPU's or the machine's, is full."""
+    return (
+        isinstance(problem, MemoryError)
+        or type(problem).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(problem)
+    )
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """What transformers says about a checkpoint that it can't load, as one line; memory that does not suffice is left
+    to the caller.
+
+    Raises:
+        CorruptCheckpointError: it can't load it.
+    """
+    try:
+        yield
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            raise
+        first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
+        raise CorruptCheckpointError(
+            f"{name} can't be loaded by transformers ({type(problem).__name__}: {first[:300]}): check its files"
+        ) from problem
+
+
+def _register(folder: Path) -> None:
+    """Make the model type of a result of ours known to transformers, so that its own copy of the code need not run."""
+    model_type = read_config(folder).get("model_type")
+    if isinstance(model_type, str) and model_type.startswith(_OWN):
+        from gqa_convert.families.modeling import register_modeling
+
+        register_modeling(model_type)
+
+
+def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any) -> tuple[Any, list[str]]:
+    import transformers
+
+    if not run_code:
+        _register(folder)
+    with no_bars(), _no_warnings():  # what its report would say of missing tensors is returned
+        model, info = getattr(transformers, task).from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=run_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    return model.eval(), [*sorted(info["missing_keys"]), *sorted(map(_mismatch, info["mismatched_keys"]))]
+
+
+def _mismatch(entry: tuple[str, Any, Any]) -> str:
+    name, stored, expected = entry
+    return f"{name}, which is {list(stored)} where the model needs {list(expected)}"
+
+
+def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
+    """The model on the CPU, in evaluation mode, and the parameters for which the folder has no fitting tensor: their
+    names, and both shapes where a tensor has another one than the model needs.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch type, or "auto" for the checkpoint's own.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    return _load(TASKS[0], folder, dtype, run_code=False)
+
+
+def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
+    """The same for any model with logits, encoder-decoder models too.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch type, or "auto" for the checkpoint's own.
+        run_code: execute the checkpoint's own modelling file, as whoever lacks this package must; for files that are
+            known only.
+        options: further ones of `from_pretrained`.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    return _load(auto_class(read_config(folder)), folder, dtype, run_code=run_code, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyModel:
+    """A checkpoint of whatever head, loaded in the class that it was saved from."""
+
+    class_name: str
+    model: Any
+    """What can be run on tokens: a language model, or the layers below any other head."""
+    missing: list[str]
+    """Parameters, the head's too, for which the folder has no fitting tensor."""
+    has_language_model: bool
+
+
+def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyModel:
+    """A model on the CPU, in evaluation mode, of any checkpoint.
+
+    A checkpoint of an unknown class counts as a language model if it holds all parameters of one, else as the layers
+    alone.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch type, or "auto" for the checkpoint's own.
+        run_code: as for `load_model`.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    config = read_config(folder)
+    auto = headless_class(config)
+    if auto is None:
+        model, missing = load_model(folder, dtype, run_code=run_code)
+        if not missing or _states_language_model(config):
+            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
+        layers, lost = _load("AutoModel", folder, dtype, run_code=run_code)
+        if lost:
+            return AnyModel(type(model).__name__, model, missing, has_language_model=True)
+        return AnyModel(type(layers).__name__, layers, lost, has_language_model=False)
+    model, missing = _load(auto, folder, dtype, run_code=run_code)
+    name, layers = type(model).__name__, model.base_model
+    if (
+        layers is model and auto != "AutoModel" and not missing
+    ):  # a class that keeps its layers in no module of their own
+        layers, missing = _load("AutoModel", folder, dtype, run_code=run_code)
+    return AnyModel(name, layers, missing, has_language_model=False)
+
+
+def outline_model(folder: Path, dtype: Any) -> Any:
+    """What `load_model` returns, with parameters and buffers that hold anything: for a process that another one sends
+    them to.
+
+    Their memory is set aside and not touched, so that it is not taken before somebody writes to it.
+
+    Args:
+        folder: a local checkpoint; of its weights nothing is read.
+        dtype: a torch type.
+
+    Raises:
+        ValueError: a model of this class can't be made without its numbers.
+        Exception: whatever transformers raises.
+    """
+    import torch
+    import transformers
+
+    _register(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model = getattr(transformers, auto_class(read_config(folder))).from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+    made: dict[int, Any] = {}  # tied parameters stay one
+    for module in model.modules():
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
+            raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    kind = isinstance(tensor, torch.nn.Parameter)
+                    tensors[name] = made.setdefault(
+                        id(tensor), torch.nn.Parameter(empty, tensor.requires_grad) if kind else empty
+                    )
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's own tokenizer, for which no code of a modelling file is needed.
+
+    Raises:
+        Exception: whatever transformers raises.
+    """
+    from transformers import AutoTokenizer
+
+    with _no_warnings():  # it does not know the model types of our results, and need not
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

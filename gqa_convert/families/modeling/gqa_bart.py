@@ -1,0 +1,447 @@
+"""BART, mBART, PLBART, Pegasus, Marian, M2M100 (NLLB), Blenderbot and Blenderbot Small with fewer K/V heads than query
+heads (Ainslie et al. 2023).
+
+This file serves in two places: it is part of gqa-convert, and it lies in every checkpoint converted from one of these
+families, so that transformers loads the checkpoint without gqa-convert. It therefore imports torch and transformers
+only. Everything but the attention modules is transformers' own code.
+
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head width. Query head i reads K/V head i // (H
+/ N).
+"""
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import (
+    BartConfig,
+    BlenderbotConfig,
+    BlenderbotSmallConfig,
+    M2M100Config,
+    MarianConfig,
+    MBartConfig,
+    PegasusConfig,
+    PLBartConfig,
+)
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bart import modeling_bart as bart
+from transformers.models.blenderbot import modeling_blenderbot as blenderbot
+from transformers.models.blenderbot_small import modeling_blenderbot_small as blenderbot_small
+from transformers.models.m2m_100 import modeling_m2m_100 as m2m_100
+from transformers.models.marian import modeling_marian as marian
+from transformers.models.mbart import modeling_mbart as mbart
+from transformers.models.pegasus import modeling_pegasus as pegasus
+from transformers.models.plbart import modeling_plbart as plbart
+
+
+# From here to the line of dashes this file is the same as every other in its folder.
+def pack_heads(states: Any, groups: int) -> Any:
+    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. Without a head axis:
+    repeated.
+    """
+    if states.shape[1] == 1:
+        return states
+    return states.reshape(states.shape[0], groups, -1, states.shape[-1])
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    eager: Any,
+    *,
+    position_bias: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Grouped-query attention through the configured attention function.
+
+    Where keys and values would be repeated in memory (by eager always, by sdpa while decoding), the query heads of a
+    group are packed
+    into the length axis instead: the same sums over H / N times fewer bytes.
+
+    Args:
+        module: the attention module; its `num_key_value_groups` is H / N.
+        query: [B, H, L, c].
+        key: [B, N, S, c].
+        value: [B, N, S, c].
+        mask: None, or broadcasting to [B, H, L, S], boolean or additive.
+        eager: the family's eager attention function, which knows as many keys and values as query heads only.
+        position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
+        options: `scaling`, `dropout` and whatever else the function takes.
+
+    Returns:
+        The output [B, L, H, c] and, from eager, the attention weights [B, H, L, S].
+    """
+    kind = module.config._attn_implementation
+    batch, heads, length, _ = query.shape
+    groups = key.shape[1]
+    size, rest = divmod(heads, groups)
+    if rest:
+        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
+    paged = (
+        options.get("cache") is not None
+    )  # continuous batching, where the attention function itself updates the cache
+    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
+    if packs:
+        query = pack_heads(query, groups)
+        if position_bias is not None:
+            position_bias = pack_heads(position_bias, groups)
+        if mask is not None:
+            mask = mask.repeat(1, 1, size, 1) if mask.shape[1] == 1 and mask.shape[2] > 1 else pack_heads(mask, groups)
+    if packs and kind == "sdpa":
+        if position_bias is not None and mask is not None:
+            lowest = torch.finfo(query.dtype).min
+            mask = torch.where(mask, position_bias, lowest) if mask.dtype == torch.bool else mask + position_bias
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            position_bias if mask is None else mask,
+            options.get("dropout", 0.0),
+            scale=options.get("scaling"),
+        )
+        return output.reshape(batch, heads, length, -1).transpose(1, 2), None
+    if position_bias is not None:
+        options["position_bias"] = position_bias
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    output, weights = function(module, query, key, value, mask, **options)
+    if packs:
+        output = output.transpose(1, 2).reshape(batch, heads, length, -1).transpose(1, 2)
+        weights = weights.reshape(batch, heads, length, -1)
+    return output, weights
+
+
+def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
+    """Exchange every attention module of the type `stock` for `grouped.like(module)`, where that has fewer K/V
+    heads.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is stock:
+                setattr(parent, name, grouped.like(child))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class GroupedBartAttention:
+    """BART's attention with N K/V heads in the decoder, and as many as `encoder_num_key_value_heads` in the encoder."""
+
+    @classmethod
+    def like(cls, stock: Any) -> Any:
+        """A fresh module with the settings of `stock`."""
+        return cls(
+            stock.embed_dim,
+            stock.num_heads,
+            stock.dropout,
+            stock.is_decoder,
+            stock.q_proj.bias is not None,
+            stock.is_causal,
+            config=stock.config,
+            layer_idx=stock.layer_idx,
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, bias = self.config, self.q_proj.bias is not None
+        groups = (
+            config.num_key_value_heads if self.is_decoder else config.encoder_num_key_value_heads
+        ) or self.num_heads
+        if self.num_heads % groups:
+            raise ValueError(f"{groups} K/V heads do not divide {self.num_heads} query heads")
+        self.num_key_value_groups = self.num_heads // groups
+        self.k_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=bias)
+
+    def split_heads(self, states: Any) -> Any:
+        """[B, L, heads * c] -> [B, heads, L, c]."""
+        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def keys_and_values(self, states: Any, is_cross: bool, cache: Any) -> tuple[Any, Any]:
+        """Keys and values [B, N, S, c] of `states`, or of the encoder's output as it was cached, with what the cache
+        holds before.
+        """
+        if not isinstance(cache, EncoderDecoderCache):
+            own = cache
+        else:
+            own = cache.cross_attention_cache if is_cross else cache.self_attention_cache
+            if is_cross and cache.is_updated.get(self.layer_idx):
+                return own.layers[self.layer_idx].keys, own.layers[self.layer_idx].values
+            if is_cross:
+                cache.is_updated[self.layer_idx] = True
+        key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
+        return (key, value) if own is None else own.update(key, value, self.layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        key_value_states: Any = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        is_cross = key_value_states is not None
+        query = self.split_heads(self.q_proj(hidden_states))
+        key, value = self.keys_and_values(key_value_states if is_cross else hidden_states, is_cross, past_key_values)
+        output, weights = grouped_attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            self.eager,
+            scaling=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            **options,
+        )
+        return self.out_proj(output.reshape(*hidden_states.shape[:2], -1)), weights
+
+
+class GQABartAttention(GroupedBartAttention, bart.BartAttention):
+    eager = staticmethod(bart.eager_attention_forward)
+
+
+class GQAMBartAttention(GroupedBartAttention, mbart.MBartAttention):
+    eager = staticmethod(mbart.eager_attention_forward)
+
+
+class GQAPLBartAttention(GroupedBartAttention, plbart.PLBartAttention):
+    eager = staticmethod(plbart.eager_attention_forward)
+
+
+class GQAPegasusAttention(GroupedBartAttention, pegasus.PegasusAttention):
+    eager = staticmethod(pegasus.eager_attention_forward)
+
+
+class GQAMarianAttention(GroupedBartAttention, marian.MarianAttention):
+    eager = staticmethod(marian.eager_attention_forward)
+
+
+class GQAM2M100Attention(GroupedBartAttention, m2m_100.M2M100Attention):
+    eager = staticmethod(m2m_100.eager_attention_forward)
+
+
+class GQABlenderbotAttention(GroupedBartAttention, blenderbot.BlenderbotAttention):
+    eager = staticmethod(blenderbot.eager_attention_forward)
+
+
+class GQABlenderbotSmallAttention(GroupedBartAttention, blenderbot_small.BlenderbotSmallAttention):
+    eager = staticmethod(blenderbot_small.eager_attention_forward)
+
+
+@strict
+class GQABartConfig(BartConfig):
+    model_type = "gqa_bart"
+    num_key_value_heads: int | None = None
+    """K/V heads of the decoder's self-attention and cross-attention; None for as many as query heads."""
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAMBartConfig(MBartConfig):
+    model_type = "gqa_mbart"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAPLBartConfig(PLBartConfig):
+    model_type = "gqa_plbart"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAPegasusConfig(PegasusConfig):
+    model_type = "gqa_pegasus"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAMarianConfig(MarianConfig):
+    model_type = "gqa_marian"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQAM2M100Config(M2M100Config):
+    model_type = "gqa_m2m_100"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQABlenderbotConfig(BlenderbotConfig):
+    model_type = "gqa_blenderbot"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+@strict
+class GQABlenderbotSmallConfig(BlenderbotSmallConfig):
+    model_type = "gqa_blenderbot_small"
+    num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = None
+
+
+class GroupedModel:
+    """Builds transformers' model, then gives its attention modules fewer K/V heads."""
+
+    attention: tuple[Any, Any]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        replace_attention(self, *self.attention)
+        self.post_init()
+
+
+class GroupedBart(GroupedModel):
+    attention = (bart.BartAttention, GQABartAttention)
+
+
+class GQABartModel(GroupedBart, bart.BartModel):
+    config: GQABartConfig
+
+
+class GQABartForConditionalGeneration(GroupedBart, bart.BartForConditionalGeneration):
+    config: GQABartConfig
+
+
+class GQABartForSequenceClassification(GroupedBart, bart.BartForSequenceClassification):
+    config: GQABartConfig
+
+
+class GQABartForQuestionAnswering(GroupedBart, bart.BartForQuestionAnswering):
+    config: GQABartConfig
+
+
+class GQABartForCausalLM(GroupedBart, bart.BartForCausalLM):
+    config: GQABartConfig
+
+
+class GroupedMBart(GroupedModel):
+    attention = (mbart.MBartAttention, GQAMBartAttention)
+
+
+class GQAMBartModel(GroupedMBart, mbart.MBartModel):
+    config: GQAMBartConfig
+
+
+class GQAMBartForConditionalGeneration(GroupedMBart, mbart.MBartForConditionalGeneration):
+    config: GQAMBartConfig
+
+
+class GQAMBartForSequenceClassification(GroupedMBart, mbart.MBartForSequenceClassification):
+    config: GQAMBartConfig
+
+
+class GQAMBartForQuestionAnswering(GroupedMBart, mbart.MBartForQuestionAnswering):
+    config: GQAMBartConfig
+
+
+class GQAMBartForCausalLM(GroupedMBart, mbart.MBartForCausalLM):
+    config: GQAMBartConfig
+
+
+class GroupedPLBart(GroupedModel):
+    attention = (plbart.PLBartAttention, GQAPLBartAttention)
+
+
+class GQAPLBartModel(GroupedPLBart, plbart.PLBartModel):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForConditionalGeneration(GroupedPLBart, plbart.PLBartForConditionalGeneration):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForSequenceClassification(GroupedPLBart, plbart.PLBartForSequenceClassification):
+    config: GQAPLBartConfig
+
+
+class GQAPLBartForCausalLM(GroupedPLBart, plbart.PLBartForCausalLM):
+    config: GQAPLBartConfig
+
+
+class GroupedPegasus(GroupedModel):
+    attention = (pegasus.PegasusAttention, GQAPegasusAttention)
+
+
+class GQAPegasusModel(GroupedPegasus, pegasus.PegasusModel):
+    config: GQAPegasusConfig
+
+
+class GQAPegasusForConditionalGeneration(GroupedPegasus, pegasus.PegasusForConditionalGeneration):
+    config: GQAPegasusConfig
+
+
+class GQAPegasusForCausalLM(GroupedPegasus, pegasus.PegasusForCausalLM):
+    config: GQAPegasusConfig
+
+
+class GroupedMarian(GroupedModel):
+    attention = (marian.MarianAttention, GQAMarianAttention)
+
+
+class GQAMarianModel(GroupedMarian, marian.MarianModel):
+    config: GQAMarianConfig
+
+
+class GQAMarianMTModel(GroupedMarian, marian.MarianMTModel):
+    config: GQAMarianConfig
+
+
+class GQAMarianForCausalLM(GroupedMarian, marian.MarianForCausalLM):
+    config: GQAMarianConfig
+
+
+class GroupedM2M100(GroupedModel):
+    attention = (m2m_100.M2M100Attention, GQAM2M100Attention)
+
+
+class GQAM2M100Model(GroupedM2M100, m2m_100.M2M100Model):
+    config: GQAM2M100Config
+
+
+class GQAM2M100ForConditionalGeneration(GroupedM2M100, m2m_100.M2M100ForConditionalGeneration):
+    config: GQAM2M100Config
+
+
+class GroupedBlenderbot(GroupedModel):
+    attention = (blenderbot.BlenderbotAttention, GQABlenderbotAttention)
+
+
+class GQABlenderbotModel(GroupedBlenderbot, blenderbot.BlenderbotModel):
+    config: GQABlenderbotConfig
+
+
+class GQABlenderbotForConditionalGeneration(GroupedBlenderbot, blenderbot.BlenderbotForConditionalGeneration):
+    config: GQABlenderbotConfig
+
+
+class GQABlenderbotForCausalLM(GroupedBlenderbot, blenderbot.BlenderbotForCausalLM):
+    config: GQABlenderbotConfig
+
+
+class GroupedBlenderbotSmall(GroupedModel):
+    attention = (blenderbot_small.BlenderbotSmallAttention, GQABlenderbotSmallAttention)
+
+
+class GQABlenderbotSmallModel(GroupedBlenderbotSmall, blenderbot_small.BlenderbotSmallModel):
+    config: GQABlenderbotSmallConfig
+
+
+class GQABlenderbotSmallForConditionalGeneration(
+    GroupedBlenderbotSmall, blenderbot_small.BlenderbotSmallForConditionalGeneration
+):
+    config: GQABlenderbotSmallConfig
+
+
+class GQABlenderbotSmallForCausalLM(GroupedBlenderbotSmall, blenderbot_small.BlenderbotSmallForCausalLM):
+    config: GQABlenderbotSmallConfig

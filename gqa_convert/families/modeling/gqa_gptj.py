@@ -1,0 +1,211 @@
+"""GPT-J with fewer K/V heads than query heads (Ainslie et al. 2023).
+
+This file serves in two places: it is part of gqa-convert, and it lies in every checkpoint converted from this family,
+so that transformers loads the checkpoint without gqa-convert. It therefore imports torch and transformers only.
+Everything but the attention modules is transformers' own code.
+
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head width. Query head i reads K/V head i // (H
+/ N).
+"""
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import GPTJConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gptj import modeling_gptj as gptj
+
+
+# From here to the line of dashes this file is the same as every other in its folder.
+def pack_heads(states: Any, groups: int) -> Any:
+    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. Without a head axis:
+    repeated.
+    """
+    if states.shape[1] == 1:
+        return states
+    return states.reshape(states.shape[0], groups, -1, states.shape[-1])
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    eager: Any,
+    *,
+    position_bias: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Grouped-query attention through the configured attention function.
+
+    Where keys and values would be repeated in memory (by eager always, by sdpa while decoding), the query heads of a
+    group are packed
+    into the length axis instead: the same sums over H / N times fewer bytes.
+
+    Args:
+        module: the attention module; its `num_key_value_groups` is H / N.
+        query: [B, H, L, c].
+        key: [B, N, S, c].
+        value: [B, N, S, c].
+        mask: None, or broadcasting to [B, H, L, S], boolean or additive.
+        eager: the family's eager attention function, which knows as many keys and values as query heads only.
+        position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
+        options: `scaling`, `dropout` and whatever else the function takes.
+
+    Returns:
+        The output [B, L, H, c] and, from eager, the attention weights [B, H, L, S].
+    """
+    kind = module.config._attn_implementation
+    batch, heads, length, _ = query.shape
+    groups = key.shape[1]
+    size, rest = divmod(heads, groups)
+    if rest:
+        raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
+    paged = (
+        options.get("cache") is not None
+    )  # continuous batching, where the attention function itself updates the cache
+    packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
+    if packs:
+        query = pack_heads(query, groups)
+        if position_bias is not None:
+            position_bias = pack_heads(position_bias, groups)
+        if mask is not None:
+            mask = mask.repeat(1, 1, size, 1) if mask.shape[1] == 1 and mask.shape[2] > 1 else pack_heads(mask, groups)
+    if packs and kind == "sdpa":
+        if position_bias is not None and mask is not None:
+            lowest = torch.finfo(query.dtype).min
+            mask = torch.where(mask, position_bias, lowest) if mask.dtype == torch.bool else mask + position_bias
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            position_bias if mask is None else mask,
+            options.get("dropout", 0.0),
+            scale=options.get("scaling"),
+        )
+        return output.reshape(batch, heads, length, -1).transpose(1, 2), None
+    if position_bias is not None:
+        options["position_bias"] = position_bias
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+    output, weights = function(module, query, key, value, mask, **options)
+    if packs:
+        output = output.transpose(1, 2).reshape(batch, heads, length, -1).transpose(1, 2)
+        weights = weights.reshape(batch, heads, length, -1)
+    return output, weights
+
+
+def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
+    """Exchange every attention module of the type `stock` for `grouped.like(module)`, where that has fewer K/V
+    heads.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is stock:
+                setattr(parent, name, grouped.like(child))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def eager_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, Any]:
+    """GPT-J's own attention, scores in float32."""
+    output, weights = module._attn(query, key, value, mask)
+    return output.transpose(1, 2), weights
+
+
+class GQAGPTJAttention(gptj.GPTJAttention):
+    """GPT-J's attention with N K/V heads, through the configured attention function."""
+
+    @classmethod
+    def like(cls, stock: Any) -> Any:
+        """A fresh module with the settings of `stock`."""
+        return cls(stock.config, stock.layer_idx)
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        super().__init__(config, layer_idx)
+        groups = config.num_key_value_heads or self.num_attention_heads
+        self.num_key_value_groups = self.num_attention_heads // groups
+        self.k_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(self.embed_dim, groups * self.head_dim, bias=False)
+
+    def split_heads(self, states: Any) -> Any:
+        """[B, L, heads * c] -> [B, L, heads, c]."""
+        return states.view(*states.shape[:2], -1, self.head_dim)
+
+    def rotate(self, states: Any, position_ids: Any) -> Any:
+        """[B, L, heads, c] -> [B, heads, L, c], the first `rotary_dim` dimensions turned, in neighbouring pairs."""
+        sin, cos = self.embed_positions.to(states.device)[position_ids].to(states.dtype).chunk(2, dim=-1)
+        turned = gptj.apply_rotary_pos_emb(states[..., : self.rotary_dim], sin, cos)
+        return torch.cat((turned, states[..., self.rotary_dim :]), dim=-1).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        layer_past: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        query = self.rotate(self.split_heads(self.q_proj(hidden_states)), position_ids)
+        key = self.rotate(self.split_heads(self.k_proj(hidden_states)), position_ids)
+        value = self.split_heads(self.v_proj(hidden_states)).transpose(1, 2)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        output, weights = grouped_attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            eager_attention,
+            scaling=1 / self.scale_attn,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            **options,
+        )
+        return self.resid_dropout(self.out_proj(output.reshape(*hidden_states.shape[:2], -1))), weights
+
+
+@strict
+class GQAGPTJConfig(GPTJConfig):
+    model_type = "gqa_gptj"
+    num_key_value_heads: int | None = None
+    """K/V heads; None for as many as query heads."""
+
+
+class GroupedModel:
+    """Builds transformers' model, then gives its attention modules fewer K/V heads and a choice of attention
+    functions.
+    """
+
+    _supports_sdpa = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the answer in a source file, or takes that of its own class
+
+    def __init__(self, config: Any) -> None:
+        requested = config._attn_implementation
+        config._attn_implementation = "eager"  # transformers' constructors know no other that is sure to be there
+        super().__init__(config)
+        replace_attention(self, gptj.GPTJAttention, GQAGPTJAttention)
+        config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
+        self.post_init()
+
+
+class GQAGPTJModel(GroupedModel, gptj.GPTJModel):
+    config: GQAGPTJConfig
+
+
+class GQAGPTJForCausalLM(GroupedModel, gptj.GPTJForCausalLM):
+    config: GQAGPTJConfig
+
+
+class GQAGPTJForSequenceClassification(GroupedModel, gptj.GPTJForSequenceClassification):
+    config: GQAGPTJConfig
+
+
+class GQAGPTJForQuestionAnswering(GroupedModel, gptj.GPTJForQuestionAnswering):
+    config: GQAGPTJConfig

@@ -1,0 +1,8 @@
+"""Decode latency, throughput, prefill and the live K/V cache of a model and of itself with other numbers of K/V
+heads.
+"""
+
+from gqa_convert.measuring.benchmark.options import BenchmarkOptions
+from gqa_convert.measuring.benchmark.run import benchmark_model
+
+__all__ = ["BenchmarkOptions", "benchmark_model"]

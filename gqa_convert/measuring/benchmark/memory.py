@@ -1,0 +1,92 @@
+"""What fits into a memory budget."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import DeviceMemoryError, OptionError
+
+ASSUMED: Final = (
+    "weights (exact, from the shapes) and K/V cache (bytes per token as measured in the live cache) fill the budget; activations, the "
+    "copy that a growing cache makes of a layer, the framework and fragmentation are not counted, and nothing was allocated to prove it"
+)
+
+
+def check_budget(budget: int, weight_bytes: dict[int, int]) -> None:
+    """Refuse a budget that no version's weights fit into.
+
+    Raises:
+        OptionError: that is so.
+    """
+    groups, least = min(weight_bytes.items(), key=lambda item: item[1])
+    if budget <= least:
+        raise OptionError(
+            f"--memory {budget:,} bytes: the weights alone take {least:,} with {groups} K/V heads: give more"
+        )
+
+
+def check_room(plans: Sequence[Plan], batch: int, context: int, encoder_tokens: int | None, room: int | None) -> None:
+    """Refuse caches that the memory can't hold: some systems end a process that takes more, without a word.
+
+    Args:
+        plans: of the versions, which are timed in turns and keep their caches.
+        batch: sequences.
+        context: tokens in the cache.
+        encoder_tokens: of an encoder-decoder's input.
+        room: bytes that may be taken; None if that is not known.
+
+    Raises:
+        DeviceMemoryError: they are larger.
+    """
+    if room is None or any(
+        plan.config.get("sliding_window") for plan in plans
+    ):  # what a window leaves of a cache is the model's affair
+        return
+    needed = sum(
+        batch
+        * (
+            plan.cache_bytes_per_token(True) * context
+            + plan.cache_bytes_per_token(True, "cross") * (encoder_tokens or 0)
+        )
+        for plan in plans
+    )
+    if needed > room:
+        raise DeviceMemoryError(
+            f"the caches of {len(plans)} version(s) take {needed:,} bytes at batch {batch} and context {context}, and {room:,} are free: time "
+            "fewer --groups, or a smaller --batch or --context"
+        )
+
+
+def fitting(
+    budget: int,
+    weight_bytes: int,
+    token_bytes: float,
+    cross_bytes: float,
+    *,
+    batch: int,
+    context: int,
+    encoder_tokens: int,
+    positions: int | None,
+) -> dict[str, Any]:
+    """The largest batch at this context and the longest context at this batch.
+
+    Args:
+        budget: bytes.
+        weight_bytes: of all weights.
+        token_bytes: K/V bytes per token and sequence.
+        cross_bytes: K/V bytes per token of an encoder's output and sequence.
+        batch: sequences.
+        context: tokens.
+        encoder_tokens: of the encoder's input; 0 without one.
+        positions: tokens that the model can have; None for any number.
+    """
+    free = budget - weight_bytes
+    sequence = token_bytes * context + cross_bytes * encoder_tokens
+    longest = int((free / batch - cross_bytes * encoder_tokens) // token_bytes) if token_bytes else positions
+    if longest is not None and positions is not None:
+        longest = min(longest, positions)
+    return {
+        "weight_bytes": weight_bytes,
+        "largest_batch": max(0, int(free // sequence)) if sequence else None,
+        "largest_context": None if longest is None else max(0, longest),
+    }

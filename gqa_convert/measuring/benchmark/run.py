@@ -1,0 +1,273 @@
+"""Times a model against itself with other numbers of K/V heads."""
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.machine import available_memory, measurement
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import DeviceMemoryError, OptionError
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.families.loading import is_out_of_memory
+from gqa_convert.measuring.benchmark.options import ATTENTIONS, CONTEXT, DTYPES, LEAD, BenchmarkOptions
+from gqa_convert.measuring.benchmark.subject import (
+    Subject,
+    UnknownAttentionError,
+    cut,
+    decoder_layers,
+    headers,
+    open_subject,
+    transformers_config,
+)
+from gqa_convert.measuring.benchmark.versions import Version, make_versions, plan_versions
+from gqa_convert.measuring.inspect.picture import check_picture
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, the steps done and all of them."""
+
+ORDER = "round-robin over the versions within each repetition, begun one further on in the next"
+
+
+def benchmark_model(
+    model: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    revision: str | None = None,
+    options: BenchmarkOptions | None = None,
+    plot: str | Path | None = None,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Decode latency, throughput, prefill and K/V bytes of a model and of itself with other numbers of K/V heads.
+
+    Every version has the shapes that a conversion would give it; weights that no source has are random, which time does
+    not depend on.
+
+    Args:
+        model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
+        config: in place of `model`, a config.json or the folder that holds one; all weights are random.
+        revision: branch, tag or commit on the Hub.
+        options: what is timed, how often and on what.
+        plot: a picture to draw (.png, .svg or .pdf).
+        command: the command line, for the record.
+        progress: told how far the work has come.
+
+    Returns:
+        The measurement's head and `results`, an entry for each version, batch and context; docs/benchmarking.md has
+        every field.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
+            suffice.
+    """
+    options = options or BenchmarkOptions()
+    picture = None if plot is None else local_path(plot)
+    if picture is not None:
+        check_picture(picture)
+    whole = open_subject(model, config, revision)
+    layers = decoder_layers(transformers_config(whole.config, whole.name))
+    subject = whole if options.layers is None else cut(whole, options.layers)
+    dtype = _dtype(whole, options.dtype)
+    plans = plan_versions(headers(subject, dtype), options.groups)
+    context, encoder_tokens, positions = _lengths(subject, options)
+    device = _device(options.device)
+    weight_bytes = {}
+    if options.memory is not None:
+        from gqa_convert.measuring.benchmark.memory import check_budget
+
+        full = plans if subject is whole else plan_versions(headers(whole, dtype), [plan.groups for plan in plans])
+        weight_bytes = {plan.groups: plan.weight_bytes_after for plan in full}
+        check_budget(options.memory, weight_bytes)
+    with _memory_told():
+        return _measure(
+            subject,
+            plans,
+            options,
+            context=context,
+            encoder_tokens=encoder_tokens,
+            positions=positions,
+            dtype=dtype,
+            device=device,
+            model_layers=layers,
+            weight_bytes=weight_bytes,
+            picture=picture,
+            command=command,
+            progress=progress,
+        )
+
+
+def _measure(
+    subject: Subject,
+    plans: Sequence[Plan],
+    options: BenchmarkOptions,
+    *,
+    context: Sequence[int],
+    encoder_tokens: int | None,
+    positions: int | None,
+    dtype: str,
+    device: Any,
+    model_layers: int,
+    weight_bytes: dict[int, int],
+    picture: Path | None,
+    command: list[str] | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    import torch
+
+    from gqa_convert.measuring.benchmark.cells import Cell, measure_cell
+    from gqa_convert.measuring.benchmark.memory import check_room
+
+    progress("building models", 0, 1)
+    versions, own, used = _versions(subject, plans, options.attention, getattr(torch, dtype), device)
+    progress("building models", 1, 1)
+    layers = decoder_layers(versions[0].model.config)
+    cells = [Cell(batch, tokens, encoder_tokens) for batch, tokens in itertools.product(options.batch, context)]
+    for cell in cells:
+        check_room(
+            [version.plan for version in versions],
+            cell.batch,
+            cell.context,
+            cell.encoder_tokens,
+            available_memory(device),
+        )
+    results = []
+    for number, cell in enumerate(cells):
+
+        def step(done: int, total: int, number: int = number) -> None:
+            progress("timing", number * total + done, len(cells) * total)
+
+        for version, record in zip(
+            versions, measure_cell(versions, cell, options, step, whole=model_layers / layers), strict=True
+        ):
+            if options.memory is not None:
+                from gqa_convert.measuring.benchmark.memory import fitting
+
+                record |= fitting(
+                    options.memory,
+                    weight_bytes[version.groups],
+                    record["kv_bytes_per_token"] * model_layers / layers,
+                    record.get("cross_kv_bytes_per_encoder_token", 0.0) * model_layers / layers,
+                    batch=cell.batch,
+                    context=cell.context,
+                    encoder_tokens=encoder_tokens or 0,
+                    positions=positions,
+                )
+            results.append(record)
+        gc.collect()
+    plan = plans[0]
+    result = measurement("benchmark", command, str(device)) | {
+        "model": subject.name,
+        "model_type": plan.family.model_type,
+        "layers": layers,
+        "model_layers": model_layers,
+        "dtype": dtype,
+        "heads": plan.heads,
+        "kv_heads": plan.source_kv_heads,
+        "weights": "own" if own else "random",
+        "attention": used,
+        "cache": "dynamic, as generate() makes it",
+        "threads": torch.get_num_threads(),
+        "order": ORDER,
+        "steps": options.steps,
+        "spread": "decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
+        "results": results,
+    }
+    if options.memory is not None:
+        from gqa_convert.measuring.benchmark.memory import ASSUMED
+
+        result["memory"] = {"bytes": options.memory, "assumed": ASSUMED}
+    if picture is not None:
+        from gqa_convert.measuring.benchmark.plot import draw_times
+
+        draw_times(result, picture)
+    return result | {"plot": None if picture is None else str(picture)}
+
+
+def _dtype(subject: Subject, asked: str | None) -> str:
+    stated = asked or subject.config.get("dtype") or subject.config.get("torch_dtype") or "float32"
+    if stated not in DTYPES:
+        raise OptionError(f"{subject.name} states the type {stated!r}: choose one of {', '.join(DTYPES)} with --dtype")
+    return str(stated)
+
+
+def _device(asked: str | None) -> Any:
+    import torch
+
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name!r} is neither cpu nor cuda: name one of them")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here: use --device cpu"
+        )
+    return device
+
+
+def _versions(
+    subject: Subject, plans: Sequence[Plan], asked: str | None, dtype: Any, device: Any
+) -> tuple[list[Version], bool, str]:
+    """The versions, whether one has the source's weights, and the attention function they run: the first that the model
+    takes.
+    """
+    from gqa_convert.attention import register
+    from gqa_convert.measuring.benchmark.kernels import running_attention
+
+    register()
+    *preferred, last = (asked,) if asked else ATTENTIONS
+    for attention in preferred:
+        with suppress(UnknownAttentionError):
+            versions, own = make_versions(subject, plans, attention, dtype, device)
+            return versions, own, running_attention(versions, asked=asked)
+    versions, own = make_versions(subject, plans, last, dtype, device)
+    return versions, own, running_attention(versions, asked=asked)
+
+
+def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], int | None, int | None]:
+    """Contexts, the encoder's tokens, and how many positions the decoder has; None where there is no encoder, or no
+    limit.
+    """
+    config = transformers_config(subject.config, subject.name)
+    positions = stated_positions(config.to_dict())
+    steps = LEAD + options.steps
+    context = options.context or (CONTEXT if positions is None or positions >= 2 * CONTEXT else max(1, positions // 2),)
+    if positions is not None and max(context) + steps > positions:
+        raise OptionError(
+            f"--context {max(context)}: the model has {positions} positions, and {steps} decode steps follow: give at most {positions - steps}"
+        )
+    if not config.is_encoder_decoder:
+        if options.encoder_tokens is not None:
+            raise OptionError(
+                f"--encoder-tokens {options.encoder_tokens}: a {config.model_type} has no encoder: leave it out"
+            )
+        return list(dict.fromkeys(context)), None, positions
+    made_for = getattr(config, "max_source_positions", None)
+    if isinstance(made_for, int):
+        if options.encoder_tokens not in (None, made_for):
+            raise OptionError(
+                f"--encoder-tokens {options.encoder_tokens}: this encoder always gives {made_for}: leave it out"
+            )
+        return list(dict.fromkeys(context)), made_for, positions
+    encoder_tokens = options.encoder_tokens or min(CONTEXT, positions or CONTEXT)
+    if positions is not None and encoder_tokens > positions:
+        raise OptionError(f"--encoder-tokens {encoder_tokens}: the model has {positions} positions: give that or fewer")
+    return list(dict.fromkeys(context)), encoder_tokens, positions
+
+
+@contextmanager
+def _memory_told() -> Any:
+    try:
+        yield
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise DeviceMemoryError(
+            f"the memory does not suffice ({problem}): time fewer --groups, a smaller --batch or --context, or fewer --layers"
+        ) from None

@@ -1,0 +1,157 @@
+"""Means over a text, differences of models on the same text, and their standard errors.
+
+Tokens of a text depend on one another, so that errors are taken over blocks of it (`Material.blocks`), as those of a
+ratio of sums: with x_j the sum over block j, s_j its size and R = sum x / sum s, the variance of R is m / (m - 1) * sum
+(x_j - R s_j)^2 / (sum s)^2 (Cochran 1977, "Sampling Techniques", section 2.11, for large populations). A difference of
+two models is paired: block by block.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.text.scoring.forward import Scores
+from gqa_convert.text.scoring.material import Material
+
+Doubles = npt.NDArray[np.float64]
+_LARGEST = 700.0
+"""Nats whose exponential is a number."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A ratio of sums over blocks.
+
+    Attributes:
+        value: its value.
+        deviations: what each block adds to its error, [m]; NaN for blocks of which nothing counts, which tell nothing
+            of its spread.
+    """
+
+    value: float
+    deviations: Doubles
+
+    @property
+    def error(self) -> float | None:
+        """Its standard error; None for a single block."""
+        return standard_error(self.deviations)
+
+
+def standard_error(deviations: Doubles) -> float | None:
+    """Of a sum of deviations, one for each block; None for fewer than two blocks that are numbers."""
+    known = deviations[~np.isnan(deviations)]
+    count = len(known)
+    return math.sqrt(count / (count - 1) * float(np.square(known).sum())) if count > 1 else None
+
+
+def mean(sums: Doubles, sizes: Doubles) -> Mean:
+    """The ratio of two sums over blocks: [m] and [m]."""
+    value = float(sums.sum() / sizes.sum())
+    return Mean(value, np.where((sizes > 0) | (sums != 0), sums - value * sizes, np.nan) / sizes.sum())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's scores on its material.
+
+    Attributes:
+        name: the model's.
+        material: what was scored.
+        scores: of it.
+        vocabulary: the tokenizer's, numbers by token.
+    """
+
+    name: str
+    material: Material
+    scores: Scores
+    vocabulary: dict[str, int]
+
+    def not_finite(self) -> int:
+        """How many tokens have a loss that is no number."""
+        return int((~np.isfinite(self.scores.loss)).sum())
+
+    def loss(self) -> Mean | None:
+        """Nats per token."""
+        return self._mean(self.material.scored)
+
+    def bits_per_byte(self) -> Mean | None:
+        """Bits per byte of text; None where tokens stand for no bytes."""
+        return (
+            None
+            if self.material.sizes is None or not self.material.byte_count
+            else self._mean(self.material.sizes * math.log(2))
+        )
+
+    def _mean(self, sizes: npt.NDArray[Any]) -> Mean | None:
+        return (
+            None if self.not_finite() else mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes))
+        )
+
+
+def figures(measured: Measured) -> dict[str, Any]:
+    """A model's losses: null where a token's loss is no number, or where there is no such figure."""
+    loss, bits = measured.loss(), measured.bits_per_byte()
+    return {
+        "loss": loss and loss.value,
+        "loss_standard_error": loss and loss.error,
+        "perplexity": math.exp(loss.value) if loss and loss.value < _LARGEST else None,
+        "bits_per_byte": bits and bits.value,
+        "bits_per_byte_standard_error": bits and bits.error,
+        "tokens": measured.material.tokens,
+        "bytes": measured.material.byte_count,
+        "scored_nan": measured.not_finite(),
+    }
+
+
+def incomparable(measured: Measured, other: Measured) -> str | None:
+    """Why two models' predictions can't be compared token by token; None if they can."""
+    theirs = {number: token for token, number in other.vocabulary.items()}
+    if any(theirs.get(number, token) != token for token, number in measured.vocabulary.items()):
+        return f"its tokenizer is not that of {other.name}"
+    if measured.material.fingerprint != other.material.fingerprint:
+        return f"its tokens of the text are not those of {other.name}"
+    return None
+
+
+def difference(measured: Measured, other: Measured) -> dict[str, Any]:
+    """How much more a model loses than another on the same text, with paired standard errors.
+
+    Nats per token are compared where the tokens are the same, bits per byte wherever the blocks are.
+    """
+    losses = None if incomparable(measured, other) else (measured.loss(), other.loss())
+    same_blocks = measured.material.block_count == other.material.block_count
+    bits = (measured.bits_per_byte(), other.bits_per_byte()) if same_blocks else None
+    by_token, by_byte = _paired(losses), _paired(bits)
+    return {
+        "to": other.name,
+        "loss": by_token[0],
+        "standard_error": by_token[1],
+        "bits_per_byte": by_byte[0],
+        "bits_per_byte_standard_error": by_byte[1],
+    }
+
+
+def _paired(both: tuple[Mean | None, Mean | None] | None) -> tuple[float | None, float | None]:
+    ours, theirs = both or (None, None)
+    if ours is None or theirs is None:
+        return None, None
+    return ours.value - theirs.value, standard_error(ours.deviations - theirs.deviations)
+
+
+def distance(measured: Measured) -> dict[str, Any]:
+    """KL(reference || model) in nats per token, and how often both find the same token likeliest; null where it is no
+    number.
+    """
+    scores, material = measured.scores, measured.material
+    if scores.kl is None or scores.agrees is None or not np.isfinite(scores.kl).all() or measured.not_finite():
+        return {"kl": None, "kl_standard_error": None, "top1_agreement": None}
+    sizes = material.by_block(material.scored)
+    kl = mean(material.by_block(scores.kl), sizes)
+    return {
+        "kl": kl.value,
+        "kl_standard_error": kl.error,
+        "top1_agreement": mean(material.by_block(scores.agrees), sizes).value,
+    }

@@ -1,0 +1,105 @@
+"""The processes that share the work; one alone needs no launcher."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.errors import LaunchError, OptionError
+from gqa_convert.training.distributed import check_environment, join, waiting_group
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of a run; `training.distributed.together` takes it for an accelerator.
+
+    Attributes:
+        device: what it computes on.
+    """
+
+    num_processes: int
+    process_index: int
+    device: str
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    def share(self, count: int) -> range:
+        """Its part of so many numbers."""
+        return range(self.process_index, count, self.num_processes)
+
+    def told(self, value: Any) -> Any:
+        """The first process's value, on all of them."""
+        if self.num_processes == 1:
+            return value
+        import torch
+
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, group=waiting_group())
+        return box[0]
+
+    def joined(self, array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """An array of which every process has filled in a part, and left the rest 0: a sum without rounding."""
+        if self.num_processes == 1:
+            return array
+        import torch
+
+        tensor = torch.from_numpy(array)
+        torch.distributed.all_reduce(tensor, group=waiting_group())
+        return array
+
+
+def come_together(device: str | None) -> Processes:
+    """All processes of a run, each with its device: the first GPU for one alone, a GPU each for several, without GPUs
+    the CPU.
+
+    Args:
+        device: another one, such as `cpu` or `cuda:1`; several processes may be told `cpu` or `cuda`.
+
+    Raises:
+        LaunchError: the launch is not what it looks like.
+        OptionError: there is no such device.
+    """
+    check_environment(os.environ)
+    import torch
+
+    if device is not None:
+        _check_device(device)
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Processes(1, 0, device or ("cpu" if on_cpu else "cuda"))
+    if device not in (None, "cpu", "cuda"):
+        raise OptionError(
+            f"--device is {device}, and several processes would share it: leave it out, and each gets a GPU of its own"
+        )
+    if on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    accelerator = join()
+    if not on_cpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        raise LaunchError(
+            f"there are {torch.cuda.device_count()} GPUs and more processes here: start as many as there are GPUs, or use --device cpu"
+        )
+    own = "cpu" if on_cpu else str(accelerator.device)
+    return Processes(int(accelerator.num_processes), int(accelerator.process_index), own)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise OptionError(f"--device {device!r} is none: write it like cpu, cuda or cuda:1") from None
+    if place.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {device!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(
+            f"--device is {device}, and torch finds no GPU here: use --device cpu, or install torch for the GPU"
+        )
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"--device is {device}, and there are {torch.cuda.device_count()} GPUs, counted from 0: name one of them"
+        )

@@ -1,0 +1,385 @@
+"""Several models on the same text: everything around the forward passes."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import no_bars
+from gqa_convert.measuring.evaluate.models import (
+    CAUSAL,
+    DTYPES,
+    PAIRS,
+    SPANS,
+    Candidate,
+    check_languages,
+    check_tokens,
+    common_context,
+    common_objective,
+    find_models,
+    memory_explained,
+    opened,
+)
+from gqa_convert.measuring.evaluate.results import check_output, write_results
+from gqa_convert.measuring.evaluate.tasks import Tasks, open_tasks, run_tasks
+from gqa_convert.text.framing import Languages
+from gqa_convert.text.sources import Source
+
+if TYPE_CHECKING:
+    from gqa_convert.measuring.evaluate.comparison import Measured
+    from gqa_convert.measuring.evaluate.processes import Processes
+    from gqa_convert.text.scoring.material import Material
+
+Progress = Callable[[str, int, int], None]
+
+_FIGURES = (
+    "loss",
+    "loss_standard_error",
+    "perplexity",
+    "bits_per_byte",
+    "bits_per_byte_standard_error",
+    "tokens",
+    "bytes",
+    "scored_nan",
+    "difference",
+    "kl",
+    "kl_standard_error",
+    "top1_agreement",
+    "seconds",
+    "note",
+)
+"""Of a model, in the order in which they are written."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are evaluated.
+
+    Attributes:
+        context: tokens of a window or of an encoder's input; None for the models' own up to 2048, and 512 for span
+            corruption.
+        stride: tokens between windows; None for the context.
+        tokens: of text, or pairs, at most; None for all of files, and 1,048,576 tokens of a Hub dataset.
+        batch: windows or examples at a time.
+        dtype: see `models.opened`.
+        device: see `processes.come_together`.
+        seed: of span corruption, and of lm-eval's choices.
+        pairs: the fields of source and target, for pairs.
+        languages: of source and target, where the tokenizers mark them.
+    """
+
+    context: int | None = None
+    stride: int | None = None
+    tokens: int | None = None
+    batch: int = 4
+    dtype: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    pairs: tuple[str, str] | None = None
+    languages: Languages = (None, None)
+
+
+def evaluate(
+    models: Sequence[str],
+    data: Source | None,
+    settings: Settings | None = None,
+    *,
+    reference: str | None = None,
+    revision: str | None = None,
+    tasks: Tasks | None = None,
+    output: Path | None = None,
+    overwrite: bool = False,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Losses of models on the same text, their differences, and lm-eval's tasks; on all processes of a launch together.
+
+    Args:
+        models: folders and Hub ids.
+        data: the text; None for tasks alone.
+        settings: how to score it.
+        reference: a model to compare distributions with; it stays in memory beside each of the others.
+        revision: of models that are Hub ids.
+        tasks: of lm-eval.
+        output: a JSON file for the results.
+        overwrite: replace it.
+        command: the command line, for the record.
+        progress: called with a stage of the work, what is done of it and its total.
+
+    Returns:
+        The object that docs/evaluating.md describes, on the main process; nothing on the others.
+
+    Raises:
+        GQAConvertError: models, text, options or the launch make no sense, or the memory does not suffice.
+    """
+    settings = settings or Settings()
+    output = None if output is None else local_path(output)
+    if tasks is not None and tasks.folder is not None:
+        tasks = replace(tasks, folder=local_path(tasks.folder))
+    _check(models, data, settings, tasks)
+    from gqa_convert.measuring.evaluate.processes import come_together
+    from gqa_convert.training.distributed import taking_part
+
+    with warnings.catch_warnings(), taking_part(), no_bars():
+        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        processes = come_together(settings.device)
+        run = _Run(
+            processes, settings, tasks, progress if processes.is_main_process else lambda stage, done, total: None
+        )
+        with run.together():
+            if output is not None and processes.is_main_process:
+                check_output(output, overwrite=overwrite)
+            run.open(models, reference, revision, data)
+        results = run.go(data)
+        with run.together():
+            results = measurement("evaluate", command, processes.device) | results if processes.is_main_process else {}
+            if output is not None and processes.is_main_process:
+                write_results(output, results, overwrite=overwrite)
+        return results
+
+
+def failed(results: dict[str, Any]) -> list[str]:
+    """The models some of whose losses are no numbers."""
+    return [
+        each["model"] for each in (*results["results"], *filter(None, [results["reference"]])) if each["scored_nan"]
+    ]
+
+
+def _check(models: Sequence[str], data: Source | None, settings: Settings, tasks: Tasks | None) -> None:
+    if not models:
+        raise OptionError("there is no MODEL: name at least one")
+    if data is None and tasks is None:
+        raise OptionError("there is nothing to evaluate on: name text with --data, or lm-eval's tasks with --tasks")
+    for option, value in (("--tokens", settings.tokens), ("--batch", settings.batch)):
+        if value is not None and value < 1:
+            raise OptionError(f"{option} is {value}, expected a number above 0")
+    if settings.dtype not in DTYPES:
+        raise OptionError(f"--dtype is {settings.dtype!r}: give one of {', '.join(DTYPES)}")
+
+
+class _Run:
+    """One run, on this process."""
+
+    def __init__(self, processes: "Processes", settings: Settings, tasks: Tasks | None, progress: Progress) -> None:
+        from gqa_convert.training.distributed import together
+
+        self.processes, self.settings, self.tasks, self.progress = processes, settings, tasks, progress
+        self.together = partial(together, processes)
+        self.objective, self.context = CAUSAL, 0
+        self.stride: int | None = None
+        self.text: Any = None
+        self.made: dict[Path, Material] = {}
+
+    def open(self, models: Sequence[str], reference: str | None, revision: str | None, data: Source | None) -> None:
+        """Look at everything that can be looked at before a model is loaded."""
+        found = find_models([*models, *([] if reference is None else [reference])], revision)
+        self.models, self.reference = found[: len(models)], found[-1] if reference is not None else None
+        self.manager = None if self.tasks is None else open_tasks(self.tasks)
+        if data is not None:
+            self.objective = common_objective(found, pairs=self.settings.pairs is not None)
+            if self.objective == PAIRS:
+                check_languages(found, self.settings.languages)
+            self.context, self.stride = common_context(
+                found, self.objective, self.settings.context, self.settings.stride
+            )
+
+    def go(self, data: Source | None) -> dict[str, Any]:
+        """Score one model after the other."""
+        self.text = self._read(data)
+        kept: Measured | None = None
+        results: list[dict[str, Any]] = []
+        entry: dict[str, Any] | None = None
+        with ExitStack() as stack:
+            beside: tuple[Candidate, Any] | None = None
+            if self.reference is not None and data is not None:
+                with self.together():
+                    beside = (
+                        self.reference,
+                        stack.enter_context(opened(self.reference, self.settings.dtype, self.processes.device)),
+                    )
+                entry, kept = self._evaluated(*beside, None, None, tasks=False)
+            for candidate in self.models:
+                with ExitStack() as inner:
+                    if beside and candidate.folder == beside[0].folder:
+                        model = beside[1]
+                    else:
+                        with self.together():
+                            model = inner.enter_context(opened(candidate, self.settings.dtype, self.processes.device))
+                    result, measured = self._evaluated(candidate, model, kept, beside and beside[1], tasks=True)
+                    del model
+                results.append(result)
+                kept = kept or measured
+        return {
+            "data": None if data is None else self._description(data),
+            "objective": self.objective if data else None,
+            "context": self.context or None,
+            "stride": self.stride,
+            "dtype": self.settings.dtype,
+            "seed": self.settings.seed,
+            "processes": self.processes.num_processes,
+            "reference": entry,
+            "results": results,
+        }
+
+    def _description(self, data: Source) -> dict[str, Any]:
+        named = {
+            "source": data.source,
+            "split": data.split,
+            "name": data.name,
+            "revision": data.revision,
+            "text_field": data.text_field,
+            "tokens_limit": self.settings.tokens,
+        }
+        pairs = self.settings.pairs
+        if pairs is None:
+            return named
+        named |= {"text_field": None, "source_field": pairs[0], "target_field": pairs[1]}
+        languages = self.settings.languages
+        return (
+            named
+            if languages == (None, None)
+            else named | {"source_language": languages[0], "target_language": languages[1]}
+        )
+
+    def _read(self, data: Source | None) -> Any:
+        """The text, which the first process reads for all."""
+        from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
+
+        text: Any = None
+        with self.together():
+            if data is not None and self.processes.is_main_process:
+                show = partial(self.progress, "reading")
+                if self.settings.pairs is not None:
+                    text = read_pairs(data, self.settings.pairs, self.settings.tokens, show)
+                else:
+                    text = read_pieces(data, self.models[0].tokenizer, self.settings.tokens, show)
+        return self.processes.told(text)
+
+    def _material(self, candidate: Candidate) -> "Material":
+        from gqa_convert.measuring.evaluate.examples import pair_material, span_material
+        from gqa_convert.text.scoring.texts import text_material
+
+        settings, show = self.settings, partial(self.progress, f"tokenising for {candidate.name}")
+        if self.objective == CAUSAL:
+            assert self.stride is not None
+            return text_material(
+                self.text,
+                candidate.tokenizer,
+                context=self.context,
+                stride=self.stride,
+                batch=settings.batch,
+                progress=show,
+            )
+        start = candidate.decoder_start()
+        if self.objective == SPANS:
+            return span_material(
+                self.text,
+                candidate.tokenizer,
+                start=start,
+                length=self.context,
+                batch=settings.batch,
+                seed=settings.seed,
+            )
+        assert self.objective == PAIRS
+        return pair_material(
+            self.text,
+            candidate.tokenizer,
+            start=start,
+            starts_with_last=candidate.starts_with_last,
+            languages=settings.languages,
+            context=self.context,
+            batch=settings.batch,
+            progress=show,
+        )
+
+    def _evaluated(
+        self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any, *, tasks: bool
+    ) -> tuple[dict[str, Any], "Measured | None"]:
+        """A model's entry in the results, and what it rests on.
+
+        Args:
+            candidate: the model.
+            model: the same, loaded.
+            other: what it is compared with.
+            reference: a loaded model whose distributions are compared with its.
+            tasks: whether it gets lm-eval's tasks.
+        """
+        from gqa_convert.measuring.evaluate import comparison
+
+        entry: dict[str, Any] = {
+            "model": candidate.name,
+            "revision": candidate.revision,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        entry |= dict.fromkeys(_FIGURES) | {"scored_nan": 0}
+        measured = None
+        if self.text is not None:
+            measured, entry["seconds"], note = self._measured(candidate, model, other, reference)
+            entry |= comparison.figures(measured) | comparison.distance(measured)
+            entry["difference"] = other and comparison.difference(measured, other)
+            entry["note"] = note
+        if tasks and self.tasks is not None:
+            with self.together():
+                if self.processes.is_main_process:
+                    self.progress(f"tasks for {candidate.name}", 0, 1)
+                    entry["tasks"] = run_tasks(
+                        model,
+                        candidate.tokenizer,
+                        self.tasks,
+                        self.manager,
+                        batch=self.settings.batch,
+                        seed=self.settings.seed,
+                    )
+        return entry, measured
+
+    def _measured(
+        self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any
+    ) -> tuple["Measured", float, str | None]:
+        """What a model makes of the text, the seconds that it took, and what a user should know."""
+        from gqa_convert.measuring.evaluate.comparison import Measured, incomparable
+        from gqa_convert.text.scoring.forward import Scores, score
+
+        with self.together():
+            material = self._material(candidate)
+            check_tokens(model, material, candidate)
+            bare = Measured(candidate.name, material, Scores(_none()), candidate.tokenizer.get_vocab())
+            problem = other and incomparable(bare, other)
+            done = 0
+
+            def advance(scored: int) -> None:
+                nonlocal done
+                done = min(material.tokens, done + scored * self.processes.num_processes)
+                self.progress(f"scoring {candidate.name}", done, material.tokens)
+
+            began = time.monotonic()
+            with memory_explained(candidate.name):
+                scores = score(
+                    model,
+                    material.batches,
+                    len(material.ids),
+                    numbers=self.processes.share(len(material.batches)),
+                    reference=None if problem else reference,
+                    progress=advance,
+                )
+        scores = Scores(*map(self.processes.joined, scores.arrays()))
+        seconds = round(time.monotonic() - began, 3)
+        notes = []
+        if problem:
+            how = "not compared" if material.sizes is None else "compared by bits per byte alone"
+            notes.append(f"{how}, since {problem}")
+        if material.truncated:
+            notes.append(f"{material.truncated} pairs were cut to {self.context} tokens")
+        return replace(bare, scores=scores), seconds, "; ".join(notes) or None
+
+
+def _none() -> Any:
+    import numpy as np
+
+    return np.empty(0, np.float32)

@@ -1,0 +1,246 @@
+"""Inspects a checkpoint: fitted errors per layer, heads that merge cheaply, and how many groups a bearable loss
+leaves.
+"""
+
+import math
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
+from gqa_convert.conversion.fit.layers import SourceTensors, attention_of
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.measuring.inspect.layers import LayerInspection
+from gqa_convert.measuring.inspect.picture import check_picture, draw_errors
+
+MAX_LOSS_INCREASE = 0.1
+"""Nats per token."""
+_MOST_GROUPS = 6
+"""Numbers of groups that are tried where none are named."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, the steps done and all of them."""
+
+
+def inspect_checkpoint(
+    source: str | Path,
+    *,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    groups: Sequence[int] | None = None,
+    max_loss_increase: float | None = None,
+    seed: int = 0,
+    encoder: bool = False,
+    revision: str | None = None,
+    plot: str | Path | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """What merging the K/V heads of a checkpoint would cost, by the closed form of method `factor`; nothing is
+    converted.
+
+    Args:
+        source: a local folder or a Hub id.
+        calibration: text to measure on, as for `convert_checkpoint`; without it only the weights are looked at, and no
+            loss is predicted.
+        calibration_tokens: how much of it, by default from the model's width; a fifth is held out for the losses.
+        groups: numbers of groups to try; by default the divisors of the K/V-head count below it, six of them if there
+            are more.
+        max_loss_increase: nats per token that the recommended number of groups may cost, by default 0.1.
+        seed: of the choice of calibration text.
+        encoder: look at an encoder's self-attention too.
+        revision: branch, tag or commit on the Hub.
+        plot: a picture to draw (.png, .svg or .pdf).
+        progress: told how far the work has come.
+
+    Returns:
+        `layers`, each with `errors` by groups and its `cheapest_pairs`; `loss` and `recommendation`, None without text;
+        and what they were made with.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake.
+    """
+    text = CalibrationOptions(calibration, calibration_tokens, seed=seed)
+    check_calibration("factor", text)
+    limit = _limit(max_loss_increase, calibrated=calibration is not None)
+    picture = None if plot is None else local_path(plot)
+    if picture is not None:
+        check_picture(picture)
+    checkpoint = open_local(source, revision, lambda remote: _plan(remote, groups, text, encoder=encoder))
+    plan, counts = _plan(checkpoint, groups, text, encoder=encoder)
+    finder = attention_of(plan)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
+        read = SourceTensors(checkpoint, SourceFiles(checkpoint, work, stack))
+
+        def inspection(layer: AttentionLayer) -> LayerInspection:
+            return LayerInspection(finder, layer, read)
+
+        if calibration is None:
+            measured = _from_weights(finder.layers, inspection, counts, progress)
+        else:
+            measured = _on_text(plan, inspection, counts, text, progress)
+            options = {
+                "--calibration": calibration,
+                "--calibration-tokens": calibration_tokens,
+                "--seed": seed or None,
+                "--revision": revision,
+            }
+            measured["max_loss_increase"] = limit
+            measured["recommendation"] = recommend(
+                measured["loss"]["by_groups"], limit, expanded(source), options, encoder=encoder
+            )
+    result: dict[str, Any] = {
+        "source": expanded(source),
+        "model_type": plan.family.model_type,
+        "heads": plan.heads,
+        "kv_heads": plan.source_kv_heads,
+        "groups": counts,
+        **measured,
+        "plot": None if picture is None else str(picture),
+    }
+    if picture is not None:
+        draw_errors(result, picture)
+    return result
+
+
+def recommend(
+    losses: Sequence[dict[str, Any]], limit: float, source: str, options: dict[str, Any], *, encoder: bool = False
+) -> dict[str, Any]:
+    """The smallest number of groups whose loss increase stays within the limit.
+
+    Args:
+        losses: entries of `loss.by_groups`, in order of their groups.
+        limit: nats per token.
+        source: the checkpoint.
+        options: of the command to run next; those that are None are left out.
+        encoder: convert its encoder too.
+
+    Returns:
+        `groups`, None if none qualifies; `reason`, a sentence; and `command`, to run next, or None.
+    """
+    known = [each for each in losses if each["increase"] is not None]
+    chosen = next((each for each in known if each["increase"] <= limit), None)
+    tried = ", ".join(str(each["groups"]) for each in losses)
+    if chosen is None:
+        nearest = min(known, key=lambda each: float(each["increase"]), default=None)
+        found = (
+            "no loss is finite"
+            if nearest is None
+            else f"N = {nearest['groups']} comes nearest with {nearest['increase']:+.3f}"
+        )
+        reason = (
+            f"none of N = {tried} stays within {limit:g} nats per token: {found}. Try more groups, or allow more with --max-loss-increase "
+            "and uptrain the result"
+        )
+        return {"groups": None, "reason": reason, "command": None}
+    command = [
+        "gqa-convert",
+        "convert",
+        source,
+        f"{Path(source).absolute().name}-gqa{chosen['groups']}",
+        "--groups",
+        str(chosen["groups"]),
+    ]
+    for name, value in options.items():
+        command += [] if value is None else [name, str(value)]
+    command += ["--encoder"] if encoder else []
+    reason = (
+        f"N = {chosen['groups']} is the smallest of {tried} within {limit:g} nats per token: {chosen['increase']:+.3f}"
+    )
+    return {"groups": chosen["groups"], "reason": reason, "command": shlex.join(command)}
+
+
+def _from_weights(
+    layers: Sequence[AttentionLayer],
+    inspection: Callable[[AttentionLayer], LayerInspection],
+    counts: Sequence[int],
+    progress: Progress,
+) -> dict[str, Any]:
+    """What the weights alone tell, with neither torch nor text."""
+    records = []
+    for layer in layers:
+        begun = inspection(layer)
+        for _ in begun.merged(counts, None):
+            pass
+        records.append(begun.record(None))
+        progress("layers", len(records), len(layers))
+    return {"calibration": None, "layers": records, "loss": None, "max_loss_increase": None, "recommendation": None}
+
+
+def _on_text(
+    plan: Plan,
+    inspection: Callable[[AttentionLayer], LayerInspection],
+    counts: Sequence[int],
+    text: CalibrationOptions,
+    progress: Progress,
+) -> dict[str, Any]:
+    """What running the source tells."""
+    calibration = calibrate(plan, text)
+    import torch
+
+    from gqa_convert.conversion.fit.lockstep.model import open_model
+    from gqa_convert.measuring.inspect.trials import run_trials, split
+
+    measured, held_out = split(calibration.batches)
+    assert plan.checkpoint.folder is not None
+    model = open_model(plan.checkpoint.folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    records, loss = run_trials(model, plan.layers, inspection, counts, measured, held_out, progress)
+    noted = {
+        "text": calibration.description,
+        "tokens": calibration.tokens,
+        "sequence_length": calibration.sequence_length,
+        "seed": text.seed,
+        "digest": calibration.digest,
+        "held_out_blocks": sum(len(batch["input_ids"]) for batch in held_out),
+        "warning": calibration.warning,
+    }
+    return {"calibration": noted, "layers": records, "loss": loss}
+
+
+def _limit(stated: float | None, *, calibrated: bool) -> float:
+    if stated is None:
+        return MAX_LOSS_INCREASE
+    if not calibrated:
+        raise OptionError(
+            f"--max-loss-increase {stated:g} without text, and weights predict no loss: name a text file or dataset with --calibration"
+        )
+    if not math.isfinite(stated) or stated < 0:
+        raise OptionError(
+            f"--max-loss-increase {stated:g} is no loss: give nats per token, such as {MAX_LOSS_INCREASE:g}"
+        )
+    return stated
+
+
+def _plan(
+    checkpoint: Checkpoint, groups: Sequence[int] | None, text: CalibrationOptions, *, encoder: bool
+) -> tuple[Plan, list[int]]:
+    """A plan of the source, and the numbers of groups to try, rising; whatever can't be inspected is refused here."""
+    plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
+    if text.source is not None and not plan.family.native and plan.family.modeling is None:
+        raise OptionError(
+            f"--calibration runs the source, and transformers has no class of type {plan.family.model_type}: leave it out, for the errors "
+            "that the weights alone show"
+        )
+    check_predicts(plan, text, "leave --calibration out, for the errors that the weights alone show")
+    heads = sorted({layer.kv_heads for layer in plan.layers})
+    if heads[-1] == 1:
+        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+    if groups is None:
+        divisors = [count for count in range(1, heads[-1]) if math.gcd(*heads) % count == 0]
+        places = range(min(_MOST_GROUPS, len(divisors)))
+        return plan, [divisors[round(place * (len(divisors) - 1) / max(1, len(places) - 1))] for place in places]
+    if not groups:
+        raise OptionError("--groups names no number: leave it out, or write it like 1,2,4")
+    for count in sorted(set(groups)):
+        make_plan(checkpoint, count, method="factor", encoder=encoder)
+        if count >= heads[-1]:
+            raise GroupsError(f"--groups {count} merges none of the {heads[-1]} K/V heads: name fewer")
+    return plan, sorted(set(groups))

@@ -1,0 +1,169 @@
+"""What merging costs in loss: the source runs beside copies of itself that have fewer K/V heads, all of them one layer
+at a time.
+
+The moments come from one part of the calibration text, the losses from another. No more than one layer's merged weights
+are in memory, whatever the model's size: each pass gets them as it enters the layer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.conversion.fit.assembly import Assembly, as_parts
+from gqa_convert.conversion.fit.lockstep.captured_module import CapturedModule
+from gqa_convert.conversion.fit.lockstep.runner import Batch, LockstepRunner
+from gqa_convert.conversion.fit.statistics import Moment
+from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
+from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.measuring.inspect.layers import LayerInspection
+from gqa_convert.merging.folding.heads import Heads
+from gqa_convert.merging.folding.merge import Moments
+
+_HELD_OUT = 5
+"""One of so many blocks is kept from the moments."""
+
+
+def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Calibration text for the moments, and a fifth of its blocks, at least one, for the losses.
+
+    Raises:
+        DataError: there is only one block.
+    """
+    blocks = [len(batch["input_ids"]) for batch in batches]
+    left = max(1, sum(blocks) // _HELD_OUT)
+    if sum(blocks) < 2:
+        raise DataError(
+            "the calibration text gives one block, found no second one to measure the loss on: name more text or more --calibration-tokens"
+        )
+    text: list[Batch] = list(batches)
+    held_out: list[Batch] = []
+    while left:
+        batch = text.pop()
+        taken = min(left, len(batch["input_ids"]))
+        left -= taken
+        held_out.append({name: tensor[-taken:] for name, tensor in batch.items()})
+        if taken < len(batch["input_ids"]):
+            text.append({name: tensor[:-taken] for name, tensor in batch.items()})
+    return text, held_out[::-1]
+
+
+def run_trials(
+    model: Any,
+    layers: Sequence[AttentionLayer],
+    inspection: Callable[[AttentionLayer], LayerInspection],
+    groups: Sequence[int],
+    text: Sequence[Batch],
+    held_out: Sequence[Batch],
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure every layer, and the loss of the whole model for each number of groups.
+
+    Args:
+        model: the loaded source.
+        layers: its attention layers.
+        inspection: begins the work on one.
+        groups: numbers of groups.
+        text: batches for the moments.
+        held_out: batches for the losses.
+        progress: called with a stage's name, the steps done and all of them.
+
+    Returns:
+        The layers' records in their order, and the losses in nats per token: of the source, and by groups.
+
+    Raises:
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+        NonFiniteError: the source yields NaN or Inf on its way.
+    """
+    by_name = {layer.module: layer for layer in layers}
+    records: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        source = stack.enter_context(LockstepRunner(model, text, list(by_name), paired=False))
+        trials = [
+            stack.enter_context(LockstepRunner(model, held_out, list(by_name), paired=False)) for _ in (0, *groups)
+        ]  # the first: of the source
+        for site, _, *copies in zip(source, *trials, strict=True):
+            work = inspection(by_name[site.name])
+            moments = moments_of(site, work.heads)
+            for (count, merged), copy in zip(work.merged(groups, moments), copies, strict=True):
+                copy.commit(_parameters(work, site, merged, count))
+            records[site.name] = work.record(moments)
+            progress("layers", len(records), len(layers))
+        losses = []
+        for trial in trials:
+            losses.append(_losses(trial, held_out))
+            progress("losses", len(losses), len(trials))
+    before, tokens = losses[0]
+    by_groups = [_entry(count, after, before) for count, (after, _) in zip(groups, losses[1:], strict=True)]
+    return [records[name] for name in by_name], {"source": _finite(before), "tokens": tokens, "by_groups": by_groups}
+
+
+def moments_of(site: CapturedModule, heads: Heads) -> Moments:
+    """Of the source's inputs of a layer.
+
+    Raises:
+        NonFiniteError: some are no finite numbers.
+    """
+    asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
+    crossed = False
+    for call, _ in site.calls:
+        asking.add(call.hidden, call.counted)
+        if call.states is not call.hidden:
+            crossed = True
+            reading.add(call.states, call.states_counted)
+    queries = asking.damped()
+    moments = Moments(queries, reading.damped() if crossed else queries)
+    if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
+        raise NonFiniteError(
+            f"the source brings NaN or Inf to {site.name} on the calibration text: look whether it computes sensible logits on it at all"
+        )
+    return moments
+
+
+def _parameters(work: LayerInspection, site: CapturedModule, merged: Heads, groups: int) -> dict[str, Tensor]:
+    """Merged heads as parameters of the source's own module, each repeated for its group."""
+    own = site.parameters()
+    device = next(iter(own.values())).device
+    made = Assembly(work.parts, work.heads, work.tensors, groups, device)(as_parts(merged, device))
+    for name, tensor in made.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise UnsupportedFamilyError(
+                f"transformers holds {site.name} otherwise than the checkpoint does ({name}), so that its loss can't be predicted: "
+                "inspect it without calibration text"
+            )
+    return made
+
+
+def _losses(trial: LockstepRunner, held_out: Sequence[Batch]) -> tuple[float, int]:
+    """In nats per token, and how many tokens were predicted."""
+    total, tokens = 0.0, 0
+    for batch, (logits, _) in zip(held_out, trial.finish(), strict=True):
+        loss, count = _loss(logits, batch)
+        total += loss
+        tokens += count
+    return total / tokens, tokens
+
+
+def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+    """The sum over tokens that are to be predicted, and their number; without labels these are the input's next
+    ones.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
+    total = 0.0
+    for row, wanted in zip(logits, labels.to(logits.device), strict=True):
+        total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="none").double().sum())
+    return total, int((labels != -100).sum())
+
+
+def _entry(groups: int, after: float, before: float) -> dict[str, Any]:
+    return {"groups": groups, "loss": _finite(after), "increase": _finite(after - before)}
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

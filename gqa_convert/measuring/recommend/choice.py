@@ -1,0 +1,247 @@
+"""What is asked of a number of K/V heads, and the choice among those that there are: numbers in, a number and a
+sentence out.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gqa_convert.errors import OptionError
+
+Part = Literal["loss", "speed", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a user asks for, named as the command line names it.
+
+    Raises:
+        OptionError: nothing is asked, a value makes no sense, or memory is to be counted for a context that is not
+            stated.
+    """
+
+    max_loss_increase: float | None = None
+    """Nats per token over the source."""
+    min_speedup: float | None = None
+    """Of a decode step, over the source: a factor above 1."""
+    memory: int | None = None
+    """Bytes for the weights and the K/V cache."""
+    context: int | None = None
+    """Tokens in each sequence's cache; of an encoder-decoder, in the decoder's."""
+    batch: int = 1
+    """Sequences at once."""
+    encoder_tokens: int | None = None
+    """Tokens of an encoder-decoder's input; by default what its encoder is made for, else as many as `context`."""
+
+    def __post_init__(self) -> None:
+        loss, speed = self.max_loss_increase, self.min_speedup
+        if loss is None and speed is None and self.memory is None:
+            raise OptionError(
+                "nothing is asked of N: state --max-loss-increase NATS, --min-speedup FACTOR or --memory SIZE, or several of them"
+            )
+        if loss is not None and not (math.isfinite(loss) and loss >= 0):
+            raise OptionError(f"--max-loss-increase {loss:g} is no loss: give nats per token, such as 0.02")
+        if speed is not None and not (math.isfinite(speed) and speed > 1):
+            raise OptionError(f"--min-speedup {speed:g} is no speed-up: give a factor above 1, such as 2")
+        if self.memory is not None and self.context is None:
+            raise OptionError(
+                f"--memory {self.memory:,} bytes without --context: say how many tokens the K/V cache holds, such as 32k"
+            )
+        counts = (
+            ("--memory", self.memory),
+            ("--context", self.context),
+            ("--batch", self.batch),
+            ("--encoder-tokens", self.encoder_tokens),
+        )
+        for option, count in counts:
+            if count is not None and count < 1:
+                raise OptionError(f"{option} {count} is too small: give 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A number of K/V heads and what is known of it; None is not known."""
+
+    groups: int
+    is_source: bool = False
+    """The checkpoint as it is, with nothing merged."""
+    loss_increase: float | None = None
+    """Nats per token over the source."""
+    speedup: float | None = None
+    """Of a decode step, over the source."""
+    memory_bytes: int | None = None
+    """Of the weights and the K/V cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One constraint."""
+
+    part: Part
+    option: str
+    """As the user stated it."""
+    bound: float
+    value: Callable[[Candidate], float | None]
+    upper: bool
+    """Values may not exceed the bound; else they must reach it."""
+    words: Callable[[float], str]
+    """A candidate's value, as the end of a sentence about it."""
+    unit: Callable[[float], str]
+    """A difference of values."""
+
+    def met(self, candidate: Candidate) -> bool:
+        """Whether a candidate keeps to it; one of unknown value does not."""
+        value = self.value(candidate)
+        return value is not None and (value <= self.bound if self.upper else value >= self.bound)
+
+    def excess(self, candidate: Candidate) -> float:
+        """By how much a candidate misses it; infinite where its value is not known."""
+        value = self.value(candidate)
+        return math.inf if value is None else value - self.bound if self.upper else self.bound - value
+
+    def told(self, candidate: Candidate) -> str:
+        """What a candidate's value is."""
+        value = self.value(candidate)
+        return f"has no known {self.part}" if value is None else self.words(value)
+
+    def missed(self, candidate: Candidate) -> str:
+        """What a candidate's value is, and by how much it misses."""
+        if self.value(candidate) is None:
+            return self.told(candidate)
+        return f"{self.told(candidate)}, {self.unit(self.excess(candidate))} {'more' if self.upper else 'less'} than {self.option}"
+
+
+def limits(constraints: Constraints) -> list[Limit]:
+    """The constraints that are stated."""
+    found: list[Limit] = []
+    loss, speed, memory = constraints.max_loss_increase, constraints.min_speedup, constraints.memory
+    if loss is not None:
+        found.append(
+            Limit(
+                "loss",
+                f"--max-loss-increase {loss:g}",
+                loss,
+                lambda each: each.loss_increase,
+                True,
+                lambda value: f"loses {value:+.3g} nats per token",
+                lambda gap: f"{gap:.2g}",
+            )
+        )
+    if speed is not None:
+        found.append(
+            Limit(
+                "speed",
+                f"--min-speedup {speed:g}",
+                speed,
+                lambda each: each.speedup,
+                False,
+                lambda value: f"decodes {value:.3g}x as fast",
+                lambda gap: f"{gap:.2g}",
+            )
+        )
+    if memory is not None:
+        found.append(
+            Limit(
+                "memory",
+                f"--memory {_bytes(memory)}",
+                memory,
+                lambda each: each.memory_bytes,
+                True,
+                lambda value: f"takes {_bytes(value)}",
+                _bytes,
+            )
+        )
+    return found
+
+
+def failing(candidate: Candidate, constraints: Constraints) -> list[Part]:
+    """The constraints that a candidate does not meet."""
+    return [limit.part for limit in limits(constraints) if not limit.met(candidate)]
+
+
+def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[int | None, str]:
+    """The number of K/V heads to take, and why.
+
+    Asked for a loss alone, that is the smallest N within it; asked for speed or memory, the largest N that meets
+    everything, since fewer heads lose more. The source, which loses nothing and gains nothing, is an answer where
+    memory is asked for and speed is not.
+
+    Args:
+        candidates: numbers of K/V heads, rising.
+        constraints: what is asked.
+
+    Returns:
+        N, or None if none meets all constraints; and a sentence.
+    """
+    asked = limits(constraints)
+    parts = {limit.part for limit in asked}
+    loss_alone = parts == {"loss"}
+    able = [each for each in candidates if not each.is_source or ("memory" in parts and "speed" not in parts)]
+    tried = ", ".join(str(each.groups) for each in able)
+    fitting = [each for each in able if all(limit.met(each) for limit in asked)]
+    if not fitting:
+        return None, _conflict(able, asked)
+    chosen = fitting[0] if loss_alone else fitting[-1]
+    place = able.index(chosen)
+    named = _listed([limit.option for limit in asked])
+    states = _listed([limit.told(chosen) for limit in asked])
+    if chosen.is_source:
+        return (
+            chosen.groups,
+            f"N = {chosen.groups}, the source as it is, meets {named} already: it {states}; nothing has to be merged",
+        )
+    better = (
+        able[place - 1]
+        if loss_alone and place
+        else able[place + 1]
+        if not loss_alone and place + 1 < len(able)
+        else None
+    )
+    what = "the smallest" if loss_alone else "the largest"
+    reason = f"N = {chosen.groups} is {what} of {tried} that meets {named}: it {states}"
+    if better is not None:
+        reason += f"; N = {better.groups} {_listed([limit.missed(better) for limit in asked if not limit.met(better)])}"
+    return chosen.groups, reason
+
+
+def _conflict(candidates: Sequence[Candidate], asked: Sequence[Limit]) -> str:
+    """Which N meet each constraint, and which come nearest to meeting all."""
+    tried = ", ".join(str(each.groups) for each in candidates)
+    if len(asked) == 1:
+        return f"none of N = {tried} meets {asked[0].option}: {_nearest(candidates, asked[0])}"
+    met = {limit.option: [str(each.groups) for each in candidates if limit.met(each)] for limit in asked}
+    parts = [f"{option} is met by {'N = ' + ', '.join(groups) if groups else 'none'}" for option, groups in met.items()]
+    near = []
+    for limit in asked:
+        others = [other for other in asked if other is not limit]
+        pool = [each for each in candidates if all(other.met(each) for other in others)]
+        if pool:
+            near.append(f"of those that meet {_listed([other.option for other in others])}, {_nearest(pool, limit)}")
+        elif not met[limit.option]:
+            near.append(_nearest(candidates, limit))
+    return "; ".join(
+        [
+            f"none of N = {tried} meets {_listed([limit.option for limit in asked])} together: {parts[0]}",
+            *parts[1:],
+            *near,
+        ]
+    )
+
+
+def _nearest(candidates: Sequence[Candidate], limit: Limit) -> str:
+    """The candidate that misses a constraint by least, the largest of equals."""
+    nearest = min(candidates, key=lambda each: (limit.excess(each), -each.groups))
+    if limit.value(nearest) is None:
+        return f"no {limit.part} is known"
+    return f"N = {nearest.groups} comes nearest: it {limit.missed(nearest)}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _bytes(count: float) -> str:
+    """With more digits than a table has: a budget may be missed by little."""
+    power = min(3, max(0, (len(str(int(abs(count)))) - 1) // 3))
+    return f"{count / 1000**power:,.5g} {('bytes', 'kB', 'MB', 'GB')[power]}"

@@ -1,0 +1,326 @@
+"""Recommends a number of K/V heads from what it costs in loss and what it gains in speed and memory."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring.benchmark.memory import check_budget, fitting
+from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.measuring.recommend.choice import Candidate, Constraints, choose, failing
+from gqa_convert.measuring.recommend.results import Found, Loss, read_results
+from gqa_convert.measuring.recommend.speed import Setting, choose_setting, speeds, time_versions, uneven
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, the steps done and all of them."""
+
+COUNTED: Final = (
+    "weights and K/V cache, exact from the shapes, in the types that SOURCE has; activations, the copy that a growing cache makes of a "
+    "layer, the framework and fragmentation are not counted"
+)
+PREDICTED: Final = (
+    "losses are upper bounds in practice: those of the closed form on the calibration text, and convert --calibration fits more closely and "
+    "loses less"
+)
+
+
+def recommend_groups(
+    source: str | Path,
+    constraints: Constraints,
+    *,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    groups: Sequence[int] | None = None,
+    results: Sequence[str | Path] = (),
+    seed: int = 0,
+    revision: str | None = None,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Which number of K/V heads to convert a checkpoint to, and why; nothing is converted.
+
+    Losses are predicted on calibration text as `inspect_checkpoint` does, and a decode step is timed where a speed-up
+    is asked for and `results` has none; both are read from `results` where they are there.
+
+    Args:
+        source: a local folder or a Hub id.
+        constraints: what is asked.
+        calibration: text to predict losses on, as for `convert_checkpoint`.
+        calibration_tokens: how much of it, by default from the model's width.
+        groups: numbers of groups to look at; by default the divisors of the K/V-head count.
+        results: folders or files with what `evaluate`, `inspect` and `benchmark` wrote.
+        seed: of the choice of calibration text.
+        revision: branch, tag or commit on the Hub.
+        command: the command line, for the record.
+        progress: told how far the work has come.
+
+    Returns:
+        The measurement's head, `groups` (None if no N meets all), `reason`, `candidates`, `next` (a command) and what
+        they were made from; docs/choosing.md has every field.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake.
+    """
+    name = expanded(source)
+    if calibration is None and calibration_tokens is not None:
+        raise OptionError(
+            f"--calibration-tokens {calibration_tokens} without text: name a text file or dataset with --calibration"
+        )
+    if constraints.max_loss_increase is not None and calibration is None and not results:
+        raise OptionError(
+            f"--max-loss-increase {constraints.max_loss_increase:g} without losses: name text to predict them on with --calibration, or "
+            "measured ones with --results"
+        )
+    checkpoint = _open(name, revision)
+    plans = _plans(checkpoint, groups)
+    encoder_tokens = _encoder_tokens(plans[0], constraints)
+    if constraints.memory is not None:
+        check_budget(constraints.memory, {plan.groups: plan.weight_bytes_after for plan in plans})
+    found = read_results([local_path(each) for each in results], name, plans[0], constraints) if results else Found()
+    setting = None
+    if constraints.min_speedup is not None and not found.speeds:
+        setting = choose_setting(checkpoint, plans, constraints, encoder_tokens)
+    inspected = _predict(name, plans, found, calibration, calibration_tokens, seed, revision, progress)
+    _check_losses(constraints, found, name)
+    if setting is not None:
+        _time(checkpoint, plans, setting, found, progress)
+    candidates = [_candidate(plan, found, constraints, encoder_tokens) for plan in plans]
+    chosen, reason = choose([known for known, _ in candidates], constraints)
+    records = [record | {"fits": not record["fails"]} for _, record in candidates]
+    entry = next((record for record in records if record["groups"] == chosen), None)
+    if any(record["loss_is"] == "upper bound" for record in records):
+        found.notes.append(PREDICTED)
+    positions = stated_positions(checkpoint.config)
+    if constraints.context is not None and positions is not None and constraints.context > positions:
+        found.notes.append(
+            f"--context {constraints.context:,} is more than the {positions:,} positions that the model is made for"
+        )
+    if disorder := uneven(found.speeds):
+        found.notes.append(disorder)
+    if entry is None and constraints.max_loss_increase is not None:
+        found.notes.append(
+            "uptraining wins back a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
+        )
+    speech = isinstance(
+        checkpoint.config.get("max_source_positions"), int
+    )  # encoders of sound read no text to calibrate on
+    if entry is not None:
+        found.notes += _doubts(entry, constraints, calibrated=calibration is not None or speech)
+    texts = {
+        "--calibration": calibration,
+        "--calibration-tokens": calibration_tokens,
+        "--seed": seed or None,
+        "--revision": revision,
+    }
+    return measurement("recommend", command, _device(computed=setting is not None or inspected is not None)) | {
+        "source": name,
+        "model_type": plans[0].family.model_type,
+        "heads": plans[0].heads,
+        "kv_heads": plans[0].source_kv_heads,
+        "groups": chosen,
+        "reason": reason,
+        "constraints": asdict(constraints) | {"encoder_tokens": encoder_tokens},
+        "candidates": records,
+        "loss": {"text": found.loss_text, "calibration": inspected and inspected["calibration"]}
+        if found.losses
+        else None,
+        "speed": found.timing,
+        "memory": None if constraints.context is None else {"counted": COUNTED},
+        "notes": list(dict.fromkeys(found.notes)),
+        "next": _next(name, entry, texts, plans[-1]),
+    }
+
+
+def _open(source: str, revision: str | None) -> Checkpoint:
+    """Config and headers; of a Hub id the weights are left where they are."""
+    try:
+        return open_checkpoint(source, revision=revision)
+    except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
+        return open_checkpoint(source, revision=revision, download=True)
+
+
+def _plans(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[Plan]:
+    """A plan for each number of groups, rising, that of the source's own count last."""
+    first = make_plan(checkpoint, 1, method="factor")
+    heads = sorted({layer.kv_heads for layer in first.layers})
+    own = heads[-1]
+    if own == 1:
+        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+    if len(heads) > 1:
+        counts = ", ".join(map(str, heads))
+        raise GroupsError(
+            f"{checkpoint.source_id} has layers with {counts} K/V heads, so that no N is its own: look at it with inspect"
+        )
+    if groups is None:
+        groups = [count for count in range(1, own) if own % count == 0]
+    if not groups:
+        raise OptionError("--groups names no number: leave it out, or write it like 1,2,4")
+    merged = [make_plan(checkpoint, count, method="factor") for count in sorted(set(groups) - {own})]
+    if not merged or merged[-1].groups > own:
+        raise GroupsError(f"--groups {max(groups)} merges none of the {own} K/V heads: name fewer")
+    return [*merged, make_plan(checkpoint, own, method="factor")]
+
+
+def _encoder_tokens(plan: Plan, constraints: Constraints) -> int | None:
+    """Tokens of an encoder's output in the cross-attention's cache; None without one, or where nothing says how
+    many.
+    """
+    stated, made_for = constraints.encoder_tokens, plan.checkpoint.config.get("max_source_positions")
+    if not plan.cache_bytes_per_token(False, "cross"):
+        if stated is not None:
+            raise OptionError(
+                f"--encoder-tokens {stated}: a {plan.family.model_type} has no cross-attention: leave it out"
+            )
+        return None
+    if isinstance(made_for, int):
+        if stated not in (None, made_for):
+            raise OptionError(f"--encoder-tokens {stated}: this encoder always gives {made_for}: leave it out")
+        return made_for
+    return constraints.context if stated is None else stated
+
+
+def _predict(
+    source: str,
+    plans: Sequence[Plan],
+    found: Found,
+    calibration: Any,
+    tokens: int | None,
+    seed: int,
+    revision: str | None,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    """Losses of those N that no file has, by `inspect`."""
+    counts = [plan.groups for plan in plans[:-1] if plan.groups not in found.losses]
+    if calibration is None or not counts:
+        return None
+    result = inspect_checkpoint(
+        source,
+        calibration=calibration,
+        calibration_tokens=tokens,
+        groups=counts,
+        seed=seed,
+        revision=revision,
+        progress=progress,
+    )
+    for each in result["loss"]["by_groups"]:
+        if each["increase"] is not None:
+            found.losses[each["groups"]] = Loss(each["increase"], "upper bound")
+    found.loss_text = found.loss_text or str(calibration)
+    if result["calibration"]["warning"]:
+        found.notes.append(result["calibration"]["warning"])
+    return result
+
+
+def _check_losses(constraints: Constraints, found: Found, source: str) -> None:
+    if constraints.max_loss_increase is not None and not found.losses:
+        raise OptionError(
+            f"--max-loss-increase {constraints.max_loss_increase:g} without losses: found none of conversions of {source} in --results, nor a "
+            "finite prediction; name text with --calibration, or evaluate SOURCE beside its conversions"
+        )
+
+
+def _time(checkpoint: Checkpoint, plans: Sequence[Plan], setting: Setting, found: Found, progress: Progress) -> None:
+    result = time_versions(checkpoint, setting, progress)
+    found.speeds = speeds(result["results"], plans[-1].source_kv_heads)
+    cell = result["results"][0]
+    kept = ("layers", "model_layers", "dtype", "attention", "machine")
+    found.timing = {
+        "from": None,
+        "batch": cell["batch"],
+        "context": cell["context"],
+        "encoder_tokens": cell.get("encoder_tokens"),
+    } | {key: result[key] for key in kept}
+    found.notes += setting.notes
+
+
+def _candidate(
+    plan: Plan, found: Found, constraints: Constraints, encoder_tokens: int | None
+) -> tuple[Candidate, dict[str, Any]]:
+    """One N with all that is known of it, for the choice and for the record."""
+    is_source = plan.groups == plan.source_kv_heads
+    loss, speed = found.losses.get(plan.groups), found.speeds.get(plan.groups)
+    token, cross = plan.cache_bytes_per_token(True), plan.cache_bytes_per_token(True, "cross")
+    increase = 0.0 if is_source else loss.increase if loss else None
+    memory = None
+    if constraints.context is not None:
+        cache = token * constraints.context + cross * (encoder_tokens or 0)
+        memory = plan.weight_bytes_after + constraints.batch * cache
+    known = Candidate(
+        groups=plan.groups,
+        is_source=is_source,
+        loss_increase=increase,
+        speedup=speed.speedup if speed else None,
+        memory_bytes=memory,
+    )
+    record: dict[str, Any] = {
+        "groups": plan.groups,
+        "source": is_source,
+        "loss_increase": known.loss_increase,
+        "loss_is": loss.kind if loss else None,
+        "loss_standard_error": loss and loss.standard_error,
+        "model": loss and loss.model,
+        "speedup": known.speedup,
+        "speedup_low": speed and speed.low,
+        "speedup_high": speed and speed.high,
+        "decode_ms_per_token": speed and speed.milliseconds,
+        "kv_bytes_per_token": token,
+    }
+    if cross:
+        record["cross_kv_bytes_per_encoder_token"] = cross
+    record |= {"weight_bytes": plan.weight_bytes_after, "memory_bytes": memory}
+    if constraints.memory is not None and constraints.context is not None:
+        record |= fitting(
+            constraints.memory,
+            plan.weight_bytes_after,
+            token,
+            cross,
+            batch=constraints.batch,
+            context=constraints.context,
+            encoder_tokens=encoder_tokens or 0,
+            positions=stated_positions(plan.checkpoint.config),
+        )
+    return known, record | {"fails": failing(known, constraints)}
+
+
+def _doubts(entry: dict[str, Any], constraints: Constraints, *, calibrated: bool) -> list[str]:
+    """What to know of the N that was chosen."""
+    notes = []
+    speed, low = constraints.min_speedup, entry["speedup_low"]
+    if speed is not None and not entry["source"] and low is not None and low < speed:
+        notes.append(
+            f"--min-speedup {speed:g} lies within the quartiles of the speed-up of N = {entry['groups']}, {low:.3g} to {entry['speedup_high']:.3g}"
+        )
+    error, limit = entry["loss_standard_error"], constraints.max_loss_increase
+    if limit is not None and error and entry["loss_increase"] + error > limit:
+        notes.append(f"the loss of N = {entry['groups']} is within one standard error, {error:.2g}, of the limit")
+    if not entry["source"] and entry["model"] is None and not calibrated:
+        notes.append("convert --calibration TEXT loses far less than a conversion from the weights alone")
+    return notes
+
+
+def _next(source: str, entry: dict[str, Any] | None, options: dict[str, Any], plan: Plan) -> str | None:
+    """The conversion to run; None where there is none to run, or its result is there already."""
+    if entry is None or entry["source"] or entry["model"] is not None:
+        return None
+    folder = plan.checkpoint.folder
+    out = f"{Path(source).name if folder is None else folder.resolve().name}-gqa{entry['groups']}"
+    parts = ["gqa-convert", "convert", source, out, "--groups", str(entry["groups"])]
+    for name, value in options.items():
+        parts += [] if value is None else [name, str(value)]
+    return shlex.join(parts)
+
+
+def _device(*, computed: bool) -> str:
+    """What losses and times are computed on by default."""
+    if not computed:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,163 @@
+"""How much faster a decode step becomes with fewer K/V heads: timed here, or as a benchmark's file has it."""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.machine import machine
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import OptionError
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.benchmark.options import CONTEXT, LEAD
+from gqa_convert.measuring.benchmark.subject import Subject, cut, decoder_layers, transformers_config
+from gqa_convert.measuring.recommend.choice import Constraints
+
+_AFFORDABLE: Final = 1 << 30
+"""Bytes of weights and caches that are timed on a CPU: one reads a few GB per second, and reads them some hundred
+times.
+"""
+
+_UNEVEN: Final = 1.1
+"""Ratio of speeds in the wrong order that is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A decode step over the source's own; `low` and `high` from the quartiles, None where the whole model's time is an
+    estimate.
+    """
+
+    speedup: float
+    low: float | None
+    high: float | None
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is timed instead of what was asked for, where that is too much, and sentences that say so."""
+
+    options: BenchmarkOptions
+    notes: tuple[str, ...]
+
+
+def choose_setting(
+    checkpoint: Checkpoint, plans: Sequence[Plan], constraints: Constraints, encoder_tokens: int | None
+) -> Setting:
+    """The layers and the context that this machine can time in minutes.
+
+    Args:
+        checkpoint: the source.
+        plans: of all N to time, that of the source's own last.
+        constraints: batch and context.
+        encoder_tokens: of an encoder-decoder's input.
+
+    Raises:
+        GQAConvertError: the model can't be timed.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = int(machine(device)["memory_bytes"])
+    room = memory // 2 if device == "cuda" else min(_AFFORDABLE, memory // 4)
+    layers = decoder_layers(transformers_config(checkpoint.config, checkpoint.source_id))
+    context, notes = constraints.context, []
+    positions, steps = stated_positions(checkpoint.config), LEAD + BenchmarkOptions().steps
+    if context is not None and positions is not None and context + steps > positions:
+        context = max(1, positions - steps)
+        notes.append(
+            f"timed at a context of {context:,}: the model has {positions:,} positions, and {steps} decode steps follow"
+        )
+    token = constraints.batch * sum(plan.cache_bytes_per_token(True) for plan in plans)
+    crossing = (
+        constraints.batch
+        * (encoder_tokens or CONTEXT)
+        * sum(plan.cache_bytes_per_token(True, "cross") for plan in plans)
+    )
+    whole = checkpoint.weight_bytes + token * (context or CONTEXT) + crossing
+    timed = layers
+    if whole > room:
+        timed = max(1, min(layers, math.floor(layers * room / whole)))
+        try:
+            cut(Subject(checkpoint.source_id, checkpoint.config, None), timed)
+        except OptionError:
+            timed = layers
+        else:
+            notes.append(f"{timed} of {layers} layers are timed, and the whole model's time is estimated from theirs")
+    held = (token * (context or CONTEXT) + crossing) * timed / layers
+    if context is not None and held > room:
+        shorter = max(1, int(context * room / held))
+        notes.append(
+            f"timed at a context of {shorter:,} in place of {context:,}, whose caches are too large to time here: at the longer one fewer K/V "
+            "heads usually gain more"
+        )
+        context = shorter
+    options = BenchmarkOptions(
+        groups=tuple(plan.groups for plan in plans),
+        batch=(constraints.batch,),
+        context=None if context is None else (context,),
+        encoder_tokens=_stated_input(checkpoint, encoder_tokens),
+        layers=None if timed == layers else timed,
+        prefill=False,
+    )
+    return Setting(options, tuple(notes))
+
+
+def _stated_input(checkpoint: Checkpoint, encoder_tokens: int | None) -> int | None:
+    """Encoders that are made for one length are told none."""
+    return None if isinstance(checkpoint.config.get("max_source_positions"), int) else encoder_tokens
+
+
+def time_versions(
+    checkpoint: Checkpoint, setting: Setting, progress: Callable[[str, int, int], None]
+) -> dict[str, Any]:
+    """What `benchmark --config` gives for the source's shape: weights are random, so that none are read or
+    downloaded.
+    """
+    with tempfile.TemporaryDirectory(prefix="gqa-recommend-") as folder:
+        config = Path(folder) / CONFIG
+        config.write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        return benchmark_model(config=config, options=setting.options, progress=progress)
+
+
+def speeds(records: Sequence[dict[str, Any]], own: int) -> dict[int, Speed]:
+    """Speed by N in one cell of a benchmark: its results for one batch and context.
+
+    Args:
+        records: of the cell; estimates of the whole model come before times of some of its layers.
+        own: the source's K/V heads; without a time for them there is no speed-up.
+    """
+    times = {
+        each["groups"]: each.get("estimated_decode_ms_per_token") or each.get("decode_ms_per_token") for each in records
+    }
+    base = times.get(own)
+    found = {}
+    for each in records:
+        time = times[each["groups"]]
+        if not base or not time:
+            continue
+        low, high = each.get("decode_ms_low"), each.get("decode_ms_high")
+        spread = bool(low and high) and "estimated_decode_ms_per_token" not in each
+        found[each["groups"]] = Speed(
+            base / time, base / high if spread else None, base / low if spread else None, time
+        )
+    return found
+
+
+def uneven(found: dict[int, Speed]) -> str | None:
+    """A sentence if fewer K/V heads are slower by more than a tenth, which nothing but the measurement explains."""
+    counts = sorted(found)
+    pairs = ((few, many) for place, few in enumerate(counts) for many in counts[place + 1 :])
+    few, many = max(pairs, key=lambda pair: found[pair[1]].speedup / found[pair[0]].speedup, default=(0, 0))
+    if not few or found[many].speedup <= _UNEVEN * found[few].speedup:
+        return None
+    return (
+        f"N = {few} was timed at {found[few].speedup:.3g}x and N = {many} at {found[many].speedup:.3g}x: the machine was busy, or the model and "
+        "its cache are too small for N to matter; run benchmark --repetitions 50 --json on an idle one, and give its file to --results"
+    )

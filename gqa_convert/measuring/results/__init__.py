@@ -1,0 +1,1 @@
+"""The JSON files that the commands write, read back as typed records."""

@@ -1,0 +1,127 @@
+"""Which model a name in a file stands for, and whether a benchmark can have timed its shape."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.measuring.results.fields import Fields, is_there, parse_json
+from gqa_convert.measuring.results.parsing import located, read_config, read_conversion
+from gqa_convert.measuring.results.records import Benchmark, Conversion
+
+SOURCE = "source"
+"""Label of a model that was not converted."""
+_QUERY_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_COUNTS = ("multi_query_group_num", "num_key_value_heads", "num_kv_heads", "n_head_kv", *_QUERY_COUNTS)
+"""Keys of a config that say how many K/V heads there are, the most particular first."""
+_SIZES = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "decoder_layers",
+    "vocab_size",
+    "intermediate_size",
+    "d_ff",
+)
+"""Keys of a config that no conversion changes."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a model besides its name.
+
+    Attributes:
+        groups: N, None where it could not be found out.
+        label: the method, or `source`.
+        conversion: that it is the result of.
+        folder: of its checkpoint, where that was found by more than its name.
+        heads: query heads per layer.
+        types: that its config, or a conversion of it, calls it.
+    """
+
+    groups: int | None
+    label: str
+    conversion: Conversion | None = None
+    folder: Path | None = None
+    heads: int | None = None
+    types: tuple[str, ...] = ()
+
+
+def converted(conversion: Conversion, folder: Path | None = None) -> Identity:
+    """The result of a conversion."""
+    return Identity(
+        conversion.groups,
+        conversion.label,
+        conversion,
+        folder or conversion.folder,
+        conversion.heads,
+        conversion.model_types,
+    )
+
+
+def identify(model: str, named_in: Path, conversions: list[Conversion]) -> Identity:
+    """Which conversion a model of an evaluation is, by the provenance or the config in its folder.
+
+    Args:
+        model: as the evaluation names it.
+        named_in: file of the evaluation, beside which names are looked up too.
+        conversions: those that are known.
+    """
+    places = [Path(model), named_in.parent / model, named_in.parent / Path(model).name]
+    folders = [place for place in dict.fromkeys(places) if is_there(place / "config.json")]
+    by_folder = {each.folder.resolve(): each for each in conversions if each.folder}
+    for folder in (*folders, Path(model)):
+        known = by_folder.get(folder.resolve())
+        if known:
+            return converted(known, folder)
+        if is_there(folder / PROVENANCE):
+            path = folder / PROVENANCE
+            content = parse_json(path)
+            if isinstance(content, dict) and "groups" in content:
+                return converted(read_conversion(content, path), folder)
+    found = folders[0] if folders else None
+    for each in conversions:
+        if model == each.source or (
+            found and is_there(Path(each.source)) and found.resolve() == Path(each.source).resolve()
+        ):
+            return Identity(each.source_kv_heads or each.heads, SOURCE, None, found, each.heads, each.model_types[:1])
+    for folder in folders:
+        config = read_config(folder)
+        groups = _first(config, _COUNTS) if config else None
+        if config and groups:
+            label = "converted" if config.record.get("multi_query_group_num") else SOURCE
+            return Identity(groups, label, None, folder, _first(config, _QUERY_COUNTS), _types(config))
+    same_name = [each for each in conversions if each.folder and each.folder.resolve().name == Path(model).name]
+    return replace(converted(same_name[0]), folder=None) if len(same_name) == 1 else Identity(None, "not known")
+
+
+def misfit(identity: Identity, benchmark: Benchmark) -> str | None:
+    """Why a benchmark can't be of a model's shape."""
+    if identity.heads and benchmark.heads and identity.heads != benchmark.heads:
+        return f"it has {identity.heads} query heads, what was timed has {benchmark.heads}"
+    if benchmark.model_type and identity.types and benchmark.model_type not in identity.types:
+        return f"it is of type {identity.types[0]}, what was timed of {benchmark.model_type}"
+    ours = read_config(identity.folder) if identity.folder else None
+    timed = read_config(located(benchmark.model, benchmark.origin.path))
+    for key in _SIZES if ours and timed else ():
+        sizes = [config.record.get(key) for config in (ours, timed) if config]
+        if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+            return f"its {key} is {sizes[0]}, that of what was timed {sizes[1]}"
+    return None
+
+
+def _first(config: Fields, keys: tuple[str, ...]) -> int | None:
+    return next(
+        (config.count(key) for key in keys if isinstance(config.record.get(key), int) and config.record[key]), None
+    )
+
+
+def _types(config: Fields) -> tuple[str, ...]:
+    """A config's type, and those of its parts: a benchmark names that of the language model."""
+    nested = [value for value in config.record.values() if isinstance(value, dict)]
+    found = [each.get("model_type") for each in (config.record, *nested)]
+    return tuple(dict.fromkeys(each for each in found if isinstance(each, str)))

@@ -1,0 +1,237 @@
+"""Quality, time and bytes put side by side by N."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.measuring.results.identifying import SOURCE, Identity, converted, identify, misfit
+from gqa_convert.measuring.results.records import Benchmark, Conversion, Evaluation, Material, Origin, Score, Timing
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one N; what was not measured is None.
+
+    Attributes:
+        groups: N, None where it could not be found out.
+        label: the method, or `source`.
+        model: as it was named in the evaluation, or else the converted folder or the benchmark's model.
+        score: on the text of the table.
+        timing: of the benchmark that the table is joined with.
+        speedup: over the benchmark's largest N.
+        kv_bytes: of a token: from the live cache if `kv_measured`, else from the shapes of the weights.
+        kv_ratio: to the source's, or to the benchmark's largest N.
+        source: name of what the model was made from, or of itself.
+    """
+
+    groups: int | None
+    label: str
+    model: str
+    score: Score | None = None
+    timing: Timing | None = None
+    speedup: float | None = None
+    kv_bytes: float | None = None
+    kv_measured: bool = False
+    kv_ratio: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One text's models beside one benchmark's times.
+
+    Attributes:
+        text: that was scored, None where nothing was evaluated.
+        rows: by falling N, then method.
+        benchmark: whose times these are, None without any.
+        setting: its batch and context.
+        origins: of quality and times.
+        shapes: of the bytes that are computed.
+    """
+
+    text: str | None
+    rows: tuple[Row, ...]
+    benchmark: Benchmark | None
+    setting: tuple[int, int] | None
+    origins: tuple[Origin, ...]
+    shapes: tuple[Origin, ...]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The timings that quality is joined with: one benchmark's, at one batch and context, since others do not
+    compare.
+    """
+
+    benchmark: Benchmark
+    setting: tuple[int, int]
+
+    @property
+    def by_groups(self) -> dict[int, Timing]:
+        return {timing.groups: timing for timing in self.benchmark.timings if timing.setting == self.setting}
+
+    @property
+    def whole(self) -> Timing:
+        """The timing of the largest N, to which the others compare."""
+        return self.by_groups[max(self.by_groups)]
+
+
+def join(material: Material) -> tuple[list[Joined], list[str]]:
+    """A table per text, and sentences on what contradicts itself or could not be joined."""
+    notes = list(material.conflicts)
+    times = _times(material.benchmarks, notes)
+    tables = []
+    for text, evaluations in _by_text(material.evaluations).items():
+        scored = _scores(evaluations, material.conversions, notes)
+        notes += [f"{score.model}: {score.note}" for _, score in scored if score.note]
+        tables.append(_joined(text, scored, material, times, notes, tuple(each.origin for each in evaluations)))
+    if not tables and (material.benchmarks or material.conversions):
+        tables.append(_joined(None, [], material, times, notes, ()))
+    return tables, list(dict.fromkeys(notes))
+
+
+def _by_text(evaluations: list[Evaluation]) -> dict[str, list[Evaluation]]:
+    texts: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        texts.setdefault(evaluation.text, []).append(evaluation)
+    return texts
+
+
+def _scores(
+    evaluations: list[Evaluation], conversions: list[Conversion], notes: list[str]
+) -> list[tuple[Identity, Score]]:
+    """Every model once, as the newest file has it; folders that files of several places call by one name are several
+    models.
+    """
+    kept: dict[str | Path, tuple[Identity, Score, Path]] = {}
+    for evaluation in sorted(evaluations, key=lambda each: (each.origin.created or "", str(each.origin.path))):
+        path = evaluation.origin.path
+        for score in evaluation.scores:
+            identity = identify(score.model, path, conversions)
+            place = score.model if identity.folder is None else identity.folder.resolve()
+            earlier = kept.get(place)
+            if earlier and earlier[1].loss != score.loss:
+                notes.append(
+                    f"{earlier[2]} and {path} score {score.model} on the same text and differ, {earlier[1].loss} and "
+                    f"{score.loss} nats per token: the latter is used"
+                )
+            kept[place] = (identity, score, path)
+    names = Counter(score.model for _, score, _ in kept.values())
+    return [
+        (identity, replace(score, model=str(identity.folder)) if identity.folder and names[score.model] > 1 else score)
+        for identity, score, _ in kept.values()
+    ]
+
+
+def _times(benchmarks: list[Benchmark], notes: list[str]) -> _Times | None:
+    """The benchmark, batch and context that timed the most N, then the newest, then the longest context, then the
+    largest batch.
+    """
+    if not benchmarks:
+        return None
+    seen: dict[tuple[object, ...], tuple[Timing, Path]] = {}
+    for benchmark in sorted(benchmarks, key=lambda each: (each.origin.created or "", str(each.origin.path))):
+        for timing in benchmark.timings:
+            key = (benchmark.model, benchmark.detail, benchmark.origin.machine, timing.groups, timing.setting)
+            earlier, path = seen.setdefault(key, (timing, benchmark.origin.path))
+            if earlier.decode != timing.decode:
+                notes.append(
+                    f"{path} and {benchmark.origin.path} time {benchmark.model} at N = {timing.groups}, batch {timing.batch}, "
+                    f"context {timing.context} on the same machine and differ, {earlier.decode} and {timing.decode} ms per token"
+                )
+
+    def reach(each: _Times) -> tuple[object, ...]:
+        timed = {groups for groups, timing in each.by_groups.items() if timing.decode is not None}
+        origin, (batch, context) = each.benchmark.origin, each.setting
+        return len(timed), origin.created or "", context, batch, str(origin.path)
+
+    chosen = max(
+        (_Times(each, setting) for each in benchmarks for setting in {timing.setting for timing in each.timings}),
+        key=reach,
+    )
+    used = chosen.benchmark.origin.path
+    notes += [
+        f"{each.origin.path} is not joined with the quality, which stands beside the times in {used}: see the table of times"
+        for each in benchmarks
+        if each is not chosen.benchmark
+    ]
+    return chosen
+
+
+def _joined(
+    text: str | None,
+    scored: list[tuple[Identity, Score]],
+    material: Material,
+    times: _Times | None,
+    notes: list[str],
+    origins: tuple[Origin, ...],
+) -> Joined:
+    """The rows of one text, then those N that were converted or timed and not scored on it."""
+    covered = {
+        identity.conversion.folder.resolve()
+        for identity, _ in scored
+        if identity.conversion and identity.conversion.folder
+    }
+    models: list[tuple[Identity, str, Score | None]] = [(identity, score.model, score) for identity, score in scored]
+    models += [
+        (converted(each), str(each.folder), None)
+        for each in material.conversions
+        if each.folder and each.folder.resolve() not in covered
+    ]
+    rows, taken = [], set[int]()
+    for identity, model, score in models:
+        timing = None
+        if identity.groups is None:
+            notes.append(
+                f"{model} has no {PROVENANCE} or config.json that can be found from here: its N is not known, and it has no times"
+            )
+        elif times and identity.groups in times.by_groups:
+            reason = misfit(identity, times.benchmark)
+            if reason:
+                notes.append(f"{model} is not joined with the times in {times.benchmark.origin.path}: {reason}")
+            else:
+                timing = times.by_groups[identity.groups]
+                taken.add(identity.groups)
+        rows.append(_row(identity, model, score, timing, times, material.conversions))
+    if times:
+        rows += [
+            _row(Identity(groups, "timed only"), times.benchmark.model, None, timing, times, [])
+            for groups, timing in times.by_groups.items()
+            if groups not in taken
+        ]
+        origins = (*origins, times.benchmark.origin)
+    rows.sort(key=lambda row: (-(row.groups or 0), row.label != SOURCE, row.label, row.model))
+    computed = any(row.kv_bytes is not None and not row.kv_measured for row in rows)
+    known = [*material.conversions, *(identity.conversion for identity, _, _ in models if identity.conversion)]
+    shapes = tuple(dict.fromkeys(each.origin for each in known if each.kv_bytes)) if computed else ()
+    return Joined(
+        text, tuple(rows), times.benchmark if times else None, times.setting if times else None, origins, shapes
+    )
+
+
+def _row(
+    identity: Identity,
+    model: str,
+    score: Score | None,
+    timing: Timing | None,
+    times: _Times | None,
+    conversions: list[Conversion],
+) -> Row:
+    """A row with what follows from its parts; the source's bytes are those from which a conversion started."""
+    sizes = identity.conversion.kv_bytes if identity.conversion else None
+    if identity.label == SOURCE:
+        starts = {
+            each.kv_bytes[0] for each in conversions if each.kv_bytes and Path(each.source).name == Path(model).name
+        }
+        sizes = (next(iter(starts)),) * 2 if len(starts) == 1 else None
+    size, ratio = (sizes[1], sizes[1] / sizes[0] if sizes[0] else None) if sizes else (None, None)
+    speedup, measured = None, False
+    if timing and times:
+        whole = times.whole
+        speedup = whole.decode / timing.decode if timing.decode and whole.decode else None
+        if timing.kv_bytes is not None and not times.benchmark.cut:
+            size, measured = timing.kv_bytes, True
+            ratio = timing.kv_bytes / whole.kv_bytes if whole.kv_bytes else None
+    source = Path(identity.conversion.source if identity.conversion else model).name
+    return Row(identity.groups, identity.label, model, score, timing, speedup, size, measured, ratio, source)

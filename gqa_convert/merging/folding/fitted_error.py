@@ -1,0 +1,129 @@
+"""What a merged layer's keys and values lose of the source's, as functions: no maps between heads and no signs matter.
+
+Shape legend as in `heads`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.merging.folding.constraints import FoldingConstraints
+from gqa_convert.merging.folding.heads import Heads
+from gqa_convert.merging.folding.merge import Moments
+
+Array = npt.NDArray[Any]
+
+
+def fitted_errors(
+    source: Heads, merged: Heads, constraints: FoldingConstraints, moments: Moments | None
+) -> tuple[float, float]:
+    """The relative error of the scores and of what the values bring to the output.
+
+    Scores are compared over all distances: under rotary positions, frequency by frequency. Inputs of queries and of
+    keys count as independent; without moments every direction of them counts alike. What is the same for all keys is
+    left out of rows that do not turn, since a softmax does not see it.
+
+    Args:
+        source: [K] K/V heads.
+        merged: fewer, or the source itself.
+        freedom: which rows turn.
+        moments: of the inputs.
+
+    Returns:
+        |source - merged| / |source| of keys, and of values, in root mean square.
+    """
+    if merged is source:
+        return 0.0, 0.0
+    asking, seen = (moments.queries, moments.keys) if moments else (None, None)
+    size = source.groups // merged.groups
+    scores, brought = _Loss(), _Loss()
+    for group in range(merged.groups):
+        new_key, new_value = _Rows(merged.keys[group], seen), _Rows(merged.values[group], seen)
+        for head in range(group * size, (group + 1) * size):
+            keys = _Rows(source.keys[head], seen), new_key
+            for pair in zip(source.queries[head], merged.queries[head], strict=True):
+                _add_scores(scores, (_Rows(pair[0], asking), _Rows(pair[1], asking)), keys, constraints)
+            values = _Rows(source.values[head], seen), new_value
+            inner = [[values[a].inner(values[b]) for b in (0, 1)] for a in (0, 1)]
+            for columns in zip(source.outputs[head], merged.outputs[head], strict=True):
+                brought.add(
+                    *(float(np.vdot(columns[a].T @ columns[b], inner[a][b])) for a, b in ((0, 0), (1, 1), (0, 1)))
+                )
+    return scores.relative, brought.relative
+
+
+@dataclass
+class _Loss:
+    """Sums of |old - new|^2 and of |old|^2."""
+
+    lost: float = 0.0
+    total: float = 0.0
+
+    def add(self, old: float, new: float, both: float) -> None:
+        """Count in two functions by their squares and their product."""
+        self.lost += old + new - 2 * both
+        self.total += old
+
+    @property
+    def relative(self) -> float:
+        return float(np.sqrt(max(self.lost, 0.0) / (self.total or 1.0)))
+
+
+class _Rows:
+    """Rows [n, e] and their inner products under a moment [e, e] of the inputs.
+
+    Args:
+        rows: of one head.
+        moment: by default the identity.
+    """
+
+    def __init__(self, rows: Array, moment: Array | None) -> None:
+        self._rows = rows
+        self._seen = rows if moment is None else rows @ moment
+        self._mean: Array | None = None if moment is None else self._seen[:, -1] / np.sqrt(moment[-1, -1])
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def inner(self, other: "_Rows", which: Array | slice = slice(None), *, centred: bool = False) -> Array:
+        """[n, n] of the rows `which`; `centred` takes the inputs' mean out."""
+        product = self._seen[which] @ other._rows[which].T
+        if centred and self._mean is not None and other._mean is not None:
+            product -= np.outer(self._mean[which], other._mean[which])
+        return np.asarray(product)
+
+    def paired(self, other: "_Rows", real: Array, imaginary: Array) -> Array:
+        """[f], complex: of each pair with the same pair of the other rows."""
+        a, b, c, d = self._seen[real], self._seen[imaginary], other._rows[real], other._rows[imaginary]
+        return np.asarray(_dots(a, c) + _dots(b, d) + 1j * (_dots(b, c) - _dots(a, d)))
+
+
+def _dots(a: Array, b: Array) -> Array:
+    return np.asarray(np.einsum("fe,fe->f", a, b))
+
+
+def _add_scores(
+    loss: _Loss, queries: tuple[_Rows, _Rows], keys: tuple[_Rows, _Rows], constraints: FoldingConstraints
+) -> None:
+    """Count in the scores of one query head, of the source and merged."""
+    real, imaginary = constraints.pairs
+    rest = np.setdiff1d(np.arange(keys[0].count), np.concatenate([real, imaginary]))
+    places = ((0, 0), (1, 1), (0, 1))
+    if len(rest):
+        loss.add(
+            *(
+                float(np.vdot(queries[a].inner(queries[b], rest), keys[a].inner(keys[b], rest, centred=True)))
+                for a, b in places
+            )
+        )
+    if len(
+        real
+    ):  # over all distances those of different frequency are orthogonal, and each has half its greatest square
+        products = [
+            (queries[a].paired(queries[b], real, imaginary), keys[a].paired(keys[b], real, imaginary))
+            for a, b in places
+        ]
+        loss.add(*(float(np.vdot(key, query).real) / 2 for query, key in products))

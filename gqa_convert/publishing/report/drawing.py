@@ -1,0 +1,163 @@
+"""Axes and series in the report's colours, and how a figure becomes SVG: the same bytes from the same figures."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gqa_convert.errors import MissingExtraError
+from gqa_convert.publishing.report.theme import GRID, GROUND, INK, MARKERS, MUTED, SERIES
+
+_LONGEST = 44
+"""Characters of a name in a figure."""
+_MARKED = 100
+"""Points of a series up to which each has a marker."""
+_INSIDE, _COLUMN = 6, 20
+"""Entries up to which a legend stands among the series, and those of a column of one that stands beside them."""
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "path.simplify": False,
+    "font.size": 10.0,
+    "figure.facecolor": GROUND,
+    "axes.facecolor": GROUND,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11.0,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "legend.fontsize": 9.0,
+}
+
+
+def check_matplotlib() -> None:
+    """Refuse a report that could not be drawn, before the work.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(
+            "matplotlib is not installed, which report needs: pip install 'gqa-convert[plot]'"
+        ) from None
+
+
+@contextmanager
+def style(salt: str) -> Iterator[None]:
+    """The report's style, whatever the user's own is; `salt` makes ids that hang on nothing but the figure."""
+    from matplotlib.style import context
+
+    with warnings.catch_warnings(), context(["default", {**_STYLE, "svg.hashsalt": salt}]):
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing"
+        )  # text stays text, and the reader's browser has the glyph
+        yield
+
+
+def canvas(width: float, height: float) -> Any:
+    """A figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg(figure: Any) -> str:
+    """The figure as an SVG element, with neither date nor maker."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = file.getvalue()
+    return re.sub(r"[ \t]+$", "", text[text.index("<svg") :], flags=re.MULTILINE).strip()
+
+
+def short(text: str) -> str:
+    """A name of bearable length, its ends kept."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 1]}…{text[-(_LONGEST // 2) :]}"
+
+
+def groups_axis(axes: Any, groups: Sequence[int]) -> None:
+    """N on a logarithmic axis, with exactly those N that occur."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("groups N (K/V heads per layer)")
+    axes.xaxis.set_major_locator(FixedLocator(list(groups)))
+    axes.xaxis.set_major_formatter(FixedFormatter([str(count) for count in groups]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(groups[0] / 1.25, groups[-1] * 1.25)
+
+
+Point = tuple[float, float]
+
+
+def series(axes: Any, name: str, number: int, points: Sequence[Point], *, label: str, line: bool = True) -> Any:
+    """A line with markers whose group in the SVG has the id `series-NAME`; returns it for the legend, which takes its
+    `label`.
+    """
+    colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+    shown = marker if len(points) <= _MARKED else ""
+    style_ = ("-", "--", ":", "-.")[number // len(SERIES) % 4] if line else "none"
+    return axes.plot(
+        *zip(*points, strict=True),
+        color=colour,
+        marker=shown,
+        markersize=6,
+        markeredgewidth=0,
+        linewidth=1.6,
+        linestyle=style_,
+        label=label,
+        gid=f"series-{name}",
+        zorder=3,
+        clip_on=False,
+    )[0]
+
+
+def whiskers(axes: Any, name: str, number: int, ends: Sequence[tuple[Point, Point]]) -> None:
+    """Error bars, the ids `error-NAME-0` and so on."""
+    for place, (low, high) in enumerate(ends):
+        flat = low[1] == high[1]
+        axes.plot(
+            [low[0], high[0]],
+            [low[1], high[1]],
+            color=SERIES[number % len(SERIES)],
+            linewidth=1.1,
+            marker="|" if flat else "_",
+            markersize=6,
+            gid=f"error-{name}-{place}",
+            zorder=2,
+        )
+
+
+def level(axes: Any, name: str, value: float, label: str) -> Any:
+    """A dashed horizontal line."""
+    return axes.axhline(value, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.3, label=label, gid=f"series-{name}")
+
+
+def note(axes: Any, text: str, point: Point) -> None:
+    """A word beside a point."""
+    axes.annotate(text, point, xytext=(6, 6), textcoords="offset points", fontsize=9, color=INK, zorder=4)
+
+
+def legend(axes: Any, lines: Sequence[Any]) -> None:
+    """Names the series, beside the axes where they are many."""
+    beside = (
+        {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "ncols": -(-len(lines) // _COLUMN)}
+        if len(lines) > _INSIDE
+        else {}
+    )
+    axes.legend(list(lines), [line.get_label() for line in lines], **beside)

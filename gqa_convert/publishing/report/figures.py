@@ -1,0 +1,309 @@
+"""The figures of a report."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gqa_convert.measuring.results.fields import told_apart
+from gqa_convert.measuring.results.identifying import SOURCE
+from gqa_convert.measuring.results.joining import Joined, Row
+from gqa_convert.measuring.results.records import Benchmark, Origin, Run, Timing
+from gqa_convert.publishing.report import drawing
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and what stands below it.
+
+    Attributes:
+        name: its id, and part of its file's name.
+        title: of the section.
+        caption: what is drawn, in sentences.
+        origins: of the numbers: their commands and machines stand below the figure.
+        svg: with the placeholder colours of `theme`.
+    """
+
+    name: str
+    title: str
+    caption: str
+    origins: tuple[Origin, ...]
+    svg: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that can't be drawn: its title, and what to do to have it."""
+
+    title: str
+    advice: str
+
+
+def by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of a series: a method; the source first."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.label != SOURCE, row.label)):
+        found.setdefault(row.label, []).append(row)
+    return found
+
+
+def setting_of(joined: Joined) -> str:
+    """Batch and context of a table's times, in words."""
+    batch, context = joined.setting or (0, 0)
+    return (
+        ", ".join([f"batch {batch}"] * bool(batch) + [f"context {context}"] * bool(context))
+        or "batch and context not recorded"
+    )
+
+
+def quality_time(joined: Joined, name: str) -> Figure | None:
+    """Loss against decode time, a point per model: the figure that a choice of N is made by."""
+    points = [
+        row
+        for row in joined.rows
+        if row.score and row.score.loss is not None and row.timing and row.timing.decode is not None
+    ]
+    if not points or not joined.benchmark:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.4)
+        axes = figure.subplots()
+        lines = []
+        for number, (label, rows) in enumerate(by_label(points).items()):
+            lines.append(
+                _quality_series(axes, number, label, rows, lambda row: row.timing.decode if row.timing else None)
+            )
+            spread = [
+                ((row.timing.low, row.score.loss), (row.timing.high, row.score.loss))
+                for row in sorted(rows, key=lambda row: row.timing.decode or 0.0 if row.timing else 0.0)
+                if row.timing
+                and row.score
+                and row.score.loss is not None
+                and row.timing.low is not None
+                and row.timing.high is not None
+            ]
+            drawing.whiskers(axes, f"time-{number}", number, spread)
+        axes.set_xlabel("decode time, ms per token")
+        axes.set_ylabel("loss, nats per token")
+        axes.margins(0.12, 0.16)
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    caption = (
+        f"Loss on {joined.text} against decode time of {joined.benchmark.model} ({setting_of(joined)}"
+        f"{'; ' if joined.benchmark.detail else ''}{joined.benchmark.detail}), a point per model, joined by N. Lower and further left is better."
+        f"{_bars(points)}"
+    )
+    if any(row.timing and row.timing.low is not None for row in points):
+        caption += f" Horizontal bars: {joined.benchmark.spread}."
+    return Figure(name, "Quality against time", caption, joined.origins, drawn)
+
+
+def quality_groups(joined: Joined, name: str) -> Figure | None:
+    """Loss against N, a line per method."""
+    points = [row for row in joined.rows if row.score and row.score.loss is not None and row.groups]
+    if not points:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.2)
+        axes = figure.subplots()
+        lines = [
+            _quality_series(axes, number, label, rows, lambda row: row.groups, noted=False)
+            for number, (label, rows) in enumerate(by_label(points).items())
+        ]
+        drawing.groups_axis(axes, sorted({row.groups for row in points if row.groups}))
+        axes.set_ylabel("loss, nats per token")
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    caption = f"Loss on {joined.text} against N.{_bars(points)}"
+    origins = tuple(each for each in joined.origins if joined.benchmark is None or each is not joined.benchmark.origin)
+    return Figure(name, "Quality against groups", caption, origins, drawn)
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    """What the vertical bars are, if there are any."""
+    return (
+        " Vertical bars: one standard error."
+        if any(row.score and row.score.loss_error is not None for row in rows)
+        else ""
+    )
+
+
+def _quality_series(
+    axes: object,
+    number: int,
+    label: str,
+    rows: Sequence[Row],
+    across: Callable[[Row], float | None],
+    *,
+    noted: bool = True,
+) -> object:
+    """One method's losses with their errors; models of the same N stand one above the other, joined to the next by a
+    line.
+    """
+    found = [
+        (x, row.score.loss, row)
+        for row in rows
+        if row.score and row.score.loss is not None and (x := across(row)) is not None
+    ]
+    placed = sorted(found, key=lambda each: each[:2])
+    single = len({row.groups for row in rows}) == len(rows)
+    line = drawing.series(axes, f"loss-{number}", number, [(x, y) for x, y, _ in placed], label=label, line=single)
+    ends = [
+        ((x, y - row.score.loss_error), (x, y + row.score.loss_error))
+        for x, y, row in placed
+        if row.score and row.score.loss_error is not None
+    ]
+    drawing.whiskers(axes, f"loss-{number}", number, ends)
+    for x, y, row in placed if noted else ():
+        drawing.note(axes, f"N = {row.groups}", (x, y))
+    return line
+
+
+def recovery(runs: Sequence[Run], name: str) -> Figure | None:
+    """Evaluation loss over the tokens of uptraining, and the source's."""
+    drawable = [run for run in runs if run.curve]
+    if not drawable:
+        return None
+    with drawing.style(name):
+        figure = drawing.canvas(7.4, 4.2)
+        axes = figure.subplots()
+        lines = []
+        for number, run in enumerate(drawable):
+            label = drawing.short(f"N = {run.groups}, {run.name}" if run.groups else f"run {run.name}")
+            lines.append(drawing.series(axes, f"run-{number}", number, run.curve, label=label))
+        levels = {run.source_loss: run for run in drawable if run.source_loss is not None}
+        lines += [
+            drawing.level(axes, f"source-{number}", loss, f"source, {loss:.3f}") for number, loss in enumerate(levels)
+        ]
+        axes.set_xlabel("tokens of uptraining")
+        axes.set_ylabel("evaluation loss, nats per token")
+        axes.xaxis.set_major_formatter(_tokens)
+        axes.margins(0.04, 0.1)
+        drawing.legend(axes, lines)
+        drawn = drawing.svg(figure)
+    ends = [_recovered(run) for run in drawable]
+    dashed = "; dashed: the source" if levels else ""
+    caption = f"Loss on held-out text over the tokens of uptraining{dashed}. {' '.join(ends)}"
+    return Figure(name, "Recovery by uptraining", caption, tuple(run.origin for run in drawable), drawn)
+
+
+def _recovered(run: Run) -> str:
+    title = f"{run.name}{f' (N = {run.groups})' if run.groups else ''}"
+    if not run.finished:
+        return f"{title}: unfinished."
+    share = f", {run.recovered:.1%} of the gap to the source recovered" if run.recovered is not None else ""
+    losses = (
+        f"{run.start:.3f} to {run.final:.3f}"
+        if run.start is not None and run.final is not None
+        else "not measured at both ends"
+    )
+    return f"{title}: {losses} nats per token{share}."
+
+
+def _tokens(value: float, place: int) -> str:
+    del place
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:g}{unit}"
+    return f"{value:g}"
+
+
+def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name: str) -> Figure | None:
+    """Decode time and K/V bytes per token against N, with a line per benchmark, batch and context; bytes may come from
+    shapes alone.
+    """
+    rows = [row for joined in tables for row in joined.rows]
+    shapes = dict.fromkeys(origin for joined in tables for origin in joined.shapes)
+    timed = _settings(benchmarks, lambda timing: timing.decode)
+    sized = _settings([each for each in benchmarks if not each.cut], lambda timing: timing.kv_bytes)
+    computed: dict[str, set[tuple[int, float]]] = {}
+    for row in rows:
+        if row.groups and row.kv_bytes is not None and not row.kv_measured:
+            computed.setdefault(row.source, set()).add((row.groups, row.kv_bytes))
+    parts = ["time"] * bool(timed) + ["bytes"] * bool(sized or computed)
+    if not parts:
+        return None
+    counts = sorted(
+        {timing.groups for _, timings in (*timed, *sized) for timing in timings}
+        | {groups for bytes_ in computed.values() for groups, _ in bytes_}
+    )
+    with drawing.style(name):
+        figure = drawing.canvas(2.4 + 3.6 * len(parts), 4.2)
+        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+            lines = _times(axes, timed) if part == "time" else _bytes(axes, sized, computed)
+            drawing.legend(axes, lines)
+            axes.set_title(part)
+            axes.set_ylim(bottom=0)
+            drawing.groups_axis(axes, counts)
+        drawn = drawing.svg(figure)
+    caption = (
+        " and ".join(["Decode time"] * bool(timed) + ["K/V-cache bytes"] * ("bytes" in parts))
+        + " of one token against N."
+    )
+    details = "; ".join(dict.fromkeys(f"{each.model}: {each.detail}" for each in benchmarks if each.detail))
+    if any(timing.low is not None for _, timings in timed for timing in timings):
+        caption += f" Bars: {'; '.join(dict.fromkeys(each.spread for each in benchmarks))}."
+    caption += f" {details}." if details else ""
+    origins = (*(each.origin for each in benchmarks), *shapes)
+    return Figure(name, "Time and bytes against groups", caption, origins, drawn)
+
+
+def _times(axes: Any, timed: Sequence[tuple[str, Sequence[Timing]]]) -> list[Any]:
+    """Draws decode times with their spread; returns the lines for a legend."""
+    lines = []
+    for number, (label, timings) in enumerate(timed):
+        points = [(timing.groups, timing.decode) for timing in timings if timing.decode is not None]
+        lines.append(drawing.series(axes, f"time-{number}", number, points, label=label))
+        ends = [
+            ((timing.groups, timing.low), (timing.groups, timing.high))
+            for timing in timings
+            if timing.low is not None and timing.high is not None
+        ]
+        drawing.whiskers(axes, f"time-{number}", number, ends)
+    axes.set_ylabel("decode time, ms per token")
+    return lines
+
+
+def _bytes(
+    axes: Any, sized: Sequence[tuple[str, Sequence[Timing]]], computed: Mapping[str, set[tuple[int, float]]]
+) -> list[Any]:
+    """Draws the bytes of a token, of live caches and from shapes; returns the lines for a legend."""
+    lines = []
+    for number, (steps, labels) in enumerate(_alike(sized).items()):
+        label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
+        lines.append(drawing.series(axes, f"bytes-{number}", number, steps, label=label))
+    for number, (source, bytes_) in enumerate(sorted(computed.items())):
+        label = f"computed from weights, {drawing.short(source)}"
+        lines.append(
+            drawing.series(axes, f"computed-{number}", len(sized) + number, sorted(bytes_), label=label, line=False)
+        )
+    axes.set_ylabel("K/V-cache bytes per token")
+    return lines
+
+
+def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | None]) -> list[tuple[str, list[Timing]]]:
+    """A series per benchmark, batch and context, by rising N, of those timings that have the figure."""
+    found = []
+    names = told_apart(benchmark.origin.path.with_suffix("") for benchmark in benchmarks)
+    for benchmark in benchmarks:
+        prefix = f"{names[benchmark.origin.path.with_suffix('')]}: " if len(benchmarks) > 1 else ""
+        for batch, context in sorted({timing.setting for timing in benchmark.timings}):
+            timings = [each for each in benchmark.timings if each.setting == (batch, context) and of(each) is not None]
+            if timings:
+                found.append(
+                    (
+                        drawing.short(f"{prefix}batch {batch}, context {context}"),
+                        sorted(timings, key=lambda each: each.groups),
+                    )
+                )
+    return found
+
+
+def _alike(sized: Sequence[tuple[str, Sequence[Timing]]]) -> dict[tuple[drawing.Point, ...], list[str]]:
+    """Bytes by N and the labels of those series that have just these: a cache of any length takes the same per
+    token.
+    """
+    found: dict[tuple[drawing.Point, ...], list[str]] = {}
+    for label, timings in sized:
+        points = tuple((timing.groups, timing.kv_bytes) for timing in timings if timing.kv_bytes is not None)
+        found.setdefault(points, []).append(label)
+    return found

@@ -1,0 +1,165 @@
+"""Makes a report: what was found, joined, drawn and written."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.ownership import set_aside
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.errors import OptionError, OutputError
+from gqa_convert.measuring.results.finding import find
+from gqa_convert.measuring.results.joining import Joined, join
+from gqa_convert.measuring.results.records import Material
+from gqa_convert.publishing.report import drawing
+from gqa_convert.publishing.report.figures import Figure, Missing, quality_groups, quality_time, recovery, time_groups
+from gqa_convert.publishing.report.heatmap import merge_errors
+from gqa_convert.publishing.report.pages import MARKER, Report, html_page, markdown_page
+from gqa_convert.publishing.report.tables import tables_of
+from gqa_convert.publishing.report.theme import standalone
+from gqa_convert.training.run_folder import write_whole
+
+HTML, MARKDOWN, FIGURE = "report.html", "report.md", "report-{}.svg"
+
+
+def make_report(
+    folders: Sequence[str | Path], out: str | Path | None = None, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Tables and plots from the JSON of convert, uptrain, evaluate and benchmark.
+
+    Args:
+        folders: to look into, four levels deep; a JSON file may be named itself.
+        out: the folder for `report.html`, `report.md` and `report-*.svg`; by default `report` in the first folder, or
+            beside it
+            where that is a checkpoint or a file.
+        overwrite: rename files of these names that no report has made (`report.html.old`), rather than refuse.
+
+    Returns:
+        `out`, `html` and `markdown`; `figures`, each with its `name`, `title` and `file`; `missing`, figures that could
+        not be drawn and what they need; `rows`, the number of models in the tables by N; `read` and `ignored` files;
+        and `notes` on contradictions.
+
+    Raises:
+        ReportError: a folder is missing, a file is broken, or nothing was found.
+        OutputError: the output can't be written, or holds other files of these names.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if not folders:
+        raise OptionError("no folder was named: name one with what convert, uptrain, evaluate or benchmark wrote")
+    drawing.check_matplotlib()
+    places = [local_path(folder) for folder in folders]
+    material = find(places)
+    target = _default(places[0]) if out is None else local_path(out)
+    tables, notes = join(material)
+    figures, missing = draw_all(material, tables)
+    report = Report(
+        title=f"gqa-convert report: {', '.join(dict.fromkeys(place.resolve().name for place in places))}",
+        tables=tables_of(material, tables),
+        figures=figures,
+        missing=missing,
+        notes=notes,
+        read=material.read,
+        ignored=[(str(path), why) for path, why in material.ignored],
+    )
+    files = {figure.name: FIGURE.format(figure.name) for figure in figures}
+    contents = {
+        files[figure.name]: f'<?xml version="1.0" encoding="utf-8"?>\n{MARKER}\n{standalone(figure.svg)}\n'
+        for figure in figures
+    }
+    contents |= {MARKDOWN: markdown_page(report, files), HTML: html_page(report)}
+    _write(target, contents, overwrite=overwrite)
+    return {
+        "out": str(target),
+        "html": str(target / HTML),
+        "markdown": str(target / MARKDOWN),
+        "figures": [
+            {"name": each.name, "title": each.title, "file": str(target / files[each.name])} for each in figures
+        ],
+        "missing": [{"title": each.title, "advice": each.advice} for each in missing],
+        "rows": sum(len(each.rows) for each in tables),
+        "read": [{"file": str(origin.path), "kind": what} for origin, what in material.read],
+        "ignored": [{"file": str(path), "why": why} for path, why in material.ignored],
+        "notes": notes,
+    }
+
+
+def _default(first: Path) -> Path:
+    """A folder of its own: in a run's folder, and never in a checkpoint, which is published as it is."""
+    if first.is_file() or (first / "config.json").is_file():
+        place = first.resolve()
+        return place.parent / f"{place.stem if first.is_file() else place.name}-report"
+    return first / "report"
+
+
+def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
+    """Write all files, each of which is never seen half-written, the page last; figures of an earlier report that are
+    no more are removed.
+
+    Raises:
+        OutputError: the folder can't be written, or files of others stand there.
+    """
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        foreign = [name for name in contents if (target / name).exists() and not _ours(target / name)]
+        if foreign and not overwrite:
+            raise OutputError(
+                f"{target / foreign[0]} exists and no report made it: name another folder with --out, or let --overwrite rename it"
+            )
+        for name in foreign:
+            set_aside(target / name)
+        for name, text in contents.items():
+            write_whole(target / name, text.encode("utf-8"))
+        for path in target.glob(FIGURE.format("*")):
+            if path.name not in contents and _ours(path):
+                path.unlink()
+    except OSError as problem:
+        raise OutputError(
+            f"{target} can't be written ({problem.strerror}: {problem.filename or target}): name another folder with --out"
+        ) from None
+
+
+def _ours(path: Path) -> bool:
+    """Whether a report made the file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return MARKER.encode() in file.read(500)
+
+
+def draw_all(material: Material, tables: Sequence[Joined]) -> tuple[list[Figure], list[Missing]]:
+    """All figures for which there are numbers, and what the others need."""
+    figures: list[Figure | None] = []
+    for number, joined in enumerate(tables, 1):
+        several = len(tables) > 1
+        suffix, text = (f"-{number}", f": {drawing.short(joined.text or '')}") if several else ("", "")
+        for draw, name in ((quality_time, "quality-time"), (quality_groups, "quality-groups")):
+            figure = draw(joined, f"{name}{suffix}")
+            figures += [replace(figure, title=figure.title + text)] if figure else []
+    figures += [
+        recovery(material.runs, "recovery"),
+        time_groups(material.benchmarks, tables, "time-groups"),
+        *merge_errors(material.conversions, material.inspections, "merge-error"),
+    ]
+    drawn = [figure for figure in figures if figure is not None]
+    return drawn, _missing({figure.title.partition(":")[0] for figure in drawn}, material)
+
+
+def _missing(drawn: set[str], material: Material) -> list[Missing]:
+    evaluate = "gqa-convert evaluate MODEL... --data TEXT --json > RUN_DIR/evaluate.json"
+    benchmark = "gqa-convert benchmark MODEL --groups N,... --json > RUN_DIR/benchmark.json"
+    wanted = [evaluate] * (not material.evaluations) + [benchmark] * (not material.benchmarks)
+    advice = {
+        "Quality against time": f"run {' and '.join(wanted)}"
+        if wanted
+        else "time an N of a model that was evaluated, or evaluate one that was timed",
+        "Quality against groups": f"run {evaluate}"
+        if not material.evaluations
+        else "no model with a finite loss has a known N",
+        "Recovery by uptraining": "run gqa-convert uptrain RECIPE.yaml with evaluation_data in the recipe",
+        "Time and bytes against groups": f"run {benchmark}",
+        "Merge error by layer": "run gqa-convert convert SOURCE RUN_DIR/OUT --groups N",
+    }
+    found = [Missing(title, text) for title, text in advice.items() if title not in drawn]
+    if "Time and bytes against groups" in drawn and not material.benchmarks:
+        found.append(Missing("Time against groups", f"run {benchmark}"))
+    return found

@@ -1,0 +1,123 @@
+"""Hub datasets as streams of rows."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import DataError, GQAConvertError
+from gqa_convert.text.documents import no_field, pair_columns
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubText:
+    """A Hub dataset as a stream of rows.
+
+    Attributes:
+        label: its id.
+        commit: of the repository.
+    """
+
+    label: str
+    commit: str
+    name: str | None
+    split: str
+    text_field: str
+
+    def identity(self) -> list[Any]:
+        """What the documents depend on, for a key: plain data."""
+        return ["hub", self.label, self.commit, self.name, self.split, self.text_field]
+
+    def rows(self, fields: Sequence[str] = ()) -> Iterable[Mapping[str, Any]]:
+        """The rows, as `datasets` streams them.
+
+        Args:
+            fields: those of pairs; without any, the column of the text.
+
+        Raises:
+            DataError: there is no such dataset, configuration or split, or it has no such column.
+        """
+        import datasets
+
+        try:
+            rows: Any = datasets.load_dataset(
+                self.label, name=self.name, split=self.split, revision=self.commit, streaming=True
+            )
+        except Exception as problem:
+            raise DataError(
+                f"the dataset {self.label} can't be opened ({problem}): check its name, configuration and split"
+            ) from problem
+        if not rows.column_names:
+            return rows  # type: ignore[no-any-return]
+        if fields:
+            return rows.select_columns(pair_columns(self.label, fields, rows.column_names))  # type: ignore[no-any-return]
+        if self.text_field not in rows.column_names:
+            raise no_field(self.label, self.text_field, rows.column_names)
+        return rows.select_columns([self.text_field])  # type: ignore[no-any-return]
+
+
+def numbered_rows(text: HubText, fields: Sequence[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each row is, and the row, from the first to the last.
+
+    Raises:
+        DataError: as `HubText.rows`, or the stream broke off.
+    """
+    number = 0
+    try:
+        for number, row in enumerate(text.rows(fields), 1):
+            yield f"{text.label} row {number}", row
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        reason = str(problem) or type(problem).__name__
+        raise DataError(
+            f"{text.label} broke off after {number} rows ({reason}): check the network, and run it again"
+        ) from problem
+
+
+def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool) -> str:
+    """The commit of a dataset's revision; where the Hub can't be reached, the one it was the last time.
+
+    Args:
+        dataset: its id.
+        revision: branch, tag or commit.
+        memory: the folder that remembers commits.
+        ask: ask the Hub even if a commit is remembered.
+
+    Raises:
+        DataError: there is no such dataset or revision, or the Hub can't be asked.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    name = f"{dataset}@{revision or 'main'}".replace("/", "--")
+    known = memory / f"{name}.commit"
+    if not ask and known.is_file():
+        return known.read_text(encoding="utf-8").strip()
+    try:
+        commit = str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
+    except RevisionNotFoundError:
+        raise DataError(
+            f"the dataset {dataset} has no revision {revision!r}: check the branch, tag or commit"
+        ) from None
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"{dataset} is neither a file here nor a dataset on the Hub that you may read: check the name, or log in"
+        ) from None
+    except Exception as problem:
+        if known.is_file():
+            return known.read_text(encoding="utf-8").strip()
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise DataError(
+            f"{dataset} is no file here, and the Hub can't be asked for a dataset of this name ({reason}): check the path or the network"
+        ) from problem
+    with suppress(OSError):  # only a later run without a network would miss it
+        memory.mkdir(parents=True, exist_ok=True)
+        known.write_text(commit, encoding="utf-8")
+    return commit

@@ -1,0 +1,119 @@
+"""A data source as the tokens that samples are cut from."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.documents import PAIR_KEYS
+from gqa_convert.text.framing import Frame, frames_of
+from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.infilling import FramedTokens
+from gqa_convert.text.packing import check_size
+from gqa_convert.text.pair_files import PairEncoder, build_pair_file, open_pair_file, pair_path
+from gqa_convert.text.sources import Source, open_source
+from gqa_convert.text.text_files import FileText
+from gqa_convert.text.token_files import Progress, TokenSource, build_token_file, file_key, open_token_file
+from gqa_convert.text.token_streams import GrowingFile
+from gqa_convert.text.tokenizing import TextEncoder
+
+
+class Opener(Protocol):
+    """Opens the sources of one objective."""
+
+    def make(self, source: Source) -> TokenSource:
+        """A source's tokens, made if need be."""
+
+    def find(self, source: Source) -> TokenSource:
+        """A source's tokens, which another process has made, or begun to make."""
+
+
+def infilling_frames(tokenizer: Any, source: Source) -> tuple[Frame, Frame]:
+    """What stands around blocks of a source; what is read and what is written are in one language."""
+    return frames_of(tokenizer, (source.source_language, source.source_language))
+
+
+class TextOpener:
+    """Running text: token files, and streams of the Hub.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        folder: of the token files.
+        progress: called while a file is tokenised.
+        closed: end each document with end-of-text.
+        framed: say what stands around a block in the source's language.
+        shortest: tokens that a source must have.
+    """
+
+    def __init__(
+        self, tokenizer: Any, folder: Path, progress: Progress, *, closed: bool, framed: bool, shortest: int
+    ) -> None:
+        self._tokenizer, self._folder, self._progress, self._framed, self._shortest = (
+            tokenizer,
+            folder,
+            progress,
+            framed,
+            shortest,
+        )
+        self._encoder = TextEncoder(tokenizer, closed=closed)
+
+    def make(self, source: Source) -> TokenSource:
+        text = open_source(source, self._folder)
+        if isinstance(text, HubText):
+            tokens: TokenSource = GrowingFile(text, self._encoder, self._folder, writes=True)
+        else:
+            tokens = self._opened(build_token_file(text, self._encoder, self._folder, self._progress), text)
+        check_size(tokens, self._shortest, text.label)
+        return self._in_frame(tokens, source)
+
+    def find(self, source: Source) -> TokenSource:
+        text = open_source(source, self._folder, ask=False)
+        if isinstance(text, HubText):
+            tokens = GrowingFile(text, self._encoder, self._folder, writes=False)
+            tokens.look()
+            if tokens.size()[0] < self._shortest:
+                raise _not_there(text.label, self._folder)
+            return self._in_frame(tokens, source)
+        return self._in_frame(
+            self._opened(self._folder / f"{file_key(text.identity(), self._encoder)}.tokens", text), source
+        )
+
+    def _opened(self, path: Path, text: FileText) -> TokenSource:
+        tokens = open_token_file(path)
+        if tokens is None:
+            raise _not_there(text.label, path.parent)
+        return tokens
+
+    def _in_frame(self, tokens: TokenSource, source: Source) -> TokenSource:
+        return FramedTokens(tokens, infilling_frames(self._tokenizer, source)) if self._framed else tokens
+
+
+class PairOpener:
+    """Pairs, which are read to their end before they are used."""
+
+    def __init__(self, tokenizer: Any, folder: Path, progress: Progress) -> None:
+        self._tokenizer, self._folder, self._progress = tokenizer, folder, progress
+
+    def make(self, source: Source) -> TokenSource:
+        return self._opened(source, writes=True)
+
+    def find(self, source: Source) -> TokenSource:
+        return self._opened(source, writes=False)
+
+    def _opened(self, source: Source, *, writes: bool) -> TokenSource:
+        if source.source_field is None or source.target_field is None:
+            raise DataError(f"the objective is pairs, and {source.source} names no fields for them: add {PAIR_KEYS}")
+        text = open_source(source, self._folder, ask=writes)
+        encoder = PairEncoder(self._tokenizer, source)
+        path = pair_path(text, source, encoder, self._folder)
+        if writes:
+            build_pair_file(text, source, encoder, path, self._progress)
+        pairs = open_pair_file(path, text.label)
+        if pairs is None:
+            raise _not_there(text.label, self._folder)
+        return pairs
+
+
+def _not_there(label: str, folder: Path) -> DataError:
+    return DataError(
+        f"{label} has not been tokenised in {folder}, which is up to the first process of this machine: see its message"
+    )

@@ -1,0 +1,177 @@
+"""Token files cut into blocks of one length, each epoch in an order and from an offset of its own.
+
+The tokens are read as a circle, so that an offset loses none of them.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.order import Integers, mix, permuted
+from gqa_convert.text.token_files import TokenSource
+
+IGNORED = -100
+
+
+class Cut(NamedTuple):
+    """A block's place.
+
+    Attributes:
+        start: its first token.
+        fresh: how many of its tokens no earlier block of the epoch has.
+        size: the number of tokens in the source; None while it grows and the block is in its midst.
+    """
+
+    start: int
+    fresh: int
+    size: int | None
+
+
+def block_count(size: int, length: int) -> int:
+    """Blocks in an epoch; the last one may have tokens of the first."""
+    return -(-size // length)
+
+
+def cut(tokens: TokenSource, number: int, length: int, key: int, *, grows: bool) -> Cut:
+    """Where block `number` of a source lies, counted over all epochs.
+
+    Args:
+        tokens: the source.
+        number: of the block.
+        length: of the blocks.
+        key: of the source's orders and offsets.
+        grows: whether the first epoch must be read in order, because the source is not all there at the beginning.
+    """
+    size, complete = tokens.size((number + 1) * length + 1 if grows else None)
+    if not complete:
+        return Cut(number * length, length, None)
+    blocks = block_count(size, length)
+    epoch, place = divmod(number, blocks)
+    if grows and epoch == 0:
+        return Cut(place * length, min(length, size - place * length), size)
+    offset = mix(key, epoch, 1) % size
+    place = permuted(place, blocks, mix(key, epoch, 2))
+    return Cut((offset + place * length) % size, min(length, size - place * length), size)
+
+
+class Sampler(Protocol):
+    """Makes samples of one objective out of tokens.
+
+    Attributes:
+        shortest: tokens that a source must have.
+    """
+
+    shortest: int
+
+    @property
+    def raw_tokens(self) -> int | Fraction:
+        """Tokens of text in a sample, in the mean."""
+
+    @property
+    def longest(self) -> tuple[int, int] | None:
+        """Tokens of the longest encoder input and target, where the data decide that and not the objective."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about the data."""
+
+    def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Any:
+        """Where a source's sample lies, as `cut` says it."""
+
+    def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
+        """The samples that lie there; each key stands for what is drawn at random."""
+
+    def count(self, size: int) -> int:
+        """Samples in an epoch of a source of this size."""
+
+    def first(self, tokens: TokenSource, limit: int) -> list[Any]:
+        """Places of consecutive samples within a source's first tokens, whose number is `limit`."""
+
+
+class CausalSampler:
+    """Blocks for a causal language model.
+
+    Args:
+        length: tokens per sample.
+        eos: closes each document.
+        document_mask: number the documents, for attention within each.
+    """
+
+    longest: None = None
+    notes = ()
+
+    def __init__(self, length: int, eos: int, *, document_mask: bool) -> None:
+        self.raw_tokens, self.shortest = length, length + 1
+        self._eos, self._document_mask = eos, document_mask
+
+    def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Cut:
+        """As `cut`."""
+        return cut(tokens, number, self.raw_tokens, key, grows=grows)
+
+    def batch(self, places: Sequence[tuple[TokenSource, Cut]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:  # noqa: ARG002
+        """As `causal_batch`."""
+        rows = np.empty((len(places), self.raw_tokens + 1), np.int64)
+        for row, (tokens, place) in zip(rows, places, strict=True):
+            row[:] = tokens.read(place.start, len(row))
+        return causal_batch(rows, [place for _, place in places], self._eos, document_mask=self._document_mask)
+
+    def count(self, size: int) -> int:
+        """Blocks in an epoch."""
+        return block_count(size, self.raw_tokens)
+
+    def first(self, tokens: TokenSource, limit: int) -> list[Cut]:
+        """Blocks that predict each of the first tokens but the very first once; the last one may be less than full."""
+        length = self.raw_tokens
+        size, _ = tokens.size(limit + length + 1)
+        scored = min(limit, size) - 1
+        return [Cut(start, min(length, scored - start), None) for start in range(0, scored, length)]
+
+
+def causal_batch(rows: Integers, cuts: Sequence[Cut], eos: int, *, document_mask: bool) -> dict[str, Integers]:
+    """Samples for a causal language model.
+
+    Args:
+        rows: [b, L + 1], the blocks' tokens and the one after them.
+        cuts: where they lie.
+        eos: closes each document.
+        document_mask: number the documents, for attention within each.
+
+    Returns:
+        `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to learn), and with `document_mask`
+        also `position_ids` and `document_ids`, which count from 0 in each block: [b, L].
+    """
+    ids, labels = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:].copy()
+    length = ids.shape[1]
+    for row, (start, fresh, size) in zip(labels, cuts, strict=True):
+        row[fresh:] = IGNORED
+        if (
+            size is not None and start <= size - 1 < start + length
+        ):  # what follows the last token is the first, which nothing predicts
+            row[size - 1 - start] = IGNORED
+    batch = {"input_ids": ids, "labels": labels}
+    if document_mask:
+        ends = ids == eos
+        labels[ends] = IGNORED
+        documents = np.zeros_like(ids)
+        np.cumsum(ends[:, :-1], axis=1, out=documents[:, 1:])
+        places = np.broadcast_to(np.arange(length), ids.shape)
+        begins = np.zeros_like(ids)
+        begins[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)
+        batch |= {"position_ids": places - np.maximum.accumulate(begins, axis=1), "document_ids": documents}
+    return batch
+
+
+def check_size(tokens: TokenSource, needed: int, label: str) -> None:
+    """Refuse a source that is shorter than one sample.
+
+    Raises:
+        DataError: it has fewer tokens than that.
+    """
+    size, _ = tokens.size(needed)
+    if size < needed:
+        raise DataError(
+            f"{label} has {size} tokens, fewer than one sample of {needed}: add text, or make sequence_length smaller"
+        )

@@ -1,0 +1,1 @@
+"""Losses of a model on text: windows, batches and the forward pass."""

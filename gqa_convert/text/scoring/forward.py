@@ -1,0 +1,124 @@
+"""The hot path: a forward pass per batch, and what it says about each token.
+
+Logits are the largest tensors; they are walked in chunks of a few rows, in float32. Sums over tokens are float64,
+elsewhere.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gqa_convert.text.scoring.material import Batches
+
+_CHUNK = 1 << 20
+"""Logits that are worked on at a time on a CPU."""
+_CHUNK_ON_ACCELERATOR = 1 << 26
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of every token [n]; 0 where nothing was scored.
+
+    Attributes:
+        loss: nats.
+        kl: KL(reference || model), nats; None without a reference.
+        agrees: 1 where the likeliest token is the reference's, else 0; None without a reference.
+    """
+
+    loss: Floats
+    kl: Floats | None = None
+    agrees: Floats | None = None
+
+    def arrays(self) -> list[Floats]:
+        """Those that there are."""
+        return [array for array in (self.loss, self.kl, self.agrees) if array is not None]
+
+
+def score(
+    model: Any,
+    batches: Batches,
+    count: int,
+    *,
+    numbers: Iterable[int] | None = None,
+    reference: Any = None,
+    progress: Callable[[int], None] = lambda scored: None,
+) -> Scores:
+    """Ask a model about tokens.
+
+    Args:
+        model: a transformers model in evaluation mode.
+        batches: what to ask.
+        count: n, of all tokens.
+        numbers: which batches; all unless stated.
+        reference: a model with the same tokens; where the two have logits for different numbers of tokens, those that
+            both have are
+            compared, each distribution being the one given that the token is one of them.
+        progress: called after each batch with the number of tokens that it scored.
+    """
+    loss = np.zeros(count, np.float32)
+    kl, agrees = (None, None) if reference is None else (np.zeros(count, np.float32), np.zeros(count, np.float32))
+    with torch.inference_mode():
+        for number in range(len(batches)) if numbers is None else numbers:
+            batch = batches[number]
+            inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+            logits = _logits(model, inputs)
+            theirs = None if reference is None else logits if reference is model else _logits(reference, inputs)
+            found = token_scores(logits, torch.from_numpy(batch.rows), torch.from_numpy(batch.targets), theirs)
+            for array, values in zip((loss, kl, agrees), found, strict=True):
+                if array is not None and values is not None:
+                    array[batch.places] = values.cpu().numpy()
+            progress(len(batch.places))
+    return Scores(loss, kl, agrees)
+
+
+def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """[b * L, V]."""
+    logits: Tensor = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, use_cache=False).logits
+    return logits.flatten(0, 1)
+
+
+def token_scores(
+    logits: Tensor, rows: Tensor, targets: Tensor, reference: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss, divergence and agreement at some rows.
+
+    Args:
+        logits: [N, V].
+        rows: [r], which of them, in order.
+        targets: [r], the tokens that come there.
+        reference: [N, V'], of another model.
+
+    Returns:
+        Each [r], float32; None without a reference.
+    """
+    rows, targets = rows.to(logits.device), targets.to(logits.device)
+    shared = logits.shape[-1] if reference is None else min(logits.shape[-1], reference.shape[-1])
+    size = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_ACCELERATOR) // logits.shape[-1])
+    losses, divergences, agreements = [], [], []
+    for start in range(0, len(rows), size):
+        span = slice(start, start + size)
+        part = span if len(rows) == len(logits) else rows[span]
+        some = logits[part].float()
+        ours = some.log_softmax(-1)
+        losses.append(-ours.gather(1, targets[span, None])[:, 0])
+        if reference is None:
+            continue
+        if shared < some.shape[-1]:
+            ours = some[:, :shared].log_softmax(-1)
+        other = reference[part, :shared].float().log_softmax(-1)
+        agreements.append((ours.argmax(-1) == other.argmax(-1)).float())
+        share = other.exp()
+        # a token without probability adds nothing, whatever its logarithm
+        divergences.append(
+            other.sub_(ours).mul_(share).masked_fill_(share == 0, 0.0).sum(-1, dtype=torch.float64).float()
+        )
+    if reference is None:
+        return torch.cat(losses), None, None
+    return torch.cat(losses), torch.cat(divergences), torch.cat(agreements)

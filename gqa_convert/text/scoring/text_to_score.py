@@ -1,0 +1,123 @@
+"""Text to score: read once, so that all models see the same."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.documents import PAIR_KEYS, Piece, row_pieces, well_formed
+from gqa_convert.text.hub_rows import HubText, numbered_rows
+from gqa_convert.text.pairs import Pair, pairs_of
+from gqa_convert.text.scoring.texts import encode
+from gqa_convert.text.sources import Source, open_source
+from gqa_convert.text.text_files import FileText
+from gqa_convert.text.token_files import default_cache
+
+STREAM_TOKENS = 1 << 20
+"""Tokens of a Hub dataset that are read unless it is said how many: some of them never end."""
+
+Progress = Callable[[int, int], None]
+
+
+def read_pieces(
+    source: Source, tokenizer: Any, tokens: int | None, progress: Progress = lambda done, total: None
+) -> list[Piece]:
+    """The text of a source, or the beginning of it that has so many tokens.
+
+    Args:
+        source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
+        tokenizer: whose tokens are counted.
+        tokens: how many, at most; by default all of files, and 1,048,576 of a Hub dataset.
+        progress: called with the bytes or tokens read and their total.
+
+    Raises:
+        DataError: the text can't be found or read, or is empty.
+    """
+    text = open_source(source, default_cache())
+    if isinstance(text, HubText):
+        limit, stream = tokens or STREAM_TOKENS, _hub_pieces(text)
+        found = list(_limited(stream, tokenizer, limit, progress))
+    else:
+        files = _counted(text, (lambda done, total: None) if tokens else progress)
+        found = list(files if tokens is None else _limited(files, tokenizer, tokens, progress))
+    if not found:
+        raise DataError(f"{text.label} holds no text: name another source or --text-field")
+    return found
+
+
+def read_file(path: Path, text_field: str = "text") -> str:
+    """All the text of a local file; documents in JSON or Parquet are put one after the other, with an empty line
+    between.
+
+    Args:
+        path: of a file.
+        text_field: of the rows of JSON lines, a JSON array or a Parquet file.
+
+    Raises:
+        DataError: it can't be read, or a row has no such field.
+    """
+    parts = (piece.text + ("\n\n" if piece.last else "") for piece in FileText(str(path), [path], text_field))
+    return "".join(parts).removesuffix("\n\n")
+
+
+def read_pairs(
+    source: Source, fields: tuple[str, str], count: int | None, progress: Progress = lambda done, total: None
+) -> list[Pair]:
+    """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
+
+    Args:
+        source: of the rows.
+        fields: that of the source texts, and that of the targets.
+        count: how many pairs, at most.
+        progress: called with the bytes or pairs read and their total.
+
+    Raises:
+        DataError: the rows can't be found or read, lack a field or have no text in it.
+    """
+    text = open_source(source, default_cache())
+    pairs: list[Pair] = []
+    try:
+        for where, pair in pairs_of(text, fields):
+            for field, side in zip(fields, pair, strict=True):
+                if not side:
+                    raise DataError(
+                        f"{where}: {field!r} holds nothing, expected text: leave the row out, or name another field"
+                    )
+            pairs.append(pair)
+            if isinstance(text, FileText):
+                progress(text.bytes_read(), text.total_bytes)
+            elif count:
+                progress(len(pairs), count)
+            if len(pairs) == count:
+                break
+    except DataError as problem:  # in the words of a recipe
+        raise DataError(str(problem).replace(PAIR_KEYS, "--source-field and --target-field")) from problem.__cause__
+    if not pairs:
+        raise DataError(f"{text.label} holds no rows: name another source")
+    return pairs
+
+
+def _counted(text: FileText, progress: Progress) -> Iterator[Piece]:
+    for piece in text:
+        progress(text.bytes_read(), text.total_bytes)
+        yield piece._replace(text=well_formed(piece.text))
+
+
+def _hub_pieces(text: HubText) -> Iterator[Piece]:
+    pieces = (row_pieces(row, text.text_field, where) for where, row in numbered_rows(text))
+    return (piece._replace(text=well_formed(piece.text)) for piece in chain.from_iterable(pieces))
+
+
+def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:
+    """Pieces up to the end of a token."""
+    count = 0
+    for piece in pieces:
+        _, ends = encode(tokenizer, piece.text)
+        if count + len(ends) >= limit:
+            progress(limit, limit)
+            yield Piece(piece.text[: ends[limit - count - 1]])
+            return
+        count += len(ends)
+        progress(count, limit)
+        yield piece

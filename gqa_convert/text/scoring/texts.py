@@ -1,0 +1,157 @@
+"""A text as a causal model reads it: tokens, the bytes that each stands for, and windows."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.documents import Piece
+from gqa_convert.text.scoring.material import Batch, Integers, Material
+from gqa_convert.text.scoring.windows import Window, cut_windows, longest_first
+
+BLOCK = 2048
+"""Bytes of a block of text, over which standard errors are taken."""
+
+
+def encode(tokenizer: Any, text: str, *, special: bool = False, target: bool = False) -> tuple[Integers, Integers]:
+    """A text's tokens, and how many of its characters have come when each ends.
+
+    Tokenizers that don't say where their tokens lie are taken to have tokens of equal length.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text: what to encode.
+        special: add what the tokenizer puts around a text.
+        target: it is what an encoder-decoder is to write, perhaps in another language.
+
+    Returns:
+        [n] and [n]; the last end is the text's.
+    """
+    fast = bool(tokenizer.is_fast)
+    found = tokenizer(
+        **{"text_target" if target else "text": text},
+        add_special_tokens=special,
+        return_attention_mask=False,
+        return_offsets_mapping=fast,
+        verbose=False,
+    )
+    ids = np.array(found["input_ids"], np.int64)
+    if fast:
+        ends = (
+            np.maximum.accumulate(np.array([end for _, end in found["offset_mapping"]], np.int64)) if len(ids) else ids
+        )
+    else:
+        ends = len(text) * np.arange(1, len(ids) + 1) // max(1, len(ids))
+    ends[-1:] = len(text)
+    return ids, ends
+
+
+def byte_ends(text: str, ends: Integers) -> Integers:
+    """Places in characters as places in bytes of UTF-8."""
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (points >= 1 << 7).astype(np.int64) + (points >= 1 << 11) + (points >= 1 << 16)
+    return np.concatenate([[0], np.cumsum(widths)])[ends]
+
+
+def prefix_of(tokenizer: Any) -> list[int]:
+    """What stands before every document, so that its first token is predicted too: the beginning-of-text token, if
+    there is one.
+    """
+    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+
+
+def text_material(
+    pieces: Sequence[Piece],
+    tokenizer: Any,
+    *,
+    context: int,
+    stride: int,
+    batch: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Material:
+    """A text for a causal model. No end-of-text token is scored, which is none of the text's bytes.
+
+    Args:
+        pieces: documents or parts of them, in order.
+        tokenizer: the model's.
+        context: see `cut_windows`.
+        stride: the same.
+        batch: windows at a time.
+        progress: called with the pieces tokenised, and their number.
+
+    Raises:
+        DataError: there is no token to predict.
+    """
+    prefix = prefix_of(tokenizer)
+    ids, sizes, blocks, documents = [], [], [], []
+    begin = place = first_block = document_bytes = 0
+    begins = True
+    for number, piece in enumerate(pieces):
+        if begins:
+            begin, document_bytes = place, 0
+            ids.append(np.array(prefix, np.int64))
+            sizes.append(np.zeros(len(prefix), np.int64))
+            blocks.append(np.full(len(prefix), first_block))
+            place += len(prefix)
+        tokens, ends = encode(tokenizer, piece.text)
+        ends = byte_ends(piece.text, ends)
+        ids.append(tokens)
+        sizes.append(np.diff(ends, prepend=0))
+        blocks.append(first_block + np.maximum(document_bytes + ends - 1, 0) // BLOCK)
+        place += len(tokens)
+        document_bytes += len(piece.text.encode())
+        begins = piece.last
+        if piece.last or number == len(pieces) - 1:
+            documents.append((begin, place))
+            first_block += -(-document_bytes // BLOCK)
+        progress(number + 1, len(pieces))
+    flat = np.concatenate([np.empty(0, np.int64), *ids])
+    scored = np.ones(len(flat), np.bool_)
+    scored[[start for start, end in documents if end > start]] = False
+    if not scored.any():
+        raise DataError(
+            f"the text comes to {len(flat)} tokens, of which none can be predicted from one before it: name more text"
+        )
+    windows = cut_windows(documents, context, stride)
+    digest = hashlib.sha256(flat.tobytes() + np.array(documents, np.int64).tobytes()).hexdigest()
+    return Material(
+        flat,
+        scored,
+        np.concatenate(sizes),
+        np.concatenate(blocks),
+        first_block,
+        WindowBatches(flat, windows, batch),
+        digest,
+    )
+
+
+class WindowBatches:
+    """Windows of a text in batches, padded at their ends: what comes later can't change a causal model's predictions,
+    so that no mask is needed and all models run as they do without padding.
+
+    Args:
+        ids: [n], the text.
+        windows: on it.
+        batch: windows at a time.
+    """
+
+    def __init__(self, ids: Integers, windows: Sequence[Window], batch: int) -> None:
+        self._ids, self._windows = ids, windows
+        self._batches = longest_first([window.length for window in windows], batch)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> Batch:
+        chosen = [self._windows[each] for each in self._batches[number]]
+        longest = chosen[0].length
+        inputs = np.zeros((len(chosen), longest), np.int64)
+        rows, places = [], []
+        for row, (start, length, skip) in enumerate(chosen):
+            inputs[row, :length] = self._ids[start : start + length]
+            rows.append(np.arange(row * longest + skip, row * longest + length))
+            places.append(np.arange(start + skip + 1, start + length + 1))
+        there = np.concatenate(places)
+        return Batch({"input_ids": inputs}, np.concatenate(rows), self._ids[there], there)

@@ -1,0 +1,282 @@
+"""Tokens on disk: tokenised once, mapped into memory, and never those of other text or of another tokenizer.
+
+A finished file is a header of 4096 bytes and the tokens. Its name is a hash of what the tokens depend on. It is written
+under a temporary name, synced and renamed, under a lock that the kernel drops when the process dies.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.text_files import FileText
+from gqa_convert.text.tokenizing import TextEncoder, batches
+
+FORMAT = 1
+HEADER = 4096
+_MAGIC = b"GQATOKEN"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being tokenised, the bytes done and their total."""
+
+
+def default_cache() -> Path:
+    """Where token files lie unless a caller says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert" / "tokens"
+
+
+class TokenSource(Protocol):
+    """Tokens that a sample can be cut from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the tokens."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether the source is not all there at the beginning, so that its first epoch is read in order."""
+
+    def size(self, wanted: int | None = None) -> tuple[int, bool]:
+        """How many tokens there are, and whether that is all; waits until there are `wanted` or there are no more."""
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Tokens from a place on, beginning again after the last: [count], not to be written to."""
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+
+
+def file_key(identity: Any, encoder: TextEncoder) -> str:
+    """The name of the tokens of a source."""
+    return hashlib.sha256(json.dumps([FORMAT, identity, encoder.key]).encode()).hexdigest()
+
+
+def circular(tokens: npt.NDArray[Any], start: int, count: int) -> npt.NDArray[Any]:
+    """A part of an array that begins again after its last element: [count]."""
+    return (
+        tokens[start : start + count]
+        if start + count <= len(tokens)
+        else tokens[np.arange(start, start + count) % len(tokens)]
+    )
+
+
+class TokenFile:
+    """The tokens of files, all there."""
+
+    grows = False
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        dtype = np.dtype(header["dtype"])
+        self.documents: int = header["documents"]
+        self.fingerprint: str = header["sha256"]
+        self.tokens = map_tokens(path, dtype, header["tokens"], offset=HEADER)
+
+    def size(self, wanted: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
+        return len(self.tokens), True
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        return circular(self.tokens, start, count)
+
+    def close(self) -> None:
+        pass
+
+
+def map_tokens(path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> npt.NDArray[Any]:
+    """Tokens of a file as an array that is read from the disk when it is used: [count]."""
+    if not count:
+        return np.empty(0, dtype)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), offset + count * dtype.itemsize, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, dtype, count, offset)
+
+
+def open_token_file(path: Path) -> TokenFile | None:
+    """The tokens in a file, or None if it is missing, truncated or no such file."""
+    header = read_header(path, lambda header: header["tokens"] * np.dtype(header["dtype"]).itemsize)
+    return None if header is None else TokenFile(path, header)
+
+
+def read_header(path: Path, body_bytes: Callable[[dict[str, Any]], int]) -> dict[str, Any] | None:
+    """What the beginning of a file says about the rest, or None if it is missing, truncated or no such file.
+
+    Args:
+        path: of the file.
+        body_bytes: the size of the rest, by what the header says.
+
+    Raises:
+        DataError: the system can't read it.
+    """
+    try:
+        with path.open("rb") as file:
+            header = _unpacked(file.read(HEADER))
+            return (
+                header
+                if header is not None and os.fstat(file.fileno()).st_size == HEADER + body_bytes(header)
+                else None
+            )
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        raise cache_problem(problem, path.parent) from None
+
+
+def _packed(header: dict[str, Any]) -> bytes:
+    body = json.dumps(header).encode()
+    return (_MAGIC + hashlib.sha256(body).digest() + body).ljust(HEADER, b" ")
+
+
+def _unpacked(block: bytes) -> dict[str, Any] | None:
+    body = block[40:].rstrip(b" ")
+    if len(block) != HEADER or block[:8] != _MAGIC or block[8:40] != hashlib.sha256(body).digest():
+        return None
+    header: dict[str, Any] = json.loads(body)
+    return header if header["format"] == FORMAT else None
+
+
+def build_token_file(text: FileText, encoder: TextEncoder, cache: Path, progress: Progress) -> Path:
+    """Tokenise a source, unless that has been done; of several processes that ask at once, one does it and the others
+    wait.
+
+    Raises:
+        DataError: the text can't be read or is empty, or the cache can't be written.
+    """
+
+    def write(file: BinaryIO) -> dict[str, Any]:
+        digest, count, documents, begins = hashlib.sha256(), 0, 0, True
+        for batch in batches(text):
+            tokens, ended = encoder.encode(batch, begins=begins)
+            begins = batch[-1].last
+            data = tokens.tobytes()
+            file.write(data)
+            digest.update(data)
+            count, documents = count + len(tokens), documents + ended
+            progress(text.label, text.bytes_read(), text.total_bytes)
+        if not count:
+            raise DataError(
+                f"{text.label} holds no text ({len(text.files)} files without a document): name other files"
+            )
+        return {"dtype": encoder.dtype.name, "tokens": count, "documents": documents, "sha256": digest.hexdigest()}
+
+    path = cache / f"{file_key(text.identity(), encoder)}.tokens"
+    build_once(path, lambda: open_token_file(path) is not None, write)
+    return path
+
+
+def build_once(path: Path, is_there: Callable[[], bool], write: Callable[[BinaryIO], dict[str, Any]]) -> None:
+    """Write a file of the cache unless it is there; it appears whole or not at all.
+
+    Args:
+        path: of the file; its stem is a key.
+        is_there: asked under a lock of this key.
+        write: writes what follows the header, and returns the header.
+
+    Raises:
+        DataError: the cache can't be written.
+    """
+    cache, key = path.parent, path.stem
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / f"{key}.lock") as alone:
+            if not is_there():
+                _sweep(cache, key if alone else None)
+                _write(path, write)
+    except OSError as problem:
+        raise cache_problem(problem, cache) from None
+
+
+def _write(path: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> None:
+    part = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(bytes(HEADER))
+            header = write(file)
+            file.seek(0)
+            file.write(_packed({"format": FORMAT} | header))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """A context that one process at a time is in; it says whether that is so, as some filesystems have no locks."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    alone = False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            alone = True
+        yield alone
+    finally:
+        os.close(handle)
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock, or None if somebody else does.
+
+    Raises:
+        OSError: the filesystem has no locks.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _sweep(cache: Path, own: str | None) -> None:
+    """Remove what killed processes left: parts of the file whose lock the caller holds, and of those that nobody
+    locks.
+    """
+    for part in cache.glob("*.part"):
+        key = part.name.split("-")[0]
+        with contextlib.suppress(OSError):
+            if key == own:
+                part.unlink()
+                continue
+            handle = os.open(cache / f"{key}.lock", os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(handle)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cache_problem(problem: OSError, cache: Path) -> DataError:
+    """What the system says, as one line."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DataError(
+            f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk"
+        )
+    return DataError(
+        f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
+    )

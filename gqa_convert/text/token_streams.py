@@ -1,0 +1,297 @@
+"""Tokens of a stream: a file that grows behind its readers' backs.
+
+One process of a machine appends to it, others read. What counts is what the commit beside it says: it is replaced, in
+one step, after the tokens are on the disk. A writer that was killed is followed by one that goes on from the last
+commit.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from gqa_convert.errors import DataError, GQAConvertError
+from gqa_convert.text.documents import Piece, row_pieces
+from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.token_files import FORMAT, cache_problem, circular, file_key, map_tokens, sync_folder, try_lock
+from gqa_convert.text.tokenizing import TextEncoder, batches
+
+_AHEAD = 1 << 25
+"""Tokens that are kept ready beyond what was asked for."""
+
+_POLL = 0.05
+_PATIENCE = 1800.0
+"""Seconds without a new token after which a reader gives up."""
+
+_ATTEMPTS = 6
+"""How often a stream that breaks is opened again, before a token has come."""
+
+
+class Commit(NamedTuple):
+    """What of a stream is on the disk.
+
+    Attributes:
+        rows: of the dataset, read so far.
+        state: where the dataset says it stands.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    finished: bool = False
+    state: Any = None
+
+
+class GrowingFile:
+    """The tokens of a stream, as far as they have come.
+
+    Args:
+        text: the stream.
+        encoder: its tokenizer.
+        cache: the folder of the file.
+        writes: whether this process may append (one of each machine).
+    """
+
+    grows = True
+
+    def __init__(self, text: HubText, encoder: TextEncoder, cache: Path, *, writes: bool) -> None:
+        self.label = text.label
+        self.fingerprint = file_key(text.identity(), encoder)
+        self._dtype = encoder.dtype
+        self._path = cache / f"{self.fingerprint}.growing"
+        self._wish_path = self._path.with_suffix(".wish")
+        self._commit = Commit()
+        self._tokens = map_tokens(self._path, self._dtype, 0)
+        self._writer = _Writer(text, encoder, self._path) if writes else None
+
+    def size(self, wanted: int | None = None) -> tuple[int, bool]:
+        """As `TokenSource.size`.
+
+        Raises:
+            DataError: the stream broke, or nothing came for half an hour.
+        """
+        if wanted is None or self._commit.finished:
+            return self._commit.tokens, self._commit.finished
+        if self._writer is not None:
+            self._writer.wanted = max(self._writer.wanted, wanted)
+        if self._commit.tokens < wanted + _AHEAD // 2:
+            self.look()
+        known, since = self._commit.tokens, time.monotonic()
+        while not self._commit.finished and self._commit.tokens < wanted:
+            _wish(self._wish_path, wanted)
+            if self._commit.tokens != known:
+                known, since = self._commit.tokens, time.monotonic()
+            if time.monotonic() - since > _PATIENCE:
+                raise DataError(
+                    f"{self.label} has stood still at {known} tokens for {_PATIENCE / 60:.0f} minutes: check the network"
+                )
+            time.sleep(_POLL)
+            self.look()
+        return self._commit.tokens, self._commit.finished
+
+    def look(self) -> None:
+        """Read the commit, and see to it that somebody appends while the stream has not ended."""
+        self._commit = read_commit(self._path, self._dtype.itemsize) or Commit()
+        if self._writer is not None and not self._commit.finished:
+            self._writer.keep_going()
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """As `TokenSource.read`; they must be there already."""
+        if len(self._tokens) < self._commit.tokens and (self._commit.finished or start + count > len(self._tokens)):
+            self._tokens = map_tokens(self._path, self._dtype, self._commit.tokens)
+        return circular(self._tokens, start, count)
+
+    def close(self) -> None:
+        """Stop appending, after the batch in hand."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _Writer:
+    """A thread that appends, if no other process does, as long as what is wanted is not there with something to
+    spare.
+    """
+
+    def __init__(self, text: HubText, encoder: TextEncoder, path: Path) -> None:
+        self.wanted = 0
+        self._text, self._path = text, path
+        self._encoder = copy.deepcopy(encoder)  # a tokenizer is not for two threads
+        self._stop = threading.Event()
+        self._problem: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def keep_going(self) -> None:
+        """See to it that somebody appends.
+
+        Raises:
+            DataError: appending failed.
+        """
+        if self._problem is not None:
+            raise self._problem
+        if self._thread is not None and self._thread.is_alive():
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle = try_lock(self._path.with_suffix(".lock"))
+        except OSError as problem:
+            raise cache_problem(problem, self._path.parent) from None
+        if handle is not None:
+            self._stop.clear()
+            self._thread = threading.Thread(
+                target=self._run, args=(handle,), name=f"tokens of {self._text.label}", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def _run(self, lock: int) -> None:
+        failures = 0
+        try:
+            while not self._stop.is_set():
+                before = read_commit(self._path, self._encoder.dtype.itemsize)
+                try:
+                    return self._append(before or Commit())
+                except Exception as problem:
+                    if isinstance(problem, GQAConvertError) and not failures:
+                        raise
+                    failures = self._again(problem, before, failures)
+        except BaseException as problem:
+            self._problem = problem
+        finally:
+            os.close(lock)
+
+    def _again(self, problem: Exception, before: Commit | None, failures: int) -> int:
+        """Wait before the next attempt, longer after each failure in a row."""
+        came = (read_commit(self._path, self._encoder.dtype.itemsize) or Commit()).tokens > (before or Commit()).tokens
+        failures = 1 if came else failures + 1
+        if failures >= _ATTEMPTS:
+            reason = str(problem) or type(problem).__name__
+            raise DataError(
+                f"{self._text.label} broke off and could not be opened again ({reason}): check the network"
+            ) from problem
+        self._stop.wait(2.0 ** (failures - 1))
+        return failures
+
+    def _append(self, commit: Commit) -> None:
+        """Go on from a commit, to the end of the stream or until told to stop."""
+        if commit.finished:
+            return
+        counted = _CountedRows(self._text.rows(), commit)
+        with self._explained(), self._path.open("ab") as file:
+            file.truncate(commit.tokens * self._encoder.dtype.itemsize)  # what came after the last commit
+        for batch in batches(counted.pieces(self._text.text_field, self._text.label)):
+            tokens, _ = self._encoder.encode(batch, begins=True)
+            commit = Commit(commit.tokens + len(tokens), counted.rows, False, counted.state())
+            with self._explained(), self._path.open("ab") as file:
+                file.write(tokens.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+                _write_commit(self._path, commit)
+            while commit.tokens >= max(self.wanted, _wished(self._path.with_suffix(".wish"))) + _AHEAD:
+                if self._stop.wait(4 * _POLL):
+                    return
+            if self._stop.is_set():
+                return
+        if not commit.tokens:
+            raise DataError(f"{self._text.label} holds no text: name another dataset, split or `text_field`")
+        with self._explained():
+            _write_commit(self._path, commit._replace(rows=counted.rows, finished=True, state=None))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Trouble with the disk as a DataError; trouble with the stream is not raised here."""
+        try:
+            yield
+        except OSError as problem:
+            raise cache_problem(problem, self._path.parent) from None
+
+
+class _CountedRows:
+    """The rows after those of a commit, and how many there were."""
+
+    def __init__(self, source: Any, commit: Commit) -> None:
+        self._source = source
+        self._knows = hasattr(source, "state_dict") and (commit.state is not None or not commit.rows)
+        self.rows = commit.rows
+        if commit.rows and self._knows:
+            self._source.load_state_dict(commit.state)
+        elif commit.rows:
+            self._source = source.skip(commit.rows) if hasattr(source, "skip") else _without(source, commit.rows)
+
+    def pieces(self, text_field: str, label: str) -> Iterator[Piece]:
+        for row in self._source:
+            self.rows += 1
+            yield from row_pieces(row, text_field, f"{label} row {self.rows}")
+
+    def state(self) -> Any:
+        """Where the dataset stands, if it knows and JSON can say it."""
+        if not self._knows:
+            return None
+        state = self._source.state_dict()
+        try:
+            return json.loads(json.dumps(state))
+        except TypeError:
+            return None
+
+
+def _without(source: Iterable[Mapping[str, Any]], count: int) -> Iterator[Mapping[str, Any]]:
+    rows = iter(source)
+    for _ in range(count):
+        next(rows, None)
+    return rows
+
+
+def read_commit(path: Path, itemsize: int) -> Commit | None:
+    """The last commit of a growing file, or None if there is none or the file contradicts it."""
+    try:
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        commit = Commit(*found["commit"])
+        if (
+            found["format"] == FORMAT
+            and found["check"] == _check(commit)
+            and path.stat().st_size >= commit.tokens * itemsize
+        ):
+            return commit
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write_commit(path: Path, commit: Commit) -> None:
+    new = path.with_suffix(".json-new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, "commit": commit, "check": _check(commit)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path.with_suffix(".json"))
+    sync_folder(path.parent)
+
+
+def _check(commit: Commit) -> str:
+    return hashlib.sha256(json.dumps(commit).encode()).hexdigest()
+
+
+def _wish(path: Path, wanted: int) -> None:
+    """Tell the writer, in whatever process it is, what a reader waits for; a half-written number is only a smaller
+    one.
+    """
+    if _wished(path) < wanted:
+        with contextlib.suppress(OSError):
+            path.write_text(str(wanted), encoding="utf-8")
+
+
+def _wished(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,134 @@
+"""Documents to tokens, in batches for the tokenizer's own threads."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.documents import Piece
+
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+_BATCH_CHARACTERS = 1 << 22
+_BATCH_PIECES = 1024
+
+
+class TextEncoder:
+    """A tokenizer as the token files need it.
+
+    A document begins with the tokenizer's own beginning-of-text token, where it writes one, and ends with end-of-text;
+    without `closed` it has neither, as T5's training text.
+
+    Attributes:
+        dtype: the narrowest unsigned integers that hold the vocabulary.
+        key: a hash of everything the tokens depend on.
+    """
+
+    def __init__(self, tokenizer: Any, *, closed: bool) -> None:
+        self._tokenizer = tokenizer
+        self.eos = end_of_text(tokenizer)
+        self.begin = _beginning(tokenizer) if closed else []
+        self.end = [self.eos] if closed else []
+        size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+        self.dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
+        self.key = hashlib.sha256(
+            json.dumps([tokenizer_state(tokenizer), self.begin, self.end, self.dtype.name]).encode()
+        ).hexdigest()
+
+    def encode(self, pieces: list[Piece], *, begins: bool) -> tuple[Tokens, int]:
+        """The pieces' tokens, one after the other.
+
+        Args:
+            pieces: parts of documents, in order.
+            begins: whether the first piece begins a document.
+
+        Returns:
+            [tokens], and the number of documents that end in them.
+        """
+        parts: list[list[int]] = []
+        for piece, ids in zip(pieces, self._ids([piece.text for piece in pieces]), strict=True):
+            parts.append([*(self.begin if begins else []), *ids, *(self.end if piece.last else [])])
+            begins = piece.last
+        flat = np.fromiter(chain.from_iterable(parts), self.dtype, sum(map(len, parts)))
+        return flat, sum(piece.last for piece in pieces)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        try:
+            return self._encoded(texts)
+        except (UnicodeEncodeError, TypeError):  # half of a surrogate pair: JSON can say it, UTF-8 can't
+            return self._encoded([text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts])
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return found["input_ids"]  # type: ignore[no-any-return]
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in batches that are large enough for several threads and small enough for memory."""
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def end_of_text(tokenizer: Any) -> int:
+    """The token that closes a document.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token, which closes each document: set `eos_token` in tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if the tokenizer puts one before every text."""
+    bos = tokenizer.bos_token_id
+    ids = tokenizer("a", return_attention_mask=False)["input_ids"]
+    return [int(bos)] if bos is not None and bos != tokenizer.eos_token_id and ids[:1] == [bos] else []
+
+
+def tokenizer_state(tokenizer: Any) -> list[Any]:
+    """Everything that the tokens of a text depend on, as plain data."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("truncation", None)  # set by whoever used the tokenizer last
+        state.pop("padding", None)
+        return [type(tokenizer).__name__, state]
+    given = {
+        name: value for name, value in sorted(getattr(tokenizer, "init_kwargs", {}).items()) if name != "name_or_path"
+    }
+    settings = {name: _content(value) or repr(value) for name, value in given.items()}
+    files = [
+        getattr(tokenizer, "vocab_file", None),
+        getattr(tokenizer, "spm_file", None),
+        *getattr(tokenizer, "spm_files", ()),
+    ]
+    return [
+        type(tokenizer).__name__,
+        sorted(tokenizer.get_vocab().items()),
+        settings,
+        [_content(file) for file in files],
+    ]
+
+
+def _content(file: object) -> str | None:
+    """A hash of what is in a file; None if it is no file."""
+    if not isinstance(file, str) or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,0 +1,61 @@
+"""Whether a recipe's sources are what its objective trains on: running text, or pairs of texts."""
+
+from collections.abc import Sequence
+
+from gqa_convert.errors import RecipeError
+from gqa_convert.training.recipe.schema import DataSource, Recipe
+
+_TEXT_FIELD = DataSource("").text_field
+
+
+def check_pairs(recipe: Recipe) -> None:
+    """Refuse sources whose keys contradict one another, the other sources or the objective.
+
+    Raises:
+        RecipeError: they do.
+    """
+    named = [*_named("data", recipe.data), *_named("evaluation_data", recipe.evaluation_data or ())]
+    for key, source in named:
+        _check_keys(key, source)
+    pairs = [key for key, source in named if source.holds_pairs]
+    texts = [key for key, source in named if not source.holds_pairs]
+    if recipe.objective == "pairs" and texts:
+        raise RecipeError(
+            f"objective is pairs and {texts[0]} names no fields for them: give it source_field and target_field"
+        )
+    if recipe.objective not in ("auto", "pairs") and pairs:
+        raise RecipeError(
+            f"objective is {recipe.objective} and {pairs[0]} names source_field and target_field: leave objective out, or name the text "
+            "with text_field"
+        )
+    if pairs and texts:
+        raise RecipeError(
+            f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
+        )
+    speaking = [key for key, source in named if source.source_language is not None]
+    if recipe.objective in ("causal", "span_corruption", "ul2") and speaking:
+        raise RecipeError(
+            f"objective is {recipe.objective} and {speaking[0]} names source_language: it is for pairs and text_infilling"
+        )
+
+
+def _named(key: str, sources: Sequence[DataSource]) -> list[tuple[str, DataSource]]:
+    return [(key if len(sources) == 1 else f"{key}[{number}]", source) for number, source in enumerate(sources)]
+
+
+def _check_keys(key: str, source: DataSource) -> None:
+    for one, other in (
+        ("source_field", "target_field"),
+        ("target_field", "source_field"),
+        ("target_language", "source_language"),
+    ):
+        if getattr(source, one) is not None and getattr(source, other) is None:
+            raise RecipeError(f"{key} names {one} without {other}: give both, or neither")
+    if source.target_language is not None and not source.holds_pairs:
+        raise RecipeError(
+            f"{key} names target_language and is running text, in one language: leave it out, or add source_field and target_field"
+        )
+    if source.holds_pairs and source.text_field != _TEXT_FIELD:
+        raise RecipeError(
+            f"{key} names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
+        )

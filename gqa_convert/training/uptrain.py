@@ -1,0 +1,89 @@
+"""Takes a converted checkpoint back to its source's quality: a recipe in, a trained model out, and what goes wrong in
+one line.
+"""
+
+import errno
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
+from gqa_convert.families.loading import no_bars
+from gqa_convert.training.recipe import read_recipe
+
+
+def uptrain_checkpoint(
+    path: str | Path,
+    overrides: list[str],
+    *,
+    on_message: Callable[[str], None] = lambda _: None,
+    on_step: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
+    command: list[str] | None = None,
+) -> dict[str, Any]:
+    """Run a recipe, from its newest checkpoint if there is one.
+
+    Args:
+        path: of the recipe.
+        overrides: `key=value`.
+        on_message: called with what happens between the steps.
+        on_step: called on the main process with every line of the metrics file, and `steps` of the whole run.
+        on_tokenize: called with a source of text, the bytes tokenised and their total.
+        command: the command line, for the records.
+
+    Returns:
+        The summary that is also in `output/summary.json`; on the main process only.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+        LaunchError: the processes are not those that were meant.
+        ResumeError: the output holds a run that this one can't go on from.
+        OutputError: the output can't be written, or holds other things.
+        NoSpaceError: its disk is full.
+        DataError: the text can't be used.
+        DivergedError: training produced numbers that are not finite.
+        DeviceMemoryError: a step needs more memory than there is.
+        StoppedError: a signal asked to stop, and the state is saved.
+    """
+    recipe = read_recipe(path, overrides)
+    from gqa_convert.training.stopping import StopRequests
+
+    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        from gqa_convert.training.distributed import taking_part
+
+        with taking_part(), no_bars():
+            from gqa_convert.training.run import Run
+
+            run = Run(recipe, stops, on_message, on_step, on_tokenize, command)
+            try:
+                return run.go()
+            finally:
+                run.release()
+
+
+@contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """What the system says about the output or the memory, as one line."""
+    full = f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(full) from None
+        if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
+            raise OutputError(
+                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a folder that can be written"
+            ) from None
+        raise
+    except GQAConvertError:
+        raise
+    except Exception as problem:
+        if "No space left" in str(problem):  # safetensors
+            raise NoSpaceError(full) from None
+        from gqa_convert.training.opening import explain_memory
+
+        explain_memory(problem)
+        raise

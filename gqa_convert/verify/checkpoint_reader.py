@@ -1,0 +1,130 @@
+"""Reads checkpoints with the safetensors library and torch, not with the converter's own reader."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The order in which transformers looks for weights."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; OSError or ValueError if there is none."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a JSON {type(value).__name__} where an object belongs")  # noqa: TRY004 - one class for all
+    return value
+
+
+def first_line(problem: BaseException) -> str:
+    """What an exception of any library says, in one line."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    text = lines[0] if lines else repr(problem)
+    return f"{type(problem).__name__}: {text}"[:400]
+
+
+class Weights:
+    """The tensors of a checkpoint folder, by name; nothing is read before it is asked for.
+
+    Args:
+        folder: where the checkpoint lies.
+        error: makes the exception to raise when something in it can't be read.
+    """
+
+    def __init__(self, folder: Path, error: Callable[[str], Exception]) -> None:
+        self.folder = folder
+        self._error = error
+        self._open: dict[str, Any] = {}
+        self.file_of: dict[str, str] = {}
+        """Tensor -> the file that really holds it."""
+        self.index: dict[str, Any] | None = None
+        chosen = next((name for name in _PREFERENCE if (folder / name).is_file()), None)
+        if chosen is None:
+            raise error(f"{folder} holds no weights: none of {', '.join(_PREFERENCE)} is there")
+        self.chosen = chosen
+        self.files = [chosen]
+        if chosen.endswith(".json"):
+            self.index = self._read_index(folder / chosen)
+            self.files = sorted(set(self.index["weight_map"].values()))
+        for file in self.files:
+            for name in self._names(file):
+                if name in self.file_of:
+                    raise error(f"{folder} holds tensor {name} twice, in {self.file_of[name]} and {file}")
+                self.file_of[name] = file
+
+    def _read_index(self, path: Path) -> dict[str, Any]:
+        try:
+            index = read_object(path)
+            files = list(index["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as problem:
+            raise self._error(f"{path} cannot be read ({first_line(problem)})") from None
+        if not files or not all(isinstance(file, str) and file and Path(file).name == file for file in files):
+            raise self._error(f"{path} does not send tensors to files of this folder")
+        return index
+
+    def _names(self, file: str) -> list[str]:
+        path = self.folder / file
+        try:
+            if file.endswith(".safetensors"):
+                from safetensors import safe_open
+
+                self._open[file] = safe_open(path, framework="pt")
+                return list(self._open[file].keys())
+            self._open[file] = _torch_tensors(path)
+            return list(self._open[file])
+        except Exception as problem:
+            raise self._error(f"{path} cannot be read ({first_line(problem)})") from None
+
+    def metadata(self, file: str) -> dict[str, str]:
+        """The header metadata of a safetensors file; a `.bin` file has none."""
+        return (self._open[file].metadata() or {}) if file.endswith(".safetensors") else {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        handle = self._open[self.file_of[name]]
+        return tuple(handle[name].shape if isinstance(handle, dict) else handle.get_slice(name).get_shape())
+
+    def numbers(self, name: str) -> int:
+        return math.prod(self.shape(name))
+
+    def rows(self, name: str, start: int, stop: int, axis: int = 0) -> Any:
+        """A contiguous torch tensor of a run of rows, or of columns with `axis` 1; a scalar counts as one row."""
+        try:
+            handle = self._open[self.file_of[name]]
+            if isinstance(handle, dict):
+                tensor = handle[name].reshape(1) if handle[name].dim() == 0 else handle[name]
+                return (tensor[:, start:stop] if axis else tensor[start:stop]).contiguous()
+            if not handle.get_slice(name).get_shape():
+                return handle.get_tensor(name).reshape(1)[start:stop]
+            tensor = handle.get_slice(name)
+            return (tensor[:, start:stop] if axis else tensor[start:stop]).contiguous()
+        except Exception as problem:
+            raise self._error(f"tensor {name} of {self.folder} cannot be read ({first_line(problem)})") from None
+
+    def dtype(self, name: str) -> Any:
+        """The torch dtype."""
+        return self.rows(name, 0, 0).dtype
+
+    def nbytes(self, name: str) -> int:
+        return int(self.numbers(name) * self.dtype(name).itemsize)
+
+    def blocks(self, name: str, limit: int) -> Iterator[tuple[int, int]]:
+        """Runs of rows (start, stop) of at most `limit` bytes each, or of one row."""
+        shape = self.shape(name)
+        count = shape[0] if shape else 1
+        step = max(1, limit // max(1, self.nbytes(name) // max(1, count)))
+        for start in range(0, count, step):
+            yield start, min(start + step, count)
+
+
+def _torch_tensors(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # the format before torch 1.6 can't be mapped
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}

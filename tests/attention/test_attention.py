@@ -1,0 +1,861 @@
+"""Grouped-query attention against other people's implementations and against itself in other forms.
+
+Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, so that no two counts coincide.
+"""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding, eager_attention_forward
+
+from gqa_convert.attention import (
+    GroupedQueryAttention,
+    KVCache,
+    Rotary,
+    alibi_bias,
+    convert_state_dict,
+    grouped_query_attention,
+    register,
+)
+from gqa_convert.attention import core as core_module
+from gqa_convert.attention.interface import attention_forward
+from gqa_convert.attention.multihead import merge_heads
+from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
+
+WIDTH, HEADS, HEAD_WIDTH = 36, 12, 6
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def layer(groups: int = 3, **options: Any) -> GroupedQueryAttention:
+    return GroupedQueryAttention(
+        WIDTH, HEADS, groups, **{"head_width": HEAD_WIDTH, "dtype": torch.float64, "bias": True} | options
+    )
+
+
+def oracle(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, bias: Tensor | float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention written out, with repeated heads; rows that see nothing are zeros."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale) + bias
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ value
+
+
+def lower_right(queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+# The function
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    heads, groups = data.draw(st.sampled_from([(12, 3), (12, 4), (12, 1), (12, 12), (6, 2), (1, 1)]))
+    batch, keys = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    causal = data.draw(st.booleans())
+    queries = data.draw(st.integers(1, keys if causal else 40))
+    width, value_width = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    value_width = data.draw(st.sampled_from([width, value_width]))
+    query, key, value = (
+        numbers(batch, heads, queries, width),
+        numbers(batch, groups, keys, width),
+        numbers(batch, groups, keys, value_width),
+    )
+    axis = lambda size: data.draw(st.sampled_from([1, size]))  # noqa: E731
+    mask = data.draw(st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6]))
+    bias = data.draw(st.sampled_from([None, numbers(axis(batch), axis(heads), axis(queries), keys)]))
+    scale = data.draw(st.sampled_from([None, 1.0, 0.3]))
+    visible = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
+    if causal:
+        visible = visible & lower_right(queries, keys)
+    if mask is not None:
+        visible = visible & mask
+    result = grouped_query_attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale)
+    torch.testing.assert_close(
+        result, oracle(query, key, value, visible, 0.0 if bias is None else bias, scale), **EXACT
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 12])
+@pytest.mark.parametrize("queries", [1, 5, 30])
+def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, seen = core_module.scaled_dot_product_attention, []
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((key.shape[1], key.data_ptr(), value.data_ptr()))
+        assert options.get("enable_gqa", False) == (query.shape[1] != groups)
+        return kernel(query, key, value, **options)
+
+    monkeypatch.setattr(core_module, "scaled_dot_product_attention", spy)
+    query, key, value = numbers(2, 12, queries, 8), numbers(2, groups, 30, 8), numbers(2, groups, 30, 8)
+    grouped_query_attention(query, key, value, causal=True)
+    assert seen == [(groups, key.data_ptr(), value.data_ptr())]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_any_packing_computes_the_same(
+    threads: int, groups: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, key, value = (
+        numbers(1, heads, length, 8).to(dtype) for heads, length in ((12, queries), (groups, 50), (groups, 50))
+    )
+    visible = lower_right(queries, 50)
+    per_key, per_head = torch.rand(1, 1, 1, 50) < 0.7, torch.rand(1, 12, queries, 50) < 0.7
+    tolerance = 1e-12 if dtype == torch.float64 else 0.02
+    for mask in (None, per_key, per_head):
+        result = grouped_query_attention(query, key, value, causal=True, mask=mask)
+        expected = oracle(query.double(), key.double(), value.double(), visible if mask is None else visible & mask)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_fewer_heads_than_threads_are_packed_less() -> None:
+    packing = core_module._packing_on_cpu
+    with pytest.MonkeyPatch.context() as patch:
+        for threads, expected in ((1, 32), (2, 16), (4, 8), (32, 1)):
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            assert packing(1, 32, 1, bfloat16=False) == expected
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        # one row of bfloat16 is a matrix-vector product, which is fast
+        assert [packing(8, ratio, 1, bfloat16=True) for ratio in (2, 3, 4, 8)] == [1, 1, 4, 8]
+        assert [packing(8, ratio, 1, bfloat16=False) for ratio in (2, 3, 4, 8)] == [2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("queries", [1, 5, 60])
+def test_the_function_compiles_as_one_graph(queries: int) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(grouped_query_attention, fullgraph=True, backend="eager", dynamic=True)
+    for batch, keys in ((2, 70), (3, 71), (5, 90)):
+        query, key, value = numbers(batch, 12, queries, 6), numbers(batch, 3, keys, 6), numbers(batch, 3, keys, 6)
+        mask = torch.rand(batch, 1, 1, keys) < 0.7
+        expected = grouped_query_attention(query, key, value, causal=True, mask=mask)
+        torch.testing.assert_close(compiled(query, key, value, causal=True, mask=mask), expected, **EXACT)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_later_keys_of_a_static_buffer_are_not_seen() -> None:
+    query, key, value = numbers(2, 12, 4, 6), numbers(2, 3, 20, 6), numbers(2, 3, 20, 6)
+    mask, bias = torch.rand(2, 1, 4, 20) < 0.7, numbers(1, 12, 4, 20)
+    expected = grouped_query_attention(
+        query, key[:, :, :9], value[:, :, :9], causal=True, mask=mask[..., :9], bias=bias[..., :9]
+    )
+    key[:, :, 9:] = torch.nan
+    torch.testing.assert_close(
+        grouped_query_attention(query, key, value, causal=True, cached=5, mask=mask, bias=bias), expected, **EXACT
+    )
+
+
+@pytest.mark.parametrize("queries", [3, 30])
+@pytest.mark.parametrize("as_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(
+    queries: int, as_bias: bool, dtype: torch.dtype
+) -> None:
+    query, key, value = (numbers(2, heads, queries, 8).to(dtype).requires_grad_() for heads in (12, 3, 3))
+    mask = torch.rand(2, 1, queries, queries) < 0.5
+    mask[:, :, 1] = False
+    bias = torch.zeros(2, 1, queries, queries, dtype=dtype).masked_fill(~mask, -torch.inf)
+    result = grouped_query_attention(query, key, value, **({"bias": bias} if as_bias else {"mask": mask}))
+    assert not result[:, :, 1].any()
+    assert result.isfinite().all()
+    result.float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (query, key, value))
+    assert not query.grad[:, :, 1].any()
+
+
+@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("groups", [3, 12])
+@pytest.mark.parametrize("queries", [1, 3, 60])
+def test_every_kernel_makes_zeros_of_rows_that_see_nothing(
+    value_width: int, dropout: float, groups: int, queries: int
+) -> None:
+    query, key, value, bias = (
+        numbers(2, 12, queries, 8).requires_grad_(),
+        numbers(2, groups, 70, 8).requires_grad_(),
+        numbers(2, groups, 70, value_width).requires_grad_(),
+        numbers(1, 12, queries, 70).requires_grad_(),
+    )
+    mask = torch.rand(2, 1, queries, 70) < 0.5
+    mask[1, :, -1] = False
+    for options in ({"bias": bias}, {}):
+        result = grouped_query_attention(query, key, value, mask=mask, dropout=dropout, **options)
+        gradients = torch.autograd.grad(result.square().sum(), (query, key, value, *options.values()))
+        assert not result[1, :, -1].any()
+        assert not gradients[0][1, :, -1].any()
+        assert result.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_half_precision_is_accumulated_wide(dtype: torch.dtype, queries: int, masked: bool) -> None:
+    query, key, value = (
+        torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((12, queries), (4, 600), (4, 600))
+    )
+    bias = alibi_bias(12, queries, 600) if masked else None
+    result = grouped_query_attention(query, key, value, causal=True, bias=bias)
+    visible = lower_right(queries, 600)
+    wide = oracle(query.double(), key.double(), value.double(), visible, 0.0 if bias is None else bias.double())
+    assert result.dtype == dtype
+    # rounding the result, and the weights before they meet the values, is all that may be lost
+    assert (result.double() - wide).abs().max() < 2 * torch.finfo(dtype).eps * wide.abs().max()
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_gradients_are_right(queries: int) -> None:
+    query, key, value = (
+        numbers(1, 4, queries, 2).requires_grad_(),
+        numbers(1, 2, 20, 2).requires_grad_(),
+        numbers(1, 2, 20, 2).requires_grad_(),
+    )
+    bias = numbers(1, 4, queries, 20).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, b: grouped_query_attention(q, k, v, bias=b, causal=True), (query, key, value, bias)
+    )
+    assert torch.autograd.gradcheck(lambda q, k, v: grouped_query_attention(q, k, v, causal=True), (query, key, value))
+
+
+def test_dropout_drops_weights_and_keeps_the_mean() -> None:
+    query, key, value = numbers(1, 12, 20, 6), numbers(1, 3, 20, 6), numbers(1, 3, 20, 6)
+    full = grouped_query_attention(query, key, value, causal=True)
+    dropped = torch.stack([grouped_query_attention(query, key, value, causal=True, dropout=0.2) for _ in range(400)])
+    assert not torch.allclose(dropped[0], full)
+    torch.testing.assert_close(dropped.mean(0), full, rtol=0, atol=0.25)
+
+
+def test_no_keys_give_zeros() -> None:
+    assert not grouped_query_attention(numbers(1, 4, 2, 3), numbers(1, 2, 0, 3), numbers(1, 2, 0, 5)).any()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error"),
+    [
+        (((1, 12, 2, 6), (1, 5, 2, 6), (1, 5, 2, 6)), {}, GroupsError),
+        (((1, 12, 2, 6), (1, 24, 2, 6), (1, 24, 2, 6)), {}, GroupsError),
+        (((12, 2, 6), (3, 2, 6), (3, 2, 6)), {}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 5), (1, 3, 2, 6)), {}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 4, 6)), {}, OptionError),
+        (((1, 12, 3, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"causal": True}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"cached": 1}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.zeros(2, 2, dtype=torch.int64)}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.ones(2, 3, dtype=torch.bool)}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(2, 2, dtype=torch.bool)}, OptionError),
+        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(1, 3, 2, 2)}, OptionError),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        grouped_query_attention(*(torch.zeros(shape) for shape in shapes), **options)
+    assert "\n" not in str(caught.value)
+
+
+# The layer
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 12])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction: float) -> None:
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_key_value_heads=groups,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    config._attn_implementation = "eager"
+    theirs = LlamaAttention(config, 0).double()
+    ours = layer(groups, head_width=8, causal=True, rotary=Rotary(500.0))
+    ours.load_state_dict({name.replace("o_proj", "out_proj"): tensor for name, tensor in theirs.state_dict().items()})
+    inputs, positions = numbers(2, 25, WIDTH), torch.stack([torch.arange(25), torch.arange(25) + 7])
+    embedding = LlamaRotaryEmbedding(config)
+    embedding.inv_freq = embedding.inv_freq.double()
+    mask = torch.zeros(25, 25, dtype=torch.float64).masked_fill(~lower_right(25, 25), -torch.inf)[None, None]
+    expected = theirs(inputs, position_embeddings=embedding(inputs, positions), attention_mask=mask)[0]
+    torch.testing.assert_close(
+        ours(inputs, positions=positions), expected, rtol=0, atol=1e-5
+    )  # their angles are float32
+    # without rotary
+    still = (torch.ones(1, 25, 8, dtype=torch.float64), torch.zeros(1, 25, 8, dtype=torch.float64))
+    ours.rotary = None
+    for implementation, tolerance in (("eager", 1e-6), ("sdpa", 1e-12)):  # the softmax of the former is float32
+        config._attn_implementation = implementation
+        expected = theirs(inputs, position_embeddings=still, attention_mask=mask)[0]
+        torch.testing.assert_close(ours(inputs), expected, rtol=0, atol=tolerance)
+    # a partial factor turns the front of each head and nothing else
+    heads = numbers(2, 3, 25, 8)
+    turned = Rotary(500.0, fraction).rotate(heads, positions)
+    width = int(8 * fraction)
+    torch.testing.assert_close(turned[..., :width], Rotary(500.0).rotate(heads[..., :width], positions), **EXACT)
+    assert torch.equal(turned[..., width:], heads[..., width:])
+
+
+def test_eager_attention_with_repeated_heads_agrees_on_biased_scores() -> None:
+    query, key, value, bias = numbers(2, 12, 20, 6), numbers(2, 4, 20, 6), numbers(2, 4, 20, 6), numbers(1, 12, 20, 20)
+    module = nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]
+    expected = eager_attention_forward(module, query.float(), key.float(), value.float(), bias.float(), scaling=1.0)[
+        0
+    ].transpose(1, 2)
+    result = grouped_query_attention(query, key, value, bias=bias, scale=1.0)
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("value_head_width", [HEAD_WIDTH, 5])
+@pytest.mark.parametrize("groups", [1, 3, 4, 12])
+def test_fused_equals_separate(groups: int, bias: bool, value_head_width: int) -> None:
+    separate = layer(groups, bias=bias, value_head_width=value_head_width, causal=True, rotary=Rotary())
+    fused = copy.deepcopy(separate).fuse()
+    assert fused.fused
+    assert fused.qkv_proj.weight.shape == (12 * 6 + groups * (6 + value_head_width), WIDTH)
+    inputs = numbers(2, 9, WIDTH)
+    torch.testing.assert_close(fused(inputs), separate(inputs), **EXACT)
+    back = copy.deepcopy(fused).unfuse().state_dict()
+    assert all(torch.equal(back[name], tensor) for name, tensor in separate.state_dict().items())
+    assert layer(groups, fused=True).fused
+
+
+@pytest.mark.parametrize("biased", [(), ("v",), ("q", "v", "out")])
+def test_each_projection_has_its_own_bias(biased: tuple[str, ...]) -> None:
+    assert {name.split("_")[0] for name in layer(bias=biased).state_dict() if name.endswith("bias")} == set(biased)
+
+
+@pytest.mark.parametrize("chunks", [[20], [7, 1, 1, 11], [1] * 20, [18, 2]])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], fused: bool, capacity: int) -> None:
+    attention = layer(3, causal=True, rotary=Rotary(), fused=fused, value_head_width=5)
+    inputs = numbers(2, 20, WIDTH)
+    key_mask = torch.ones(2, 20, dtype=torch.int64)
+    key_mask[1, :4] = 0
+    bias = alibi_bias(12, 20, 20, dtype=torch.float64)
+    expected = attention(inputs, key_mask=key_mask, bias=bias)
+    cache, outputs, done = KVCache(capacity), [], 0
+    with torch.no_grad():
+        for chunk in chunks:
+            end = done + chunk
+            outputs.append(
+                attention(inputs[:, done:end], key_mask=key_mask[:, :end], bias=bias[:, :, done:end, :end], cache=cache)
+            )
+            done = end
+    torch.testing.assert_close(torch.cat(outputs, 1), expected.detach(), **EXACT)
+    assert cache.keys.shape == (2, 3, 20, HEAD_WIDTH)
+    assert cache.values.shape == (2, 3, 20, 5)
+    assert cache.nbytes == 2 * 3 * 20 * (HEAD_WIDTH + 5) * 8
+
+
+def test_a_cache_can_forget_and_refuses_gradients() -> None:
+    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, WIDTH), KVCache()
+    with pytest.raises(OptionError, match="gradients"):
+        attention(inputs, cache=cache)
+    with torch.no_grad():
+        attention(inputs[:, :6], cache=cache)
+        attention(numbers(2, 3, WIDTH), cache=cache)
+        cache.truncate(6)
+        torch.testing.assert_close(attention(inputs[:, 6:], cache=cache), attention(inputs)[:, 6:], **EXACT)
+        with pytest.raises(OptionError, match="cannot be cut"):
+            cache.truncate(11)
+        with pytest.raises(OptionError, match="the cache holds"):
+            attention(inputs[:1], cache=cache)
+    with pytest.raises(OptionError, match="empty"):
+        KVCache().keys  # noqa: B018
+
+
+def test_a_cache_may_be_filled_in_and_outside_of_inference_mode() -> None:
+    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, WIDTH), KVCache(16)
+    outputs = []
+    for mode, piece in (
+        (torch.inference_mode, slice(0, 6)),
+        (torch.no_grad, slice(6, 8)),
+        (torch.inference_mode, slice(8, 10)),
+    ):
+        with mode():
+            outputs.append(attention(inputs[:, piece], cache=cache).clone())
+    torch.testing.assert_close(torch.cat(outputs, 1), attention(inputs).detach(), **EXACT)
+
+
+def test_packed_documents_equal_separate_runs() -> None:
+    attention = layer(3, causal=True, rotary=Rotary())
+    lengths = [4, 9, 7]
+    documents = [numbers(1, length, WIDTH) for length in lengths]
+    ids = torch.repeat_interleave(torch.tensor([5, 2, 9]), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    packed = attention(torch.cat(documents, 1), documents=ids, positions=positions)
+    torch.testing.assert_close(packed, torch.cat([attention(document) for document in documents], 1), **EXACT)
+
+
+@pytest.mark.parametrize("order", ["batch first", "length first"])
+def test_padding_on_either_side_changes_nothing(order: str) -> None:
+    attention = layer(4, causal=True, rotary=Rotary(), batch_first=order == "batch first")
+    turn = (lambda x: x) if attention.batch_first else (lambda x: x.transpose(0, 1))
+    inputs = numbers(1, 8, WIDTH)
+    expected = turn(attention(turn(inputs)))
+    left, right = torch.cat([numbers(1, 3, WIDTH), inputs], 1), torch.cat([inputs, numbers(1, 3, WIDTH)], 1)
+    for padded, keep in ((left, slice(3, 11)), (right, slice(0, 8))):
+        key_mask = torch.zeros(1, 11, dtype=torch.bool)
+        key_mask[:, keep] = True
+        result = turn(attention(turn(padded), key_mask=key_mask, positions=key_mask.cumsum(1) - 1))
+        torch.testing.assert_close(result[:, keep], expected, **EXACT)
+        assert result.isfinite().all()
+
+
+def test_cross_attention_reads_a_cached_memory() -> None:
+    attention = layer(3, key_width=10, value_width=14)
+    inputs, memory, values = numbers(2, 5, WIDTH), numbers(2, 7, 10), numbers(2, 7, 14)
+    expected = attention(inputs, memory, values)
+    cache = KVCache()
+    with torch.no_grad():
+        steps = [attention(inputs[:, i : i + 1], memory, values, cache=cache) for i in range(5)]
+        torch.testing.assert_close(torch.cat(steps, 1), expected, **EXACT)
+        assert cache.keys.shape == (2, 3, 7, HEAD_WIDTH)
+        with pytest.raises(OptionError, match="another memory"):
+            attention(inputs, memory[:, :3], values[:, :3], cache=cache)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 12, 6])
+def test_alibi_equals_bloom(heads: int) -> None:
+    # Bloom adds slope * position of the key, which differs from the paper's distance by a constant per query
+    theirs = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), heads, torch.float32).view(1, heads, 1, 9)
+    ours = alibi_bias(heads, 9, 9)
+    visible = lower_right(9, 9)
+    torch.testing.assert_close(
+        (ours - ours[..., :1]).masked_fill(~visible, 0), theirs.expand(1, heads, 9, 9).masked_fill(~visible, 0)
+    )
+    assert torch.equal(alibi_bias(heads, 2, 9), ours[:, :, 7:])
+    assert not ours.masked_fill(visible, 0).any()
+
+
+@pytest.mark.parametrize("groups", [5, 24, 0, -1])
+def test_groups_that_do_not_divide_are_refused(groups: int) -> None:
+    with pytest.raises(GroupsError, match=f"12.*{groups}"):
+        layer(groups)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": ["o"]},
+        {"bias": ["q"], "fused": True},
+        {"key_width": 8, "fused": True},
+        {"dropout": 1.0},
+        {"rotary": Rotary(fraction=0.5)},
+        {"rotary": Rotary(fraction=0.0)},
+        {"value_head_width": 0},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="give head_width"):
+        GroupedQueryAttention(40, HEADS)
+    with pytest.raises(OptionError):
+        layer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [
+        ({}, {"inputs": torch.zeros(2, 5, 41)}),
+        ({"causal": True}, {"memory": torch.zeros(2, 5, WIDTH)}),
+        ({"key_width": 8}, {}),
+        ({}, {"memory": torch.zeros(2, 5, 8)}),
+        ({}, {"positions": torch.arange(5)}),
+        ({"rotary": Rotary()}, {"positions": torch.arange(4)}),
+        ({}, {"documents": torch.zeros(2, 4)}),
+        ({}, {"documents": torch.zeros(2, 5), "cache": KVCache()}),
+        ({}, {"key_mask": torch.ones(2, 4, dtype=torch.bool)}),
+        ({}, {"key_mask": torch.zeros(2, 5)}),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(options: dict[str, Any], inputs: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        layer(dtype=torch.float32, **options)(**{"inputs": torch.zeros(2, 5, WIDTH)} | inputs)
+
+
+# From multi-head attention
+
+
+def multihead(**options: Any) -> nn.MultiheadAttention:
+    module = nn.MultiheadAttention(48, HEADS, **{"batch_first": True, "dtype": torch.float64} | options).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return module
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"kdim": 10, "vdim": 14},
+    {"kdim": 48, "vdim": 14, "bias": False},
+    {"batch_first": False},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_groups_as_heads_is_the_original(kind: dict[str, Any]) -> None:
+    source = multihead(**kind)
+    converted = GroupedQueryAttention.from_multihead(source, HEADS)
+    parts = (
+        source.in_proj_weight.chunk(3)
+        if source.in_proj_weight is not None
+        else [source.q_proj_weight, source.k_proj_weight, source.v_proj_weight]
+    )
+    for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+        assert torch.equal(getattr(converted, name).weight, part)
+    query, key, value = numbers(3, 7, 48), numbers(3, 9, source.kdim), numbers(3, 9, source.vdim)
+    hidden = torch.rand(7, 9) < 0.3
+    padding = torch.rand(3, 9) < 0.3
+    hidden[:, 0] = padding[:, 0] = False
+    turn = (lambda x: x) if source.batch_first else (lambda x: x.transpose(0, 1))
+    expected = source(
+        turn(query), turn(key), turn(value), attn_mask=hidden, key_padding_mask=padding, need_weights=False
+    )[0]
+    result = converted(turn(query), turn(key), turn(value), mask=~hidden, key_mask=~padding)
+    torch.testing.assert_close(result, expected, **EXACT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups", [1, 3, 4])
+@pytest.mark.parametrize("method", ["mean", "first"])
+def test_merged_heads_equal_the_original_with_merged_heads_repeated(
+    kind: dict[str, Any], groups: int, method: Any
+) -> None:
+    source = multihead(**kind)
+    converted = GroupedQueryAttention.from_multihead(source, groups, method)
+    assert converted.k_proj.weight.shape == (groups * 4, source.kdim)
+    assert converted.v_proj.weight.shape == (groups * 4, source.vdim)
+    repeated = copy.deepcopy(source)
+    with torch.no_grad():
+        weights = (
+            repeated.in_proj_weight.chunk(3)[1:]
+            if source.in_proj_weight is not None
+            else [repeated.k_proj_weight, repeated.v_proj_weight]
+        )
+        for rows in [*weights, *(repeated.in_proj_bias.chunk(3)[1:] if source.in_proj_bias is not None else [])]:
+            for group in range(groups):  # by hand, head by head
+                members = [
+                    rows[head * 4 : head * 4 + 4].clone()
+                    for head in range(group * 12 // groups, (group + 1) * 12 // groups)
+                ]
+                merged = sum(members) / len(members) if method == "mean" else members[0]
+                for head in range(group * 12 // groups, (group + 1) * 12 // groups):
+                    rows[head * 4 : head * 4 + 4] = merged
+    turn = (lambda x: x) if source.batch_first else (lambda x: x.transpose(0, 1))
+    inputs = [turn(x) for x in (numbers(3, 7, 48), numbers(3, 9, source.kdim), numbers(3, 9, source.vdim))]
+    torch.testing.assert_close(converted(*inputs), repeated(*inputs, need_weights=False)[0], **EXACT)
+
+
+def test_merging_keeps_type_and_state_and_leaves_the_source_alone() -> None:
+    source = multihead(dtype=torch.bfloat16, dropout=0.25).train()
+    before = copy.deepcopy(source.state_dict())
+    converted = GroupedQueryAttention.from_multihead(source, 4, causal=True, fused=True)
+    assert (converted.training, converted.dropout, converted.causal, converted.fused) == (True, 0.25, True, True)
+    assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        for parameter in converted.parameters():
+            parameter.zero_()
+    assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
+    rows = torch.tensor([[1.0], [1.0], [1.0078125]], dtype=torch.bfloat16)  # a sum in bfloat16 would be off
+    assert merge_heads(rows, 3, 1).item() == torch.tensor((2 + 1.0078125) / 3).bfloat16().item()
+
+
+def test_what_cannot_be_converted_is_refused() -> None:
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        with pytest.raises(OptionError, match="grouped-query attention"):
+            GroupedQueryAttention.from_multihead(multihead(**options), 3)
+    with pytest.raises(GroupsError, match="12 heads cannot be merged into 5"):
+        GroupedQueryAttention.from_multihead(multihead(), 5)
+    with pytest.raises(OptionError, match="'median'"):
+        GroupedQueryAttention.from_multihead(multihead(), 3, "median")  # type: ignore[arg-type]
+    source = multihead()
+    with torch.no_grad():
+        source.in_proj_weight[50, 3] = torch.nan
+    with pytest.raises(NonFiniteError):
+        GroupedQueryAttention.from_multihead(source, 3)
+    with pytest.raises(OptionError, match="rows"):
+        merge_heads(torch.zeros(13, 2), 12, 3)
+
+
+def regrouped(decoder: nn.Module, state: dict[str, Tensor], groups: int) -> nn.Module:
+    """The decoder with attention replaced, called as nn.TransformerDecoderLayer calls it, and `state` loaded."""
+
+    class Adapter(GroupedQueryAttention):
+        def forward(self, query: Tensor, key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Any:
+            mask = None if attn_mask is None else attn_mask == 0
+            return (super().forward(query, None if key is query else key, mask=mask),)
+
+    decoder = copy.deepcopy(decoder)
+    for module in list(decoder.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.MultiheadAttention):
+                setattr(module, name, Adapter(48, HEADS, groups, bias=True, dtype=torch.float64))
+    decoder.load_state_dict(state)
+    return decoder
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("groups", [3, 12])
+def test_the_state_of_a_decoder_is_converted(stacked: bool, groups: int) -> None:
+    decoder: nn.Module = nn.TransformerDecoderLayer(48, HEADS, 20, batch_first=True, dtype=torch.float64)
+    decoder = (nn.TransformerDecoder(decoder, 2) if stacked else decoder).eval()
+    converted = convert_state_dict(decoder.state_dict(), HEADS, groups)
+    untouched = [name for name in decoder.state_dict() if "attn" not in name]
+    assert untouched
+    assert all(torch.equal(converted[name], decoder.state_dict()[name]) for name in untouched)
+    new = regrouped(decoder, converted, groups)
+    target, memory, mask = (
+        numbers(2, 6, 48),
+        numbers(2, 8, 48),
+        nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64),
+    )
+    result, expected = new(target, memory, tgt_mask=mask), decoder(target, memory, tgt_mask=mask)
+    assert torch.allclose(result, expected, rtol=0, atol=1e-12) == (groups == 12)
+
+
+def test_parts_of_a_state_can_be_left_alone() -> None:
+    state = nn.Transformer(48, HEADS, 1, 1, 20, batch_first=True).state_dict()
+    converted = convert_state_dict(state, HEADS, 3, prefix="decoder.", attentions=("self_attn",))
+    kept = {name for name in state if not name.startswith("decoder.layers.0.self_attn.in_proj")}
+    assert kept < set(converted)
+    assert converted["decoder.layers.0.self_attn.k_proj.weight"].shape == (12, 48)
+    with pytest.raises(OptionError, match="no module named"):
+        convert_state_dict(state, HEADS, 3, attentions=("attention",))
+    with pytest.raises(OptionError, match=r"self_attn has bias_k"):
+        convert_state_dict(state | {"decoder.layers.0.self_attn.bias_k": torch.zeros(1)}, HEADS, 3)
+    with pytest.raises(OptionError, match="lacks a projection"):
+        convert_state_dict({"self_attn.out_proj.weight": torch.zeros(48, 48)}, HEADS, 3)
+
+
+# Registered with transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 96,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def models(config: Any, *implementations: str, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """The same weights under each implementation."""
+    register()
+    made = []
+    for implementation in implementations:
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=implementation, dtype=dtype
+        ).eval()
+        assert model.config._attn_implementation == implementation
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.12)
+        made.append(model)
+    return made
+
+
+CONFIGS = [
+    pytest.param(lambda groups: LlamaConfig(**SIZES, num_key_value_heads=groups), id="llama"),
+    pytest.param(lambda groups: MistralConfig(**SIZES, num_key_value_heads=groups, sliding_window=5), id="mistral"),
+    pytest.param(
+        lambda groups: Gemma2Config(**SIZES, num_key_value_heads=groups, sliding_window=5, attn_logit_softcapping=None),
+        id="gemma2",
+    ),
+]
+
+
+# the softmax of eager is float32, to which its mask of the lowest float64 is -inf: it is no reference in float64
+REFERENCES = [("sdpa", torch.float64, 1e-9), ("eager", torch.float32, 5e-5)]
+
+
+@pytest.mark.parametrize("make", CONFIGS)
+@pytest.mark.parametrize("groups", [3, 4])
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), REFERENCES)
+@torch.no_grad()
+def test_models_of_transformers_compute_the_same(
+    make: Any, groups: int, implementation: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    config = make(groups)
+    if config.model_type == "gemma2" and implementation == "sdpa":
+        return  # refused by transformers
+    ours, theirs = models(config, "gqa", implementation, dtype=dtype)
+    tokens = torch.randint(3, 48, (2, 21))
+    padding = torch.ones_like(tokens)
+    padding[1, :6] = 0
+    for mask in (None, padding):
+        real = padding.bool() if mask is not None else torch.ones_like(padding).bool()
+        result, expected = (
+            ours(tokens, attention_mask=mask).logits[real],
+            theirs(tokens, attention_mask=mask).logits[real],
+        )
+        torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
+    assert not torch.allclose(ours(tokens, attention_mask=padding).logits[1, 6:], ours(tokens).logits[1, 6:], atol=1e-3)
+    whole = theirs(tokens, attention_mask=padding, position_ids=(padding.cumsum(1) - 1).clamp(min=0)).logits
+    for chunks in ([21], [8, 13], [18, 1, 1, 1], [3, 17, 1]):
+        cache, outputs, done = DynamicCache(config=ours.config), [], 0
+        for chunk in chunks:
+            end = done + chunk
+            positions = (padding.cumsum(1) - 1).clamp(min=0)[:, done:end]
+            outputs.append(
+                ours(
+                    tokens[:, done:end], attention_mask=padding[:, :end], position_ids=positions, past_key_values=cache
+                ).logits
+            )
+            done = end
+        torch.testing.assert_close(torch.cat(outputs, 1)[padding.bool()], whole[padding.bool()], rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def test_generation_with_either_cache_is_the_same() -> None:
+    ours, sdpa = models(LlamaConfig(**SIZES, num_key_value_heads=3), "gqa", "sdpa")
+    tokens, padding = torch.randint(3, 48, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    padding[0, :4] = 0
+    options: dict[str, Any] = {
+        "attention_mask": padding,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "do_sample": False,
+    }
+    expected = sdpa.generate(tokens, **options)
+    assert torch.equal(ours.generate(tokens, **options), expected)
+    assert torch.equal(
+        ours.generate(tokens, past_key_values=StaticCache(config=ours.config, max_cache_len=40), **options), expected
+    )
+    no_padding = options | {"attention_mask": torch.ones_like(padding)}
+    assert torch.equal(
+        ours.generate(tokens, past_key_values=StaticCache(config=ours.config, max_cache_len=40), **no_padding),
+        sdpa.generate(tokens, **no_padding),
+    )
+
+
+@torch.no_grad()
+def test_relative_positions_of_t5_are_added() -> None:
+    register()
+    config = T5Config(vocab_size=48, d_model=40, d_kv=6, d_ff=20, num_layers=2, num_heads=12, decoder_start_token_id=0)
+    made = []
+    for implementation in ("gqa", "eager"):
+        torch.manual_seed(1)
+        made.append(
+            T5ForConditionalGeneration._from_config(
+                copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float64
+            ).eval()
+        )
+    source, target, padding = (
+        torch.randint(3, 48, (2, 11)),
+        torch.randint(3, 48, (2, 7)),
+        torch.ones(2, 11, dtype=torch.int64),
+    )
+    padding[1, 8:] = 0
+    ours, theirs = (model(source, attention_mask=padding, decoder_input_ids=target).logits for model in made)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    ours, theirs = (model.generate(source, attention_mask=padding, max_new_tokens=8, do_sample=False) for model in made)
+    assert torch.equal(ours, theirs)
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    tensors = torch.zeros(1, 12, 2, 6), torch.zeros(1, 3, 2, 6), torch.zeros(1, 3, 2, 6)
+    for option in (
+        {"s_aux": torch.zeros(12)},
+        {"sinks": torch.zeros(12)},
+        {"softcap": 50.0},
+        {"cache": object()},
+        {"output_attentions": True},
+    ):
+        with pytest.raises(OptionError, match="eager"):
+            attention_forward(nn.Module(), *tensors, None, **option)
+    attention_forward(nn.Module(), *tensors, None, softcap=None, output_attentions=False, sliding_window=4)
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    exec("\n".join(blocks), {})
+
+
+def test_all_masks_together_hide_what_each_hides() -> None:
+    attention, inputs = layer(3, causal=True), numbers(2, 8, WIDTH)
+    mask, key_mask, documents = (
+        torch.rand(1, 12, 8, 8) < 0.7,
+        torch.rand(2, 8) < 0.7,
+        torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 3, 3, 3]]),
+    )
+    together = mask & key_mask[:, None, None] & (documents[:, None, :, None] == documents[:, None, None])
+    result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents)
+    torch.testing.assert_close(result, attention(inputs, mask=together), **EXACT)
+    query, key, value = (part.detach() for part in attention._project(inputs, inputs, inputs))
+    expected = oracle(query, key, value, together & lower_right(8, 8)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(result, attention.out_proj(expected), **EXACT)
+
+
+def test_the_layer_drops_in_training_only() -> None:
+    attention, inputs = layer(3, dropout=0.5), numbers(1, 8, WIDTH)
+    assert not torch.equal(attention(inputs), attention(inputs))
+    attention.eval()
+    assert torch.equal(attention(inputs), attention(inputs))
+
+
+def test_a_cache_grows_by_doubling_and_not_at_all_within_its_capacity() -> None:
+    for capacity, most in ((0, 7), (40, 1)):
+        cache = KVCache(capacity)
+        held = [cache.append(numbers(1, 3, 1, 6), numbers(1, 3, 1, 5))[0] for _ in range(40)]
+        assert len({keys.data_ptr() for keys in held}) <= most
+
+
+def test_means_are_taken_wide_and_copies_are_exact() -> None:
+    rows = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert merge_heads(rows, 3, 1).item() == torch.tensor(1 / 3).item()
+    assert merge_heads(torch.tensor([[torch.nan], [1.0]]), 2, 2).isnan().tolist() == [[True], [False]]
+
+
+def test_a_single_query_without_a_mask_sees_every_key() -> None:
+    query, key, value = numbers(2, 12, 1, 6), numbers(2, 3, 9, 6), numbers(2, 3, 9, 6)
+    result, weights = attention_forward(nn.Module(), query, key, value, None)
+    assert weights is None
+    torch.testing.assert_close(result.transpose(1, 2), oracle(query, key, value, torch.tensor(True)), **EXACT)
+    # a mask of floats and a position bias add up
+    query, mask, bias = numbers(2, 12, 4, 6), numbers(2, 1, 4, 9), numbers(1, 12, 4, 9)
+    result = attention_forward(nn.Module(), query, key, value, mask, position_bias=bias, scaling=1.0)[0].transpose(1, 2)
+    torch.testing.assert_close(result, oracle(query, key, value, torch.tensor(True), mask + bias, 1.0), **EXACT)

@@ -1,0 +1,516 @@
+"""GroupedMultiheadAttention against nn.MultiheadAttention: alone, and inside torch's own Transformer modules.
+
+With fewer groups than heads, the reference is nn.MultiheadAttention whose key and value heads are those of their group,
+repeated.
+"""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gqa_convert.attention import GroupedMultiheadAttention, convert_module, convert_state_dict
+from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
+
+WIDTH, HEADS, BATCH, QUERIES, KEYS = 24, 6, 3, 5, 7
+GROUPS = [1, 2, 6]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def shaken(module: Any) -> Any:
+    """Biases begin as zeros and norms as ones, which would hide errors."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+def repeated(model: nn.Module, groups: int, prefix: str = "") -> nn.Module:
+    """The model with each key and value head of nn.MultiheadAttention replaced by the mean of its group."""
+    model = copy.deepcopy(model)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix):
+            rows = (
+                [part.k_proj_weight, part.v_proj_weight]
+                if part.in_proj_weight is None
+                else part.in_proj_weight.chunk(3)[1:]
+            )
+            rows = [*rows, *(() if part.in_proj_bias is None else part.in_proj_bias.chunk(3)[1:])]
+            for tensor in rows:
+                heads = tensor.detach().clone().split(WIDTH // HEADS)
+                size = HEADS // groups
+                means = [sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)]
+                tensor.data.copy_(torch.cat([means[head // size] for head in range(HEADS)]))
+    return model
+
+
+def pair(groups: int, **options: Any) -> tuple[GroupedMultiheadAttention, nn.MultiheadAttention]:
+    source = shaken(nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64, **options))
+    reference = repeated(source, groups)
+    assert isinstance(reference, nn.MultiheadAttention)
+    return GroupedMultiheadAttention.from_multihead(source, groups), reference
+
+
+def hidden(*shape: int) -> Tensor:
+    mask = torch.rand(*shape) < 0.4
+    mask[..., 0] = False  # every query sees a key: nn.MultiheadAttention makes NaN of the others
+    return mask
+
+
+def as_floats(mask: Tensor) -> Tensor:
+    return numbers(*mask.shape).masked_fill(mask, -torch.inf)
+
+
+def assert_same(result: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+    assert isinstance(result, tuple)
+    assert len(result) == 2
+    torch.testing.assert_close(result[0], expected[0], rtol=0, atol=1e-11)
+    assert (result[1] is None) == (expected[1] is None)
+    if result[1] is not None:
+        torch.testing.assert_close(result[1], expected[1], rtol=0, atol=1e-11)
+
+
+@pytest.fixture(params=["train", "eval with gradients", "eval without"])
+def mode(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether to train. nn.MultiheadAttention runs other code in each of the three."""
+    with torch.set_grad_enabled(request.param != "eval without"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about mixed types of masks, and about the encoder's nested tensors
+        yield request.param == "train"
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("layout", ["batch first", "length first", "unbatched"])
+@pytest.mark.parametrize("kind", ["self", "cross", "widths", "no bias"])
+def test_arguments_and_results_are_those_of_multihead_attention(
+    groups: int, layout: str, kind: str, mode: bool
+) -> None:
+    options = {"widths": {"kdim": 10, "vdim": 14}, "no bias": {"bias": False}}.get(kind, {})
+    ours, theirs = pair(groups, batch_first=layout == "batch first", **options)
+    ours.train(mode)
+    theirs.train(mode)
+    query = numbers(BATCH, QUERIES, WIDTH)
+    key, value = (
+        (query, query) if kind == "self" else (numbers(BATCH, KEYS, theirs.kdim), numbers(BATCH, KEYS, theirs.vdim))
+    )
+    keys = key.shape[1]
+    wide, flat, padding = hidden(QUERIES, keys), hidden(BATCH * HEADS, QUERIES, keys), hidden(BATCH, keys)
+    if layout == "unbatched":
+        query, key, value = (query[0], query[0], query[0]) if kind == "self" else (query[0], key[0], value[0])
+        flat, padding = flat[:HEADS], padding[0]
+    elif layout == "length first":
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    masks = [None, wide, flat, as_floats(wide), as_floats(flat)]
+    paddings = [None, padding, as_floats(padding)]
+    for attn_mask, key_padding_mask, weights in itertools.product(
+        masks, paddings, [{"need_weights": False}, {}, {"average": False}]
+    ):
+        given: dict[str, Any] = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask} | weights
+        if "average" in given:
+            given["average_attn_weights"] = given.pop("average")
+        assert_same(ours(query, key, value, **given), theirs(query, key, value, **given))
+
+
+def test_the_arguments_have_the_same_order() -> None:
+    ours, theirs = pair(2, batch_first=True)
+    query, key, value = numbers(BATCH, QUERIES, WIDTH), numbers(BATCH, KEYS, WIDTH), numbers(BATCH, KEYS, WIDTH)
+    given = (hidden(BATCH, KEYS), True, hidden(QUERIES, KEYS), False, False)
+    assert_same(ours(query, key, value, *given), theirs(query, key, value, *given))
+    options = (0.25, False, False, False, 10, 14, True, None, torch.float64)
+    made, original = (
+        GroupedMultiheadAttention(WIDTH, HEADS, *options, groups=2),
+        nn.MultiheadAttention(WIDTH, HEADS, *options),
+    )
+    for name in ("embed_dim", "num_heads", "head_dim", "dropout", "kdim", "vdim", "batch_first"):
+        assert getattr(made, name) == getattr(original, name)
+    made.load_state_dict(GroupedMultiheadAttention.from_multihead(original, 2).state_dict())
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("queries", [1, QUERIES, KEYS, 60])
+def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> None:
+    ours, theirs = pair(groups, batch_first=True)
+    query, key = numbers(BATCH, queries, WIDTH), numbers(BATCH, KEYS, WIDTH)
+    mask = torch.ones(queries, KEYS, dtype=torch.bool).triu(1)
+    for given, padding, need in itertools.product((mask, as_floats(mask)), (None, hidden(BATCH, KEYS)), (False, True)):
+        options: dict[str, Any] = {
+            "attn_mask": given,
+            "key_padding_mask": padding,
+            "need_weights": need,
+            "is_causal": True,
+        }
+        assert_same(ours(query, key, key, **options), theirs(query, key, key, **options))
+    with pytest.raises(OptionError, match="give attn_mask too"):
+        ours(query, key, key, is_causal=True)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        theirs(query, key, key, is_causal=True)
+
+
+def test_gradients_are_those_of_the_reference() -> None:
+    ours, theirs = pair(HEADS, batch_first=True)
+    query, key = numbers(BATCH, QUERIES, WIDTH).requires_grad_(), numbers(BATCH, KEYS, WIDTH).requires_grad_()
+    for need in (False, True):
+        for options in ({"attn_mask": hidden(QUERIES, KEYS)}, {"attn_mask": as_floats(hidden(QUERIES, KEYS))}):
+            gradients = [
+                torch.autograd.grad(
+                    module(query, key, key, need_weights=need, **options)[0].square().sum(), (query, key)
+                )
+                for module in (ours, theirs)
+            ]
+            for mine, other in zip(*gradients, strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("as_float", [False, True])
+def test_a_query_that_sees_no_key_gives_zeros(need: bool, as_float: bool) -> None:
+    ours, _ = pair(2, batch_first=True)
+    padding = hidden(BATCH, KEYS)
+    padding[1] = True
+    query, key = numbers(BATCH, QUERIES, WIDTH).requires_grad_(), numbers(BATCH, KEYS, WIDTH)
+    out, weights = ours(
+        query, key, key, key_padding_mask=as_floats(padding) if as_float else padding, need_weights=need
+    )
+    torch.testing.assert_close(out[1], ours.out_proj.bias.expand(QUERIES, WIDTH))
+    assert weights is None or not weights[1].any()
+    out.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in (query, *ours.parameters()))
+
+
+def test_weights_are_returned_after_dropout_and_the_mean_is_kept() -> None:
+    ours, _ = pair(2, dropout=0.5, batch_first=True)
+    query = numbers(BATCH, QUERIES, WIDTH)
+    out, weights = ours(query, query, query, average_attn_weights=False)
+    value = ours.v_proj(query).unflatten(-1, (2, -1)).transpose(1, 2).repeat_interleave(3, dim=1)
+    torch.testing.assert_close(out, ours.out_proj((weights @ value).transpose(1, 2).flatten(2)))
+    assert 0.3 < (weights == 0).double().mean() < 0.7
+    full = ours.eval()(query, query, query)[0]
+    ours.train()
+    for need in (False, True):
+        with torch.no_grad():
+            runs = torch.stack([ours(query, query, query, need_weights=need)[0] for _ in range(600)])
+        assert runs.std(0).min() > 0
+        torch.testing.assert_close(runs.mean(0), full, rtol=0, atol=6 * runs.std(0).max().item() / 600**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_type_and_is_as_close_as_the_original(dtype: torch.dtype) -> None:
+    ours, theirs = pair(2, batch_first=True)
+    query = numbers(BATCH, 40, WIDTH)
+    exact = theirs(query, query, query, average_attn_weights=False)
+    low, reference = copy.deepcopy(ours).to(dtype), copy.deepcopy(theirs).to(dtype)
+    result, other = (module(*[query.to(dtype)] * 3, average_attn_weights=False) for module in (low, reference))
+    for mine, there, true in zip(result, other, exact, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - true).abs().max() <= 2 * (there.double() - true).abs().max()
+
+
+def test_weights_begin_as_those_of_the_original() -> None:
+    for options in ({}, {"kdim": 100, "vdim": 300}):
+        ours, theirs = (
+            GroupedMultiheadAttention(480, 12, groups=3, **options),
+            nn.MultiheadAttention(480, 12, **options),
+        )
+        there = (
+            theirs.in_proj_weight.chunk(3)
+            if theirs.in_proj_weight is not None
+            else (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
+        )
+        for mine, other in zip((ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight), there, strict=True):
+            assert mine.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.01)
+            assert mine.std().item() == pytest.approx(other.std().item(), rel=0.02)
+        for mine, other in ((ours.q_proj.bias, theirs.in_proj_bias), (ours.out_proj.bias, theirs.out_proj.bias)):
+            assert not mine.any()
+            assert not other.any()
+
+
+# Inside torch's Transformer modules
+
+
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
+
+
+def decoder_layer(**options: Any) -> nn.TransformerDecoderLayer:
+    return nn.TransformerDecoderLayer(WIDTH, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
+
+
+def converted(model: nn.Module, groups: int, mode: bool, prefix: str = "") -> tuple[nn.Module, nn.Module]:
+    """The model with grouped-query attention, and its reference."""
+    shaken(model).train(mode)
+    made = convert_module(model, groups, prefix=prefix)
+    assert not any(
+        isinstance(part, nn.MultiheadAttention) for name, part in made.named_modules() if name.startswith(prefix)
+    )
+    assert any(isinstance(part, GroupedMultiheadAttention) and part.groups == groups for part in made.modules())
+    return made, repeated(model, groups, prefix)
+
+
+def turned(tensor: Tensor, batch_first: bool) -> Tensor:
+    return tensor if batch_first else tensor.transpose(0, 1)
+
+
+def left_aligned(*shape: int) -> Tensor:
+    """Padding at the end, which nn.TransformerEncoder turns into nested tensors on its fast path."""
+    return torch.arange(shape[1]) >= torch.randint(2, shape[1], (shape[0], 1))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}])
+def test_encoders_compute_the_same(
+    groups: int, batch_first: bool, stacked: bool, options: dict[str, Any], mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer: nn.Module = encoder_layer(batch_first=batch_first, **options)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH, dtype=torch.float64)) if stacked else layer
+    ours, theirs = converted(model, groups, mode)
+    source = turned(numbers(BATCH, KEYS, WIDTH), batch_first)
+    causal = nn.Transformer.generate_square_subsequent_mask(KEYS, dtype=torch.float64)
+    name = "mask" if stacked else "src_mask"
+    flat, padding = hidden(BATCH * HEADS, KEYS, KEYS), left_aligned(BATCH, KEYS)
+    for given, key_padding in itertools.product(
+        (None, causal, causal == -torch.inf, as_floats(hidden(KEYS, KEYS)), flat, as_floats(flat)),
+        (None, padding, as_floats(padding), hidden(BATCH, KEYS)),
+    ):
+        for is_causal in [False, True] if given is causal else [False]:
+            masks: dict[str, Any] = {name: given, "src_key_padding_mask": key_padding, "is_causal": is_causal}
+            # torch's fast path reads floats as booleans, and then makes NaN of finite ones: they are no reference there
+            finite = any(
+                mask is not None and mask.is_floating_point() and mask is not causal for mask in (given, key_padding)
+            )
+            result = ours(source, **masks)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda enabled=not finite: enabled)
+                expected = theirs(source, **masks)
+            seen = torch.ones_like(result, dtype=torch.bool)
+            if key_padding is padding:  # their fast path leaves zeros where there is padding
+                seen = turned(~padding, batch_first)[..., None].expand_as(result)
+            torch.testing.assert_close(result[seen], expected[seen], rtol=0, atol=1e-10)
+    one = source[0] if batch_first else source[:, 0]
+    for masks in ({}, {name: causal}, {"src_key_padding_mask": padding[0]}):
+        torch.testing.assert_close(ours(one, **masks), theirs(one, **masks), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_decoders_compute_the_same(groups: int, batch_first: bool, stacked: bool, norm_first: bool, mode: bool) -> None:
+    layer: nn.Module = decoder_layer(batch_first=batch_first, norm_first=norm_first)
+    ours, theirs = converted(nn.TransformerDecoder(layer, 2) if stacked else layer, groups, mode)
+    target, memory = (turned(numbers(BATCH, length, WIDTH), batch_first) for length in (QUERIES, KEYS))
+    causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"tgt_mask": causal},
+        {"tgt_mask": causal, "tgt_is_causal": True},
+        {"tgt_mask": causal == -torch.inf, "memory_key_padding_mask": hidden(BATCH, KEYS)},
+        {
+            "tgt_mask": causal,
+            "tgt_key_padding_mask": as_floats(hidden(BATCH, QUERIES)),
+            "memory_mask": hidden(QUERIES, KEYS),
+        },
+        {
+            "tgt_mask": as_floats(hidden(BATCH * HEADS, QUERIES, QUERIES)),
+            "memory_mask": as_floats(hidden(BATCH * HEADS, QUERIES, KEYS)),
+        },
+        {"tgt_key_padding_mask": hidden(BATCH, QUERIES), "memory_key_padding_mask": as_floats(hidden(BATCH, KEYS))},
+    ]
+    for masks in choices:
+        torch.testing.assert_close(ours(target, memory, **masks), theirs(target, memory, **masks), rtol=0, atol=1e-10)
+    target, memory = (x[0] if batch_first else x[:, 0] for x in (target, memory))
+    torch.testing.assert_close(
+        ours(target, memory, tgt_mask=causal), theirs(target, memory, tgt_mask=causal), rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("prefix", ["", "decoder."])
+def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, prefix: str, mode: bool) -> None:
+    model = nn.Transformer(WIDTH, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    ours, theirs = converted(model, groups, mode, prefix)
+    source, target = (turned(numbers(BATCH, length, WIDTH), batch_first) for length in (KEYS, QUERIES))
+    padding = left_aligned(BATCH, KEYS)
+    causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding},
+        {"tgt_mask": causal, "tgt_is_causal": True, "tgt_key_padding_mask": hidden(BATCH, QUERIES)},
+        {"src_mask": hidden(KEYS, KEYS), "memory_mask": as_floats(hidden(QUERIES, KEYS))},
+    ]
+    for masks in choices:
+        torch.testing.assert_close(ours(source, target, **masks), theirs(source, target, **masks), rtol=0, atol=1e-10)
+    state = convert_state_dict(model.state_dict(), HEADS, groups, prefix=prefix)
+    assert state.keys() == ours.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("when", ["in the layer", "in the stack"])
+def test_attention_that_is_replaced_by_hand_takes_no_fast_path(when: str) -> None:
+    layer = encoder_layer(batch_first=True)
+    if when == "in the layer":
+        layer.self_attn = GroupedMultiheadAttention.from_multihead(layer.self_attn, 2)
+        with pytest.warns(UserWarning, match="enable_nested_tensor"):
+            encoder = nn.TransformerEncoder(layer, 2)
+    else:
+        encoder = nn.TransformerEncoder(layer, 2)
+        assert encoder.use_nested_tensor
+        for part in encoder.layers:
+            part.self_attn = GroupedMultiheadAttention.from_multihead(part.self_attn, 2)
+    shaken(encoder).eval()
+    source, padding = numbers(BATCH, KEYS, WIDTH), left_aligned(BATCH, KEYS)
+    expected = encoder.train()(source, src_key_padding_mask=padding)
+    encoder.eval()
+    torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
+
+
+def test_training_lowers_the_loss_and_moves_every_parameter() -> None:
+    model = convert_module(nn.Transformer(WIDTH, HEADS, 1, 1, 20, batch_first=True, dtype=torch.float64), 2).train()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    source, target = numbers(8, KEYS, WIDTH), numbers(8, QUERIES, WIDTH)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (model(source, target) - source[:, :QUERIES].flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    unmoved = {name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])}
+    assert unmoved <= {name for name in before if name.endswith("k_proj.bias")}  # the softmax ignores a constant
+
+
+def test_the_encoder_compiles_and_saves(tmp_path: Any) -> None:
+    torch._dynamo.reset()
+    encoder, _ = converted(nn.TransformerEncoder(encoder_layer(batch_first=True), 2), 2, mode=False)
+    source, padding = numbers(BATCH, KEYS, WIDTH), left_aligned(BATCH, KEYS)
+    expected = encoder(source, src_key_padding_mask=padding)
+    compiled = torch.compile(encoder, backend="eager", fullgraph=True)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            torch.testing.assert_close(compiled(source, src_key_padding_mask=padding), expected)
+    torch.save(encoder, tmp_path / "encoder.pt")
+    loaded = torch.load(tmp_path / "encoder.pt", weights_only=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(source, src_key_padding_mask=padding), expected)
+
+
+def test_autocast_computes_in_half_precision() -> None:
+    encoder, reference = converted(
+        nn.TransformerEncoder(encoder_layer(batch_first=True, dtype=torch.float32), 2), HEADS, mode=False
+    )
+    source, padding = torch.randn(BATCH, KEYS, WIDTH), hidden(BATCH, KEYS)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        result, expected = (
+            encoder(source, src_key_padding_mask=padding),
+            reference(source, src_key_padding_mask=padding),
+        )
+        torch.testing.assert_close(result.float(), expected.float(), rtol=0.05, atol=0.05)
+        attention = encoder.layers[0].self_attn
+        out, weights = attention(source, source, source, key_padding_mask=padding)
+        assert out.dtype == weights.dtype == torch.bfloat16
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((3, 5, 24), (3, 7, 24), (3, 6, 24)), {}, "value is"),
+        (((3, 5, 24), (2, 7, 24), (2, 7, 24)), {}, "key is"),
+        (((3, 5, 23), (3, 7, 24), (3, 7, 24)), {}, "query is"),
+        (((3, 5, 24), (7, 24), (7, 24)), {}, "axes"),
+        (((5, 24), (3, 7, 24), (3, 7, 24)), {}, "axes"),
+        (((3, 3, 5, 24), (3, 7, 24), (3, 7, 24)), {}, "axes"),
+        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(3, 5, 7)}, r"\[18, 5, 7\]"),
+        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(6, 5, 7)}, r"\[18, 5, 7\]"),
+        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(1, 7)}, r"\[5, 7\]"),
+        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"attn_mask": torch.zeros(3, 6, 5, 7)}, "attn_mask is"),
+        (
+            ((3, 5, 24), (3, 7, 24), (3, 7, 24)),
+            {"attn_mask": torch.zeros(5, 7, dtype=torch.int64)},
+            "True where a key is hidden",
+        ),
+        (((3, 5, 24), (3, 7, 24), (3, 7, 24)), {"key_padding_mask": torch.zeros(1, 7)}, r"\[3, 7\]"),
+        (
+            ((3, 5, 24), (3, 7, 24), (3, 7, 24)),
+            {"key_padding_mask": torch.zeros(3, 7, dtype=torch.uint8)},
+            "True where a key is hidden",
+        ),
+        (((5, 24), (7, 24), (7, 24)), {"key_padding_mask": torch.zeros(3, 7)}, "key_padding_mask is"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str
+) -> None:
+    module = GroupedMultiheadAttention(WIDTH, HEADS, groups=2, batch_first=True)
+    with pytest.raises(OptionError, match=message) as caught:
+        module(*(torch.zeros(shape) for shape in shapes), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_grouped_is_refused() -> None:
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        with pytest.raises(OptionError, match="add_bias_kv and add_zero_attn"):
+            GroupedMultiheadAttention(WIDTH, HEADS, **options)
+        with pytest.raises(OptionError, match=r"1\.0 appends"):
+            convert_module(
+                nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, **options))), 2
+            )
+    with pytest.raises(OptionError, match="divisible"):
+        GroupedMultiheadAttention(25, HEADS)
+    with pytest.raises(GroupsError, match=r"layers\.0\.self_attn: 6 heads cannot be merged into 4"):
+        convert_module(nn.TransformerEncoder(encoder_layer(batch_first=True), 1), 4)
+    with pytest.raises(OptionError, match="nothing to convert"):
+        convert_module(nn.Linear(2, 2), 2)
+    with pytest.raises(OptionError, match="nothing to convert"):
+        convert_module(encoder_layer(batch_first=True), 2, prefix="decoder.")
+    broken = encoder_layer(batch_first=True)
+    broken.self_attn.in_proj_weight.data[30, 2] = torch.nan
+    with pytest.raises(NonFiniteError):
+        convert_module(broken, 2)
+
+    class Special(nn.MultiheadAttention):
+        pass
+
+    layer = encoder_layer()
+    layer.self_attn = Special(WIDTH, HEADS)
+    with pytest.raises(OptionError, match="self_attn is a Special"):
+        convert_module(layer, 2)
+    nested = torch.nested.nested_tensor([torch.zeros(2, WIDTH), torch.zeros(3, WIDTH)])
+    with pytest.raises(OptionError, match="nested"):
+        GroupedMultiheadAttention(WIDTH, HEADS, batch_first=True)(nested, nested, nested)
+
+
+def test_the_source_is_left_alone_and_shared_modules_stay_shared() -> None:
+    shared = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25)
+    model = nn.ModuleList([shared, shared, nn.Linear(2, 2)]).eval()
+    before = copy.deepcopy(model.state_dict())
+    made = convert_module(model, 2)
+    assert made[0] is made[1]
+    assert (made[0].training, made[0].dropout) == (False, 0.25)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert isinstance(convert_module(shared, 2), GroupedMultiheadAttention)

@@ -1,0 +1,305 @@
+"""`attn_implementation="gqa"` against eager attention, for every model type that the package knows: equal, or refused
+when it is loaded.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CodeGenConfig, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import gqa_convert.families.modeling
+from gqa_convert.attention import register
+from gqa_convert.attention.interface import attention_forward
+from gqa_convert.errors import OptionError, UnsupportedAttentionError
+from gqa_convert.families.table import FAMILIES
+from tests.helpers.own_files import CASES, SIZES, auto_class, make_source
+from tests.helpers.tiny import VOCAB, make_config, randomise
+
+REFUSED = {
+    **dict.fromkeys(
+        ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "gqa_mpt"), "attention in code of its own"
+    ),
+    **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping is 50.0"),
+    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
+    **dict.fromkeys(("falcon, RW", "gqa_falcon, RW"), "ALiBi twice"),
+}
+"""What is refused and with which words; a variant of a family, "falcon, 7B", as the family is unless it stands here
+itself.
+"""
+
+TRANSFORMERS_FAILS = {
+    "minimax": {"static", "static, padded"},  # has a cache class of its own
+    "gqa_bloom": {
+        "4-D mask",
+        "static, padded",
+    },  # makes ALiBi from the mask, which must have two dimensions and be as long as the cache
+}
+"""What eager attention of transformers raises errors for."""
+
+LENGTH = 21
+ONES = torch.ones(2, LENGTH, dtype=torch.int64)
+LEFT, RIGHT = ONES.clone(), ONES.clone()
+LEFT[1, :6] = 0
+RIGHT[1, -6:] = 0
+STEPS = [9, 1, 1, 6, 1, 1, 2]  # the first step reaches beyond the padding on the left
+NAMES = [
+    name for name, family in FAMILIES.items() if family.modeling is None and name != "chatglm"
+]  # which transformers has no class of
+NAMES += [prefix + name for name in CASES for prefix in ("", "gqa_")]
+
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}),
+    "gemma2, uncapped": ("gemma2", {"attn_logit_softcapping": None}),
+    "gemma2, uncapped and bidirectional": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "use_bidirectional_attention": True},
+    ),
+    "gemma3, bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+    "llama4, small chunks": ("llama4_text", {"attention_chunk_size": 4}),
+    "vaultgemma, uncapped": ("vaultgemma", {"attn_logit_softcapping": None}),
+}
+"""Configs of stock types that differ from the tests' usual ones in a way that touches masks."""
+NAMES += CHANGED
+
+Case = tuple[str, Callable[[Any], Tensor], Tensor]
+"""Its name, what gives logits [2, L, V], and which positions are no padding [2, L]."""
+
+
+def configured(name: str) -> tuple[Any, str]:
+    """A tiny config and its auto class; in the form with a modelling file, 3 K/V heads, and 2 in an encoder."""
+    stock = name.removeprefix("gqa_")
+    if name in CHANGED:
+        model_type, changes = CHANGED[name]
+        return make_config(model_type, kv_heads=3, **changes), "AutoModelForCausalLM"
+    if stock not in CASES:
+        return make_config(name, kv_heads=3), "AutoModelForCausalLM"
+    model_type, changes = CASES[stock]
+    values = SIZES[model_type] | changes
+    if stock == name:
+        return CONFIG_MAPPING[model_type](**values), auto_class(model_type)
+    modeling = FAMILIES[model_type].modeling
+    assert modeling is not None
+    values = {key: value for key, value in values.items() if key != "num_kv_heads"} | {"num_key_value_heads": 3}
+    made = CONFIG_MAPPING[modeling.model_type]
+    if hasattr(made, "encoder_num_key_value_heads"):
+        values["encoder_num_key_value_heads"] = 2
+    return made(**values), auto_class(model_type)
+
+
+def build(name: str, *implementations: str) -> list[Any]:
+    """The same random weights under each implementation."""
+    gqa_convert.families.modeling.register_modeling()
+    register()
+    config, auto = configured(name)
+    made: list[Any] = []
+    for implementation in implementations:
+        options: dict[str, Any] = {"attn_implementation": implementation, "dtype": torch.float32}
+        model = getattr(transformers, auto).from_config(copy.deepcopy(config), **options).eval()
+        assert model.config._attn_implementation == implementation
+        if made:
+            model.load_state_dict(made[0].state_dict())
+        else:
+            randomise(model)
+        made.append(model)
+    return made
+
+
+def reason(name: str) -> str | None:
+    return REFUSED.get(name) or (None if name in CHANGED else REFUSED.get(name.split(",")[0]))
+
+
+def in_steps(model: Any, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Logits of tokens that are given a few at a time."""
+    outputs, done = [], 0
+    for size in STEPS:
+        end = done + size
+        options: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :end]}
+        if mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
+            options["position_ids"] = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, done:]
+        output = model(tokens[:, done:end], past_key_values=cache, use_cache=True, **options)
+        cache = getattr(output, "past_key_values", cache)
+        outputs.append(output.logits)
+        done = end
+    return torch.cat(outputs, 1)
+
+
+def causal_cases(config: Any) -> Iterator[Case]:
+    tokens = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    yield "no mask", lambda model: model(tokens).logits, ONES
+    yield "left", lambda model: model(tokens, attention_mask=LEFT).logits, LEFT
+    yield "right", lambda model: model(tokens, attention_mask=RIGHT).logits, RIGHT
+    documents = torch.tensor([[0] * 8 + [1] * 13, [0] * 15 + [1] * 6])
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    positions = torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in ((8, 13), (15, 6))])
+    placed = {"position_ids": positions, "use_cache": False}
+    if config.model_type in ("mpt", "bloom", "gqa_bloom"):  # ALiBi has no position_ids
+        placed = {}
+
+    def under_4d_mask(model: Any) -> Tensor:
+        logits = model(tokens, attention_mask=added, **placed).logits
+        if model.config._attn_implementation == "gqa":  # booleans are the same; eager would add them
+            torch.testing.assert_close(
+                model(tokens, attention_mask=seen, **placed).logits, logits, rtol=1e-5, atol=1e-5
+            )
+        return logits  # type: ignore[no-any-return]
+
+    yield "4-D mask", under_4d_mask, ONES
+    if placed:
+        yield "packed", lambda model: model(tokens, **placed).logits, ONES
+    if getattr(config, "add_cross_attention", False):
+        states = torch.randn(2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(4))
+        for mask in (LEFT, RIGHT):
+            yield (
+                "cross-attention",
+                lambda model, mask=mask: (
+                    model(tokens, encoder_hidden_states=states, encoder_attention_mask=mask).logits
+                ),
+                ONES,
+            )
+    for mask in (None, LEFT, RIGHT):
+        real = ONES if mask is None else mask
+        yield "dynamic", lambda model, mask=mask: in_steps(model, tokens, growing(model.config), mask), real
+        fixed = "static" if mask is None else "static, padded"
+        yield (
+            fixed,
+            lambda model, mask=mask: in_steps(model, tokens, StaticCache(config=model.config, max_cache_len=30), mask),
+            real,
+        )
+
+
+def growing(config: Any) -> Any:
+    """A dynamic cache; None for a model that must make its own."""
+    return None if config.model_type == "minimax" else DynamicCache(config=config)
+
+
+def encoder_decoder_cases(config: Any) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(3)
+    tokens, sound = torch.randint(3, VOCAB, (2, 2, LENGTH), generator=generator), hasattr(config, "num_mel_bins")
+    source, target = tokens[0], tokens[1]
+    encoded: dict[str, Any] = (
+        {"input_features": torch.randn(2, 8, 40, generator=generator)} if sound else {"input_ids": source}
+    )
+    masks = (None,) if sound else (None, LEFT, RIGHT)
+    for mask in masks:
+        given = encoded | {"attention_mask": mask}
+        yield "encoder", lambda model, given=given: model(**given, decoder_input_ids=target).logits, ONES
+        for static in (False, True):
+            yield (
+                "cache",
+                lambda model, given=given, static=static: decoded_in_steps(model, given, target, static),
+                ONES,
+            )
+    for mask in (LEFT, RIGHT):
+        given = encoded | {"attention_mask": masks[-1], "decoder_attention_mask": mask}
+        yield "decoder", lambda model, given=given: model(**given, decoder_input_ids=target).logits, mask
+
+
+def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, static: bool) -> Tensor:
+    encoder_outputs, mask = model.get_encoder()(**given), given["attention_mask"]
+    own = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=30) if static else DynamicCache()
+    cache, outputs, done = EncoderDecoderCache(own, DynamicCache()), [], 0
+    for size in STEPS:
+        part = target[:, done : done + size]
+        output = model(
+            encoder_outputs=encoder_outputs,
+            attention_mask=mask,
+            decoder_input_ids=part,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        outputs.append(output.logits)
+        done += size
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not reason(name)])
+@torch.no_grad()
+def test_logits_equal_those_of_eager_attention(name: str) -> None:
+    eager, ours = build(name, "eager", "gqa")
+    compared = {}
+    for case, logits, real in (encoder_decoder_cases if eager.config.is_encoder_decoder else causal_cases)(
+        eager.config
+    ):
+        if case in TRANSFORMERS_FAILS.get(name.split(",")[0], ()):
+            with pytest.raises((ValueError, RuntimeError)):
+                logits(eager)
+            continue
+        compared[case] = logits(eager)
+        expected = compared[case][real.bool()]
+        scale = max(1.0, expected.abs().max().item())
+        difference = (logits(ours)[real.bool()] - expected).abs().max().item()
+        assert difference <= 5e-5 * scale, f"{case}: logits differ by {difference} where the largest is {scale}"
+    if "no mask" in compared:  # the masks matter to these weights
+        assert not torch.allclose(compared["left"][1, 6:], compared["no mask"][1, 6:], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if reason(name)])
+def test_what_would_differ_is_refused_on_loading(name: str) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=reason(name)) as caught:
+        build(name, "gqa")
+    assert "\n" not in str(caught.value)
+    assert "leave attn_implementation out" in str(caught.value)
+
+
+def test_each_refused_name_exists() -> None:
+    assert set(REFUSED) <= set(NAMES)
+    assert {name for name in NAMES if reason(name)} > set(REFUSED)
+
+
+def test_a_checkpoint_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = make_source("bloom", tmp_path)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(b"not read")
+    for name in ("gqa", "another name"):
+        register(name)
+        with pytest.raises(UnsupportedAttentionError, match="BloomForCausalLM"):
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+
+
+def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> None:
+    register()
+    model = AutoModelForCausalLM.from_config(CodeGenConfig(**SIZES["codegen"]))
+    model.set_attn_implementation("gqa")
+    assert model.config._attn_implementation == "eager"  # transformers warns, and leaves it
+    model.config._attn_implementation = "gqa"
+    for _ in range(2):
+        with pytest.raises(UnsupportedAttentionError, match="CodeGenModel"):
+            model(torch.ones(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["gqa_bloom", "gqa_codegen", "gqa_falcon", "gqa_gpt_neo", "gqa_gptj"])
+@torch.no_grad()
+def test_attention_can_be_chosen_whatever_stock_class_was_asked_before(name: str) -> None:
+    stock = getattr(transformers, auto_class(name.removeprefix("gqa_")))._model_mapping[
+        CONFIG_MAPPING[name.removeprefix("gqa_")]
+    ]
+    assert (
+        not stock._can_set_attn_implementation()
+    )  # transformers keeps the answer on the class, from which ours inherits
+    model, eager = build(name, "sdpa", "eager")
+    tokens, expected = torch.arange(3, 20)[None], None
+    for implementation in ("sdpa", "gqa", "eager"):
+        model.set_attn_implementation(implementation)
+        assert model.config._attn_implementation == implementation
+        expected = eager(tokens).logits if expected is None else expected
+        torch.testing.assert_close(
+            model(tokens).logits, expected, rtol=0, atol=5e-5 * max(1.0, expected.abs().max().item())
+        )
+
+
+def test_a_window_that_the_mask_lacks_is_refused() -> None:
+    query, keys = torch.zeros(1, 12, 5, 6), torch.zeros(1, 3, 5, 6)
+    attention_forward(nn.Module(), query, keys, keys, None, sliding_window=5)
+    attention_forward(nn.Module(), query, keys, keys, torch.ones(1, 1, 5, 5, dtype=torch.bool), sliding_window=4)
+    with pytest.raises(OptionError, match="window of 4"):
+        attention_forward(nn.Module(), query, keys, keys, None, sliding_window=4)

@@ -1,0 +1,212 @@
+"""No file that this program did not write is deleted or overwritten."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint import publication
+from gqa_convert.checkpoint.ownership import foreign_files, set_aside, some
+from gqa_convert.checkpoint.paths import expanded
+from gqa_convert.checkpoint.signed_card import signed
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import OutputError
+from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.measuring.recommend import Constraints, recommend_groups
+from gqa_convert.training.recipe.readers import place
+from tests.helpers.checkpoints import digests, write_llama
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = write_llama(tmp_path / "source", shards=3)
+    (folder / "assets").mkdir()
+    (folder / "assets" / "chat.txt").write_text("carried")
+    (folder / "pytorch_model.bin").write_bytes(b"left behind")
+    return folder
+
+
+@pytest.fixture
+def out(source: Path, tmp_path: Path) -> Path:
+    convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+    return tmp_path / "out"
+
+
+def refused(source: Path, out: Path, *words: str, overwrite: bool = True) -> None:
+    """Converting to OUT fails with one line that holds the words, and changes nothing."""
+    before = digests(out, ignore=())
+    with pytest.raises(OutputError) as caught:
+        convert_checkpoint(source, out, 3, method="mean", overwrite=overwrite)
+    assert digests(out, ignore=()) == before
+    for word in words:
+        assert word in str(caught.value)
+
+
+def replaced(source: Path, out: Path) -> None:
+    convert_checkpoint(source, out, 3, method="mean", overwrite=True)
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
+
+
+def edit_record(out: Path, change: Any) -> None:
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    change(record)
+    (out / "gqa_conversion.json").write_text(json.dumps(record))
+
+
+def without_list(out: Path) -> None:
+    """As older versions wrote it."""
+    edit_record(out, lambda record: record.pop("written"))
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Later than the record, also where the clock is coarse."""
+    path.write_bytes(content)
+    os.utime(path, ns=(time.time_ns() + 10**9,) * 2)
+
+
+def test_the_record_lists_every_file_beside_it(out: Path) -> None:
+    listed = json.loads((out / "gqa_conversion.json").read_text())["written"]
+    assert listed.keys() == digests(out).keys()
+    for name, digest in digests(out).items():
+        assert listed[name]["bytes"] == (out / name).stat().st_size
+        assert listed[name].get("sha256") == (None if name.endswith(".safetensors") else digest)
+    assert foreign_files(out) == []
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_other_files_in_a_result(source: Path, out: Path, older: bool) -> None:
+    if older:
+        without_list(out)
+    (out / "thesis.tex").write_text("years of work")
+    (out / "data").mkdir()
+    (out / "data" / "rows.csv").write_text("1,2")
+    (out / "assets" / "mine.txt").write_text("x")
+    refused(source, out, "thesis.tex", "data/", "assets/mine.txt")
+    refused(source, out, "thesis.tex", "move them away", overwrite=False)
+    (out / "thesis.tex").unlink()
+    shutil.rmtree(out / "data")
+    (out / "assets" / "mine.txt").unlink()
+    (out / "assets" / "empty").mkdir()
+    refused(source, out, "assets/empty/")
+    (out / "assets" / "empty").rmdir()
+    (out / "pytorch_model.bin").write_bytes(
+        b"trained elsewhere"
+    )  # the source has such a file, and no conversion copies it
+    refused(source, out, "pytorch_model.bin")
+    (out / "pytorch_model.bin").unlink()
+    (out / ".git").mkdir()
+    refused(source, out, ".git/")
+    (out / ".git").rmdir()
+    (out / "link").symlink_to("config.json")
+    refused(source, out, "link")
+    (out / "link").unlink()
+    replaced(source, out)
+
+
+def test_a_checkpoint_of_somebody_else(source: Path, tmp_path: Path) -> None:
+    theirs = write_llama(tmp_path / "theirs")
+    refused(source, theirs, "config.json", "model.safetensors")
+    for content in ("", "{", "[]", "{}", '{"written": {}}', '{"written": 3, "source": {"files": {"config.json": {}}}}'):
+        (theirs / "gqa_conversion.json").write_text(content)
+        refused(source, theirs, "config.json")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_files_that_were_changed_since(source: Path, out: Path, older: bool) -> None:
+    """Trained weights of the same name and size, an edited tokenizer."""
+    if older:
+        without_list(out)
+    for name in ("model-00002-of-00003.safetensors", "tokenizer.json"):
+        kept, times = (out / name).read_bytes(), (out / name).stat()
+        rewrite(out / name, bytes(len(kept)))
+        refused(source, out, name)
+        (out / name).write_bytes(kept)
+        os.utime(out / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+    rewrite(out / "tokenizer.json", (out / "tokenizer.json").read_bytes())  # the same content, copied again
+    replaced(source, out)
+
+
+def test_a_card_of_publish_may_be_replaced_and_an_edited_one_not(source: Path, out: Path) -> None:
+    card = signed("---\nlicense: mit\n---\n", "{}", "# A card\n")
+    rewrite(out / "README.md", (card + "my own words\n").encode())
+    refused(source, out, "README.md")
+    rewrite(out / "README.md", card.encode())
+    replaced(source, out)
+
+
+def test_the_current_folder(source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sits in it would sit in a deleted folder."""
+    monkeypatch.chdir(out)
+    refused(source, Path(), "current folder")
+    monkeypatch.chdir(out / "assets")
+    refused(source, Path(".."), "current folder")
+    refused(source, out, "current folder")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(source, Path(), "current folder", overwrite=False)
+    assert Path.cwd().stat().st_nlink > 1
+    monkeypatch.chdir(tmp_path)
+    replaced(source, out)
+
+
+def test_a_mount_point(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication.os.path, "ismount", lambda path: Path(path) == out)
+    refused(source, out, "mount point")
+
+
+def test_a_file_that_comes_at_the_last_moment(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = publication._rename
+
+    def late(old: Path, new: Path, flag: int) -> None:
+        if old.exists() and not (new / "thesis.tex").exists() and not (old / "thesis.tex").exists():
+            (out / "thesis.tex").write_text("just saved")
+        exchange(old, new, flag)
+
+    monkeypatch.setattr(publication, "_rename", late)
+    before = digests(out, ignore=())
+    with pytest.raises(OutputError, match=r"thesis\.tex"):
+        convert_checkpoint(source, out, 3, method="mean", overwrite=True)
+    after = digests(out, ignore=())
+    assert after.pop("thesis.tex")
+    assert after == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_home_folders(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = convert_checkpoint("~/source", "~/result", 4, method="mean")
+    assert result["out"] == str(tmp_path / "result")
+    assert json.loads((tmp_path / "result" / "gqa_conversion.json").read_text())["source"]["id"] == str(source)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_name_that_is_free_is_found(tmp_path: Path) -> None:
+    for number, expected in enumerate(("card.old", "card.old1", "card.old2")):
+        (tmp_path / "card").write_text(str(number))
+        assert set_aside(tmp_path / "card") == tmp_path / expected
+    assert [(tmp_path / name).read_text() for name in ("card.old", "card.old1", "card.old2")] == ["0", "1", "2"]
+    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_a_home_folder_is_recorded_as_what_it_stands_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record is read elsewhere, by others, and by commands that look for the folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inspect_checkpoint("~/source", groups=[3])["source"] == str(source)
+    assert recommend_groups("~/source", Constraints(memory=10**9, context=16))["source"] == str(source)
+    assert place("model", "~/source") == str(source)
+    assert place("model", "org/model") == "org/model"
+    assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [
+        str(tmp_path),
+        "~nobody-of-this-name/x",
+        "./a~b",
+    ]

@@ -1,0 +1,612 @@
+"""OUT appears whole or not at all, whatever happens meanwhile."""
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint import copying, publication
+from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.conversion import run as convert
+from gqa_convert.conversion import writing
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, InterruptedRunError, NoSpaceError, OutputError
+from tests.helpers.checkpoints import digests, llama_arrays, write_llama
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "source", shards=3)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def refused(kind: type[GQAConvertError], *words: str, call: Callable[[], Any]) -> None:
+    """Check that a call fails with one line that holds all the words."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert message.isprintable()
+    for word in words:
+        assert word in message
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if ".gqa-convert-" in path.name]
+
+
+def complete(folder: Path, reference: dict[str, str]) -> bool:
+    return digests(folder) == reference and (folder / "gqa_conversion.json").is_file()
+
+
+class TestDestination:
+    def test_an_existing_folder(self, source: Path, out: Path) -> None:
+        convert_checkpoint(source, out, 4)
+        before = digests(out, ignore=())
+        refused(OutputError, "exists already", "--overwrite", call=lambda: convert_checkpoint(source, out, 3))
+        assert digests(out, ignore=()) == before
+
+    def test_an_empty_folder_is_as_good_as_none(self, source: Path, out: Path, tmp_path: Path) -> None:
+        out.mkdir()
+        convert_checkpoint(source, out, 4)
+        convert_checkpoint(source, tmp_path / "reference", 4)
+        assert complete(out, digests(tmp_path / "reference"))
+        assert leftovers(tmp_path) == []
+
+    def test_overwrite_replaces_everything(self, source: Path, out: Path, tmp_path: Path) -> None:
+        convert_checkpoint(source, tmp_path / "reference", 4)
+        convert_checkpoint(source, out, 3, max_shard_size=20_000)
+        convert_checkpoint(source, out, 4, overwrite=True)
+        assert complete(out, digests(tmp_path / "reference"))
+        assert leftovers(tmp_path) == []
+
+    def test_overwrite_of_nothing_and_of_an_empty_folder(self, source: Path, out: Path) -> None:
+        convert_checkpoint(source, out, 4, overwrite=True)
+        shutil.rmtree(out)
+        out.mkdir()
+        convert_checkpoint(source, out, 4, overwrite=True)
+        assert (out / "config.json").is_file()
+
+    def test_overwrite_spares_what_is_no_checkpoint(self, source: Path, out: Path) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("x")
+        refused(OutputError, "thesis.tex", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        assert (out / "thesis.tex").read_text() == "x"
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_the_source_and_its_neighbourhood(self, source: Path, tmp_path: Path, overwrite: bool) -> None:
+        before = digests(tmp_path)
+        (tmp_path / "link").symlink_to(source)
+        (tmp_path / "config.json").write_text("{}")
+        for place, words in {
+            source: "source itself",
+            source / ".." / "source": "source itself",
+            tmp_path / "link": "source itself",
+            tmp_path / "link" / "sub": "inside the source",
+            source / "a" / "b": "inside the source",
+            tmp_path: "contains the source",
+            Path("/"): "contains the source",
+        }.items():
+            refused(OutputError, words, call=lambda: convert_checkpoint(source, place, 4, overwrite=overwrite))  # noqa: B023
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "link").unlink()
+        assert digests(tmp_path) == before
+
+    def test_a_source_that_links_into_out(self, source: Path, out: Path) -> None:
+        shutil.copytree(source, out)
+        for path in source.glob("*.safetensors"):
+            path.unlink()
+            path.symlink_to(out / path.name)
+        refused(OutputError, "links to", call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_links_and_files(self, source: Path, out: Path, tmp_path: Path, overwrite: bool) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        for target in ("elsewhere", "nowhere", "out"):
+            out.symlink_to(target)
+            refused(OutputError, "is a link", call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite))
+            out.unlink()
+        out.write_text("x")
+        refused(OutputError, "is a file", call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite))
+        refused(OutputError, "can't be made", call=lambda: convert_checkpoint(source, out / "sub" / "sub", 4))
+        assert out.read_text() == "x"
+
+    @pytest.mark.parametrize("place", ["/proc/nowhere/out", "/dev/null/out", "x" * 300])
+    def test_places_that_cannot_be_written(self, source: Path, tmp_path: Path, place: str) -> None:
+        refused(OutputError, "can't be", call=lambda: convert_checkpoint(source, tmp_path / place, 4))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+    def test_an_unwritable_parent(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def denied(path: Path, *_: Any, **__: Any) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(publication.Path, "mkdir", denied)
+        refused(OutputError, "Permission denied", call=lambda: convert_checkpoint(source, out, 4))
+
+    def test_missing_parents_come_and_go(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        convert_checkpoint(source, tmp_path / "a" / "b" / "out", 4)
+        assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
+        _fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
+        refused(OutputError, "Input/output", call=lambda: convert_checkpoint(source, tmp_path / "c" / "d" / "out", 4))
+        assert not (tmp_path / "c").exists()
+
+    def test_a_link_above_out(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "real" / "deep").mkdir(parents=True)
+        (tmp_path / "link").symlink_to("real/deep")
+        convert_checkpoint(source, tmp_path / "link" / ".." / "out", 4)
+        assert (tmp_path / "real" / "out" / "config.json").is_file()
+
+    def test_something_appears_meanwhile(self, source: Path, out: Path) -> None:
+        def appear(_: Any) -> None:
+            out.mkdir()
+            (out / "thesis.tex").write_text("x")
+
+        for overwrite in (False, True):
+            refused(
+                OutputError,
+                call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite, progress=_once(appear)),  # noqa: B023
+            )
+            assert digests(out).keys() == {"thesis.tex"}
+            shutil.rmtree(out)
+        assert leftovers(out.parent) == []
+
+    def test_modes_follow_the_umask(self, source: Path, tmp_path: Path) -> None:
+        for path in source.iterdir():
+            path.chmod(0o600)
+        previous = os.umask(0o027)
+        try:
+            convert_checkpoint(source, tmp_path / "out", 4)
+        finally:
+            os.umask(previous)
+        assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def _once(call: Callable[[Any], None]) -> Callable[[int], None]:
+    done: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        if not done:
+            call(nbytes)
+        done.append(nbytes)
+
+    return progress
+
+
+def _fail(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
+    """Let the conversion fail when most of it is written."""
+
+    def companions(*_: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr(convert, "write_sidecar_files", companions)
+
+
+class TestFailure:
+    @pytest.mark.parametrize("old", [False, True])
+    @pytest.mark.parametrize(
+        ("problem", "kind"),
+        [
+            (OSError(errno.ENOSPC, "No space left on device"), NoSpaceError),
+            (OSError(errno.EDQUOT, "Disk quota exceeded"), NoSpaceError),
+            (OSError(errno.EIO, "Input/output error"), OutputError),
+            (PermissionError(errno.EACCES, "Permission denied", "/x\ny"), OutputError),
+            (OSError("bare"), OutputError),
+            (CorruptCheckpointError("x"), CorruptCheckpointError),
+        ],
+    )
+    def test_midway(
+        self,
+        source: Path,
+        out: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        problem: OSError,
+        kind: type[GQAConvertError],
+        old: bool,
+    ) -> None:
+        if old:
+            convert_checkpoint(source, out, 3)
+        before = digests(out.parent)
+        _fail(monkeypatch, problem)
+        refused(kind, call=lambda: convert_checkpoint(source, out, 4, overwrite=True))
+        assert digests(out.parent) == before
+        assert leftovers(out.parent) == []
+
+    @pytest.mark.parametrize(
+        "problem", [KeyboardInterrupt(), InterruptedRunError("stopped"), MemoryError(), ValueError("a bug")]
+    )
+    def test_what_is_no_mistake_passes_through(
+        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
+    ) -> None:
+        _fail(monkeypatch, problem)
+        with pytest.raises(type(problem)):
+            convert_checkpoint(source, out, 4)
+        assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+    def test_too_little_space_is_seen_before(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+        refused(NoSpaceError, "has 1,000 free", "make room", call=lambda: convert_checkpoint(source, out, 4))
+        assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+    def test_a_disk_that_fills_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        small = tmp_path / "small"
+        small.mkdir()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True, check=False
+        ).returncode:
+            pytest.skip("tmpfs can't be mounted here")
+        try:
+            source = write_llama(tmp_path / "source", shards=2)
+            refused(NoSpaceError, "make room", call=lambda: convert_checkpoint(source, small / "out", 4))
+            monkeypatch.setattr(writing, "_check_space", lambda *_: None)
+            refused(NoSpaceError, "full", call=lambda: convert_checkpoint(source, small / "a" / "out", 4))
+            assert list(small.iterdir()) == []
+        finally:
+            subprocess.run(["umount", small], check=True)
+
+    def test_a_shard_that_changes_meanwhile(self, source: Path, out: Path) -> None:
+        last = source / "model-00003-of-00003.safetensors"
+        good = last.read_bytes()
+        changes: list[Callable[[], Any]] = [
+            lambda: last.write_bytes(good[:-1] + b"x"),
+            lambda: os.truncate(last, len(good) // 2),
+            lambda: last.write_bytes(good + b"x"),
+        ]
+        for change in changes:
+            refused(
+                CorruptCheckpointError,
+                last.name,
+                call=lambda: convert_checkpoint(source, out, 4, on_plan=lambda _: (time.sleep(0.02), change())[0]),  # noqa: B023
+            )
+            refused(
+                CorruptCheckpointError,
+                "changed",
+                call=lambda: (
+                    last.write_bytes(good),
+                    convert_checkpoint(source, out, 4, progress=_late(lambda: os.utime(last))),
+                ),
+            )
+            last.write_bytes(good)
+        last.unlink()
+        assert sorted(path.name for path in out.parent.iterdir()) == ["source"]
+
+    def test_a_shard_that_vanishes_meanwhile(self, source: Path, out: Path) -> None:
+        last = source / "model-00003-of-00003.safetensors"
+        refused(
+            OutputError,
+            last.name,
+            "No such file",
+            call=lambda: convert_checkpoint(source, out, 4, on_plan=lambda _: last.unlink()),
+        )
+        assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+
+def _late(call: Callable[[], Any]) -> Callable[[int], None]:
+    """Call something when the last bytes have been written."""
+    total = sum(array.nbytes for array in llama_arrays().values())
+    seen = [0]
+
+    def progress(nbytes: int) -> None:
+        seen[0] += nbytes
+        if seen[0] > total // 2:
+            call()
+
+    return progress
+
+
+class TestCopy:
+    @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+    def test_without_copies_in_the_kernel(
+        self, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        convert_checkpoint(source, tmp_path / "reference", 4)
+
+        def unsupported(*_: Any, **__: Any) -> int:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(copying.os, "copy_file_range", unsupported, raising=False)
+        convert_checkpoint(source, out, 4)
+        assert complete(out, digests(tmp_path / "reference"))
+
+    @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+    def test_to_another_filesystem(self, source: Path, tmp_path: Path) -> None:
+        convert_checkpoint(source, tmp_path / "reference", 4)
+        away = Path("/dev/shm") / f"{tmp_path.parent.name}-{os.getpid()}"
+        try:
+            convert_checkpoint(source, away / "out", 4)
+            assert complete(away / "out", digests(tmp_path / "reference"))
+        finally:
+            shutil.rmtree(away)
+
+
+class TestSweep:
+    def test_a_live_run_keeps_its_folder(self, tmp_path: Path) -> None:
+        script = (
+            "import sys; from pathlib import Path; from gqa_convert.checkpoint.publication import StagedFolder\n"
+            "with StagedFolder(Path(sys.argv[1])) as staged:\n"
+            " (staged.path / 'x').touch(); print('ready', flush=True); sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / "out")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        ) as live:
+            assert live.stdout is not None
+            assert live.stdin is not None
+            assert live.stdout.readline() == b"ready\n"
+            assert sweep(tmp_path) == []
+            assert len(leftovers(tmp_path)) == 1
+            live.kill()
+            live.wait()
+            assert len(sweep(tmp_path)) == 1
+            assert list(tmp_path.iterdir()) == []
+
+    def test_what_looks_alike_stays(self, tmp_path: Path) -> None:
+        names = [
+            "x.gqa-convert-01234567",
+            ".x.gqa-convert-0123456",
+            ".x.gqa-convert-0123456g",
+            ".gqa-convert-01234567",
+            "out",
+        ]
+        for name in names:
+            (tmp_path / name).mkdir()
+        (tmp_path / ".y.gqa-convert-01234567").write_text("a file")
+        (tmp_path / ".z.gqa-convert-01234567").symlink_to("out")
+        assert sweep(tmp_path) == []
+        assert len(list(tmp_path.iterdir())) == len(names) + 2
+        assert sweep(tmp_path / "nowhere") == []
+
+    def test_a_sweep_that_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between a folder's making and its locking a sweep may take it: then another one is made."""
+        lock = publication.lock_folder
+        taken: list[Path] = []
+
+        def late(folder: Path) -> int | None:
+            if len(taken) < 3:
+                taken.append(folder)
+                handle = lock(folder)
+                assert handle is not None
+                if len(taken) % 2:
+                    folder.rmdir()
+                try:
+                    return lock(folder)
+                finally:
+                    os.close(handle)
+                    shutil.rmtree(folder, ignore_errors=True)
+            return lock(folder)
+
+        monkeypatch.setattr(publication, "lock_folder", late)
+        with StagedFolder(tmp_path / "out") as staged:
+            (staged.path / "config.json").touch()
+            staged.publish(overwrite=False)
+        assert len(taken) == 3
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    def test_sweeps_against_starting_runs(self, tmp_path: Path) -> None:
+        script = (
+            "import sys; from pathlib import Path; from gqa_convert.checkpoint.publication import StagedFolder, sweep\n"
+            "for number in range(60):\n"
+            " sweep(Path(sys.argv[1]))\n"
+            " with StagedFolder(Path(sys.argv[1], sys.argv[2] + str(number))) as staged:\n"
+            "  (staged.path / 'config.json').touch(); staged.publish(overwrite=False)\n"
+        )
+        runs = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name], cwd=ROOT) for name in "abc"]
+        assert [run.wait() for run in runs] == [0, 0, 0]
+        assert len([path for path in tmp_path.iterdir() if (path / "config.json").is_file()]) == 180
+        assert leftovers(tmp_path) == []
+
+    def test_a_filesystem_without_locks(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unsupported(*_: Any) -> None:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+        monkeypatch.setattr(fcntl, "flock", unsupported)
+        (out.parent / ".other.gqa-convert-01234567").mkdir()
+        convert_checkpoint(source, out, 4)
+        assert (out / "config.json").is_file()
+        assert leftovers(out.parent) == [".other.gqa-convert-01234567"]  # it may be a live one
+
+    def test_a_filesystem_without_exchanges(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(publication.ctypes, "CDLL", lambda *_, **__: object())
+        convert_checkpoint(source, out, 3)
+        old = digests(out)
+        refused(OutputError, call=lambda: convert_checkpoint(source, out, 4))
+        convert_checkpoint(source, out, 4, overwrite=True)
+        assert digests(out).keys() == old.keys()
+        assert digests(out) != old
+        assert leftovers(out.parent) == []
+
+    def test_a_run_that_died_between_two_renames(self, tmp_path: Path) -> None:
+        old, new = tmp_path / ".out.gqa-convert-01234567-old", tmp_path / ".out.gqa-convert-01234567"
+        for path in (old, new):
+            path.mkdir()
+            (path / "config.json").write_text(path.name)
+        assert sweep(tmp_path) == [new]
+        assert (tmp_path / "out" / "config.json").read_text() == old.name
+        (tmp_path / "out").rename(old)
+        (tmp_path / "out").mkdir()
+        assert sweep(tmp_path) == [old]
+
+    def test_check_destination_alone(self, tmp_path: Path) -> None:
+        check_destination(tmp_path / "new", None, overwrite=False)
+
+
+HARNESS = """
+import atexit, os, signal, sys
+from pathlib import Path
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import InterruptedRunError
+from tests.helpers.checkpoints import digests
+
+source, out = Path(sys.argv[1]), Path(sys.argv[2])
+number, overwrite, module, stride = getattr(signal, sys.argv[3]), sys.argv[4] == "True", sys.argv[5], int(sys.argv[6])
+os.fsync = lambda _: None  # it matters when the machine dies, not when the process does
+
+def run(stop):
+    # Convert in a forked process; at the given line of the modules that write files it gets the signal.
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    count = 0
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(module):
+            return None
+        if event == "line":
+            count += 1
+            if count == stop:
+                os.kill(os.getpid(), number)
+        return trace
+    def stopped(*_):
+        raise InterruptedRunError("stopped")
+    if number != signal.SIGKILL:
+        signal.signal(number, stopped)
+    code = 3
+    try:
+        sys.settrace(trace)
+        convert_checkpoint(source, out, 4, overwrite=overwrite)
+        code = 0 if count < stop else 4
+    except InterruptedRunError:
+        code = 5
+    finally:
+        sys.settrace(None)
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+convert_checkpoint(source, out, 4)
+new = digests(out)
+convert_checkpoint(source, out, 3, overwrite=True)
+old = digests(out)
+assert old != new
+seen, stop, stops = set(), 1, 0
+while True:
+    if overwrite:
+        convert_checkpoint(source, out, 3, overwrite=True)
+    else:
+        import shutil
+        if out.exists(): shutil.rmtree(out)
+    status = run(stop)
+    left = [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
+    found = digests(out) if out.exists() else "none"
+    state = "new" if found == new else "old" if found == old else found
+    assert state in ("new", "old" if overwrite else "none"), (stop, state, status)
+    if state == "new":
+        assert (out / "gqa_conversion.json").is_file()
+    if number == signal.SIGKILL:
+        assert len(left) <= 1, (stop, left)
+    else:
+        assert not left, (stop, left, status)
+    if status == 0:
+        break
+    assert os.WIFSIGNALED(status) if number == signal.SIGKILL else os.WEXITSTATUS(status) in (4, 5), (stop, status)
+    seen.add((state, len(left)))
+    stops += 1
+    convert_checkpoint(source, out, 4, overwrite=True)
+    assert digests(out) == new
+    assert not [path.name for path in out.parent.iterdir() if ".gqa-convert-" in path.name]
+    stop += stride
+print(stops, sorted(seen))
+"""
+
+
+class TestStopped:
+    @pytest.mark.parametrize("overwrite", [False, True])
+    @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
+    @pytest.mark.parametrize(
+        ("module", "stride"),
+        [
+            ("/checkpoint/publication.py", 2),
+            ("/gqa_convert/conversion/writing.py", 61),
+            ("/gqa_convert/conversion/run.py", 2),
+            ("/gqa_convert/conversion/sidecar_files.py", 3),
+        ],
+    )
+    def test_at_every_few_lines(
+        self, source: Path, out: Path, module: str, stride: int, kind: str, overwrite: bool
+    ) -> None:
+        result = subprocess.run(
+            [sys.executable, "-c", HARNESS, source, out, kind, str(overwrite), module, str(stride)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        assert int(result.stdout.split()[0]) > 10
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+    def test_at_random_moments(
+        self, large: Path, large_results: list[dict[str, str]], kind: int, overwrite: bool
+    ) -> None:
+        out = large.parent / f"out-{int(kind)}-{overwrite}"
+        script = (
+            "import sys, time; from gqa_convert.conversion.run import convert_checkpoint; print('ready', flush=True)\n"
+            "convert_checkpoint(*sys.argv[1:3], 4, overwrite=True, progress=lambda nbytes: time.sleep(nbytes * 4e-9))\n"
+        )
+        old, new = large_results
+        states = []
+        for _ in range(5):
+            if overwrite:
+                convert_checkpoint(large, out, 3, overwrite=True)
+            else:
+                shutil.rmtree(out, ignore_errors=True)
+            with subprocess.Popen(
+                [sys.executable, "-c", script, large, out], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+            ) as run:
+                assert run.stdout is not None
+                assert run.stdout.readline() == b"ready\n"
+                time.sleep(random.uniform(0, 0.6))
+                run.send_signal(kind)
+            if out.exists():
+                found = digests(out)
+                assert found in (old, new)
+                assert found == new or overwrite
+                states.append("new" if found == new else "old")
+            else:
+                assert not overwrite
+                states.append("none")
+            assert len(leftovers(out.parent)) <= (1 if kind == signal.SIGKILL else 0)
+        convert_checkpoint(large, out, 4, overwrite=True)
+        assert complete(out, new)
+        assert leftovers(out.parent) == []
+        shutil.rmtree(out)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Some 80 MB in four shards."""
+    folder = tmp_path_factory.mktemp("large")
+    arrays = llama_arrays(layers=12, hidden=3000)
+    yield write_llama(folder / "source", arrays=arrays, shards=4, config={"hidden_size": 3000, "num_hidden_layers": 12})
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def large_results(large: Path) -> list[dict[str, str]]:
+    """The files of the conversions to 3 and to 4 groups."""
+    results = []
+    for groups in (3, 4):
+        convert_checkpoint(large, large.parent / "reference", groups)
+        results.append(digests(large.parent / "reference"))
+        shutil.rmtree(large.parent / "reference")
+    return results

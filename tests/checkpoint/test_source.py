@@ -1,0 +1,529 @@
+"""Opening a checkpoint: what is read, what is refused, and that every refusal is one line."""
+
+import codecs
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
+
+from gqa_convert.checkpoint import store
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    GQAConvertError,
+    OutputError,
+    SourceNotFoundError,
+    UnsupportedFormatError,
+)
+from tests.helpers.checkpoints import Arrays, llama_arrays, same_weights, split, write_config, write_llama
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00003.safetensors"
+SECOND = "model-00002-of-00003.safetensors"
+
+
+def refused(folder: Path | str, kind: type[GQAConvertError], *words: str, **options: Any) -> None:
+    """Check that opening fails with one line that holds all the words."""
+    with pytest.raises(kind) as caught:
+        open_checkpoint(folder, **options)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert type(caught.value) is kind
+    for word in words:
+        assert word in message
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "sharded", shards=3)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "single")
+
+
+def edit_index(folder: Path, **changes: Any) -> None:
+    """Set entries of the weight map; None removes one."""
+    index = json.loads((folder / INDEX).read_bytes())
+    index["weight_map"] = {name: file for name, file in (index["weight_map"] | changes).items() if file is not None}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+class TestRead:
+    def test_single_and_sharded(self, single: Path, sharded: Path) -> None:
+        one, three = open_checkpoint(single), open_checkpoint(str(sharded))
+        assert len(one.shards) == 1
+        assert [shard.file for shard in three.shards] == [FIRST, SECOND, "model-00003-of-00003.safetensors"]
+        assert {name for _, name, _ in one.tensors()} == {name for _, name, _ in three.tensors()} == set(llama_arrays())
+        assert one.weight_bytes == three.weight_bytes == sum(array.nbytes for array in llama_arrays().values())
+        assert one.index_metadata is None
+        assert three.index_metadata == {"total_size": three.weight_bytes}
+        assert one.carried == ("tokenizer.json",)
+
+    def test_byte_ranges_are_the_tensors(self, sharded: Path) -> None:
+        arrays = llama_arrays()
+        checkpoint = open_checkpoint(sharded)
+        for number, name, entry in checkpoint.tensors():
+            raw = (sharded / checkpoint.shards[number].file).read_bytes()[entry.start : entry.start + entry.nbytes]
+            assert raw == arrays[name].tobytes()
+
+    def test_a_single_file_goes_before_an_index_as_in_transformers(self, sharded: Path, tmp_path: Path) -> None:
+        other = llama_arrays(seed=5)
+        write_llama(sharded, arrays=other)
+        assert [shard.file for shard in open_checkpoint(sharded).shards] == ["model.safetensors"]
+        convert_checkpoint(sharded, tmp_path / "out", 12)
+        assert same_weights(tmp_path / "out", write_llama(tmp_path / "other", arrays=other))
+        assert not (tmp_path / "out" / INDEX).exists()
+        assert not list((tmp_path / "out").glob("model-*"))
+
+    def test_transformers_agrees_on_the_precedence(self, sharded: Path) -> None:
+        from transformers import LlamaForCausalLM
+
+        other = llama_arrays(seed=5)
+        write_llama(sharded, arrays=other)
+        model = LlamaForCausalLM.from_pretrained(sharded)
+        assert np.array_equal(model.lm_head.weight.detach().numpy(), other["lm_head.weight"])
+
+    def test_links_into_a_cache_are_followed(self, sharded: Path, tmp_path: Path) -> None:
+        snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for number, path in enumerate(sorted(sharded.iterdir())):
+            path.rename(blobs / str(number))
+            (snapshot / path.name).symlink_to(Path("../../blobs", str(number)))
+        convert_checkpoint(snapshot, tmp_path / "out", 4)
+        assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+        convert_checkpoint(write_llama(tmp_path / "plain", shards=3), tmp_path / "expected", 4)
+        assert same_weights(tmp_path / "out", tmp_path / "expected")
+
+    def test_a_path_goes_before_a_hub_id(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(single.parent)
+        assert open_checkpoint("single").folder is not None
+        refused("single", SourceNotFoundError, "leave --revision out", revision="main")
+
+    def test_loops_of_links_end(self, single: Path) -> None:
+        (single / "sub").mkdir()
+        (single / "sub" / "note.txt").write_text("x")
+        (single / "sub" / "up").symlink_to(single)
+        (single / "self").symlink_to(".")
+        assert open_checkpoint(single).carried == ("tokenizer.json", "sub/note.txt")
+
+    def test_an_uint8_mask_is_no_quantised_weight(self, single: Path) -> None:
+        save_file(
+            llama_arrays() | {"model.layers.0.self_attn.bias": np.ones((1, 1, 4, 4), np.uint8)},
+            single / "model.safetensors",
+        )
+        open_checkpoint(single)
+
+    def test_an_infinity_in_the_config_is_kept(self, single: Path, tmp_path: Path) -> None:
+        write_config(single, limit=[0.0, float("inf")])
+        convert_checkpoint(single, tmp_path / "out", 4)
+        assert json.loads((tmp_path / "out" / "config.json").read_bytes())["limit"] == [0.0, float("inf")]
+
+
+class TestCarriedFiles:
+    def test_weights_in_other_formats_stay_behind(self, sharded: Path, tmp_path: Path) -> None:
+        left = [
+            "pytorch_model.bin",
+            "pytorch_model-00001-of-00002.bin",
+            "pytorch_model.bin.index.json",
+            "training_args.bin",
+            "optimizer.pt",
+            "scheduler.pt",
+            "rng_state_0.pth",
+            "consolidated.safetensors",
+            "consolidated.00.pth",
+            "original/params.json",
+            "original/consolidated.00.pth",
+            "onnx/model.onnx",
+            "onnx/model.onnx_data",
+            "tf_model.h5",
+            "flax_model.msgpack",
+            "model.ckpt.index",
+            "ggml-model.gguf",
+            "rust_model.ot",
+            "global_step5/mp_rank_00.pt",
+            "model.fp16.safetensors",
+            "openvino/openvino_model.xml",
+            "coreml/x/weights/weight.bin",
+        ]
+        kept = [
+            "generation_config.json",
+            "README.md",
+            "tokenizer.model",
+            "chat_template.jinja",
+            "modeling_x.py",
+            "1_Pooling/config.json",
+        ]
+        hidden = [".gitattributes", ".cache/huggingface/x.lock", "__pycache__/modeling_x.cpython-311.pyc"]
+        for name in [*left, *kept, *hidden]:
+            (sharded / name).parent.mkdir(parents=True, exist_ok=True)
+            (sharded / name).write_bytes(name.encode())
+        assert set(open_checkpoint(sharded).left_behind) == set(left)
+        convert_checkpoint(sharded, tmp_path / "out", 4)
+        written = {
+            path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()
+        }
+        weights = {path.name for path in sharded.glob("model-*")} | {
+            INDEX,
+            "config.json",
+            "gqa_conversion.json",
+            "tokenizer.json",
+        }
+        assert written == weights | set(kept)
+        assert all((tmp_path / "out" / name).read_bytes() == name.encode() for name in kept)
+
+
+class TestIndex:
+    @pytest.mark.parametrize(
+        "file",
+        [
+            "../x.safetensors",
+            "/etc/x.safetensors",
+            "a/b.safetensors",
+            "a\\b.safetensors",
+            "x\0.safetensors",
+            "",
+            ".",
+            "..",
+        ],
+    )
+    def test_ways_out_of_the_folder(self, sharded: Path, file: str) -> None:
+        shutil.copy(sharded / FIRST, sharded.parent / "x.safetensors")
+        edit_index(sharded, **{"model.norm.weight": file})
+        refused(sharded, CorruptCheckpointError, "model.norm.weight", "no file of this folder")
+
+    @pytest.mark.parametrize("file", [None, 3, ["x"], {"a": 1}, True])
+    def test_files_that_are_no_names(self, sharded: Path, file: Any) -> None:
+        index = json.loads((sharded / INDEX).read_bytes())
+        index["weight_map"]["model.norm.weight"] = file
+        (sharded / INDEX).write_text(json.dumps(index))
+        refused(sharded, CorruptCheckpointError, "no file of this folder")
+
+    @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", INDEX, "pytorch_model.bin"])
+    def test_files_of_another_kind(self, sharded: Path, file: str) -> None:
+        edit_index(sharded, **{"model.norm.weight": file})
+        refused(sharded, CorruptCheckpointError, "no .safetensors file")
+
+    def test_a_missing_shard(self, sharded: Path) -> None:
+        (sharded / SECOND).unlink()
+        refused(sharded, CorruptCheckpointError, SECOND, "missing")
+
+    def test_a_folder_where_a_shard_belongs(self, sharded: Path) -> None:
+        (sharded / SECOND).unlink()
+        (sharded / SECOND).mkdir()
+        refused(sharded, CorruptCheckpointError, SECOND, "missing")
+
+    @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
+    def test_a_truncated_shard(self, sharded: Path, keep: int) -> None:
+        raw = (sharded / SECOND).read_bytes()
+        (sharded / SECOND).write_bytes(raw[:keep])
+        refused(sharded, CorruptCheckpointError, SECOND)
+
+    def test_bytes_behind_the_last_tensor(self, sharded: Path) -> None:
+        with (sharded / SECOND).open("ab") as file:
+            file.write(b"x")
+        refused(sharded, CorruptCheckpointError, SECOND, "1 bytes behind the last tensor")
+
+    def test_a_header_that_lies(self, sharded: Path) -> None:
+        raw = (sharded / SECOND).read_bytes()
+        (sharded / SECOND).write_bytes(raw.replace(b"[60,96]", b"[61,96]", 1).replace(b"[56,60]", b"[57,60]", 1))
+        refused(sharded, CorruptCheckpointError, SECOND, "does not take the")
+
+    def test_a_git_lfs_pointer(self, sharded: Path) -> None:
+        (sharded / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n")
+        refused(sharded, CorruptCheckpointError, "git lfs pull")
+
+    def test_a_tensor_in_two_shards(self, sharded: Path) -> None:
+        name = split(list(llama_arrays()), 3)[0][0]
+        arrays: Arrays = {key: llama_arrays()[key] for key in [name, *split(list(llama_arrays()), 3)[1]]}
+        save_file(arrays, sharded / SECOND)
+        refused(sharded, CorruptCheckpointError, name, "twice", FIRST, SECOND)
+
+    def test_a_promise_that_is_not_kept(self, sharded: Path) -> None:
+        edit_index(sharded, **{"lm_head.extra": FIRST})
+        refused(sharded, CorruptCheckpointError, "lm_head.extra", "promises")
+        edit_index(sharded, **{"lm_head.extra": None, "lm_head.weight": FIRST})
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "promises")
+
+    def test_a_stray_tensor(self, sharded: Path) -> None:
+        edit_index(sharded, **{"lm_head.weight": None})
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "does not name")
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"",
+            b"{",
+            b"[]",
+            b"{}",
+            b"null",
+            b'{"weight_map": {}}',
+            b'{"weight_map": []}',
+            b'{"weight_map": {"a": "b"}, "metadata": 3}',
+            b'{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}',
+            b'{"weight_map": {}, "weight_map": {}}',
+            b"\xff\xfe{}",
+            b'{"weight_map": {"\\ud800": "\\ud800.safetensors"}}',
+            b"[" * 100_000,
+            b'{"a":' + b"9" * 10_000 + b"}",
+        ],
+    )
+    def test_a_damaged_index(self, sharded: Path, raw: bytes) -> None:
+        (sharded / INDEX).write_bytes(raw)
+        refused(sharded, CorruptCheckpointError, "sharded/")
+
+    def test_a_gigantic_index(self, sharded: Path) -> None:
+        os.truncate(sharded / INDEX, 300_000_000)
+        refused(sharded, CorruptCheckpointError, "far too many")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": "int8"},
+            {"text_config": {"quantization_config": {"quant_method": "fp8\nx"}}},
+            {"text_config": {"compression_config": {"format": "pack"}}},
+        ],
+    )
+    def test_a_quantised_config(self, single: Path, changes: dict[str, Any]) -> None:
+        write_config(single, **changes)
+        refused(single, UnsupportedFormatError, "quantised")
+
+    def test_no_quantisation(self, single: Path) -> None:
+        write_config(single, quantization_config=None, text_config={"quantization_config": None})
+        open_checkpoint(single)
+
+    @pytest.mark.parametrize("empty", [{}, [], "", False])
+    def test_an_empty_quantisation(self, single: Path, empty: Any) -> None:
+        """transformers can't load it, while null is as good as none."""
+        write_config(single, quantization_config=empty)
+        refused(single, UnsupportedFormatError, "quantization_config", "remove the key")
+        with pytest.raises((ValueError, AttributeError)):
+            AutoModelForCausalLM.from_pretrained(single)
+        write_config(single, quantization_config=None)
+        AutoModelForCausalLM.from_pretrained(single)
+
+    @pytest.mark.parametrize(
+        ("prefix", "wrapper"),
+        [
+            ("module.", "DistributedDataParallel"),
+            ("_orig_mod.", "torch.compile"),
+            ("module._orig_mod.", "DistributedDataParallel"),
+            ("model.layers.0._orig_mod.", "torch.compile"),
+            ("base_model.model.", "PEFT"),
+            ("_fsdp_wrapped_module.", "FSDP"),
+            ("model.layers.0._checkpoint_wrapped_module.", "activation checkpointing"),
+        ],
+    )
+    def test_a_wrapped_model(self, tmp_path: Path, prefix: str, wrapper: str) -> None:
+        inside = "model.layers.0." if prefix.startswith("model.") else ""
+        arrays = {
+            prefix + name.removeprefix(inside) if name.startswith(inside) else name: array
+            for name, array in llama_arrays().items()
+        }
+        folder = write_llama(tmp_path / "wrapped", arrays=arrays)
+        refused(folder, UnsupportedFormatError, wrapper, prefix, "save_pretrained")
+        missing = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]["missing_keys"]
+        assert any("layers.0.self_attn" in name for name in missing)
+
+    def test_an_adapter_beside_a_model(self, single: Path) -> None:
+        (single / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+        refused(single, UnsupportedFormatError, "a model and an adapter", "merge_and_unload")
+
+    def test_adapters_in_folders_of_their_own(self, single: Path, tmp_path: Path) -> None:
+        """They were trained for the source's heads."""
+        (single / "speech").mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (single / "speech" / name).write_text("{}")
+        checkpoint = open_checkpoint(single)
+        assert checkpoint.left_behind == ("speech/adapter_config.json", "speech/adapter_model.safetensors")
+        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        assert not (tmp_path / "out" / "speech").exists()
+
+    def test_names_that_are_no_utf8(self, single: Path, tmp_path: Path) -> None:
+        foreign = os.fsdecode(b"x\xff")
+        (single / f"{foreign}.txt").write_text("")
+        refused(single, CorruptCheckpointError, r"x\udcff.txt", "rename or remove it")
+        (single / f"{foreign}.txt").unlink()
+        with pytest.raises(OutputError, match="no UTF-8"):
+            convert_checkpoint(single, tmp_path / foreign, 3, method="mean")
+        single.rename(tmp_path / foreign)
+        refused(tmp_path / foreign, SourceNotFoundError, "no UTF-8", "rename the folder")
+        assert [path.name for path in tmp_path.iterdir()] == [foreign]
+
+    def test_half_a_surrogate_pair_in_the_config(self, single: Path, tmp_path: Path) -> None:
+        write_config(single, note="\ud800")
+        convert_checkpoint(single, tmp_path / "out", 3, method="mean")
+        assert json.loads((tmp_path / "out" / "config.json").read_bytes())["note"] == "\ud800"
+
+    def test_an_adapter_that_is_not_merged(self, tmp_path: Path) -> None:
+        arrays = {
+            name.replace("q_proj.weight", "q_proj.base_layer.weight"): array for name, array in llama_arrays().items()
+        }
+        refused(
+            write_llama(tmp_path / "wrapped", arrays=arrays),
+            UnsupportedFormatError,
+            "PEFT",
+            "base_layer",
+            "merge_and_unload",
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            ("self_attn.k_proj.qweight", np.int32),
+            ("self_attn.k_proj.SCB", np.float32),
+            ("self_attn.k_proj.weight_scale", np.float32),
+            ("self_attn.k_proj.weight_scale_inv", np.float32),
+            ("self_attn.k_proj.weight", np.uint8),
+            ("mlp.up_proj.weight", np.int8),
+            ("mlp.down_proj_blocks", np.uint8),
+            ("self_attn.k_proj.g_idx", np.int32),
+            ("mlp.weight.quant_state.bitsandbytes__nf4", np.uint8),
+        ],
+    )
+    def test_quantised_tensors(self, single: Path, name: str, dtype: Any) -> None:
+        full = f"model.layers.0.{name}"
+        save_file(llama_arrays() | {full: np.ones((96, 60), dtype)}, single / "model.safetensors")
+        refused(single, UnsupportedFormatError, full, "quantised")
+
+    def test_fp8_weights(self, single: Path) -> None:
+        import torch
+        from safetensors.torch import save_file as save_torch
+
+        save_torch({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, single / "model.safetensors")
+        refused(single, UnsupportedFormatError, "F8_E4M3")
+
+    @pytest.mark.parametrize(
+        ("files", "words"),
+        [
+            (["adapter_config.json", "adapter_model.safetensors"], "merge_and_unload"),
+            (["__0_0.distcp", ".metadata"], "consolidate"),
+            (["resolved_recipe.yaml", "checkpoints/step-000008/__0_0.distcp"], "folder model/"),
+            (["global_step12/mp_rank_00_model_states.pt", "latest"], "zero_to_fp32"),
+            (["model-q4.gguf"], "GGUF"),
+            (["tf_model.h5"], "TensorFlow"),
+            (["flax_model.msgpack"], "TensorFlow or Flax"),
+            (["consolidated.00.pth"], "vendor's own layout"),
+        ],
+    )
+    @pytest.mark.parametrize("config", [True, False])
+    def test_foreign_formats(self, tmp_path: Path, files: list[str], words: str, config: bool) -> None:
+        for name in files:
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / name).write_bytes(b"{}")
+        if config:
+            write_config(tmp_path)
+        refused(tmp_path, UnsupportedFormatError, words)
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"",
+            b"[]",
+            b"[1]",
+            b"null",
+            b'"x"',
+            b"{",
+            b"\xff\xfe",
+            b"\xef\xbb\xbf{}",
+            b'{"a": 1, "a": 2}',
+            b'{"a": {"b": 1, "b": 1}}',
+            b"[" * 99_999,
+        ],
+    )
+    def test_a_damaged_config(self, single: Path, raw: bytes) -> None:
+        (single / "config.json").write_bytes(raw)
+        refused(single, ConfigError, "single/config.json")
+
+    def test_weights_named_by_the_config(self, single: Path) -> None:
+        write_config(single, transformers_weights="other.safetensors")
+        refused(single, UnsupportedFormatError, "other.safetensors")
+        write_config(single, transformers_weights="model.safetensors")
+        open_checkpoint(single)
+
+    def test_no_config(self, single: Path) -> None:
+        (single / "config.json").unlink()
+        refused(single, ConfigError, "no config.json")
+
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        refused(tmp_path, SourceNotFoundError, "no weights")
+
+    @pytest.mark.parametrize(
+        ("files", "variant"),
+        [
+            (["model.fp16.safetensors"], "fp16"),
+            (["pytorch_model.fp16.bin"], "fp16"),
+            (["model.bf-16.safetensors"], "bf-16"),
+            (["model.safetensors.index.fp16.json", "model-00001-of-00002.fp16.safetensors"], "fp16"),
+            (["pytorch_model.bin.index.no_ema.json", "pytorch_model-00001-of-00002.no_ema.bin"], "no_ema"),
+        ],
+    )
+    def test_a_variant_alone(self, single: Path, files: list[str], variant: str) -> None:
+        (single / "model.safetensors").unlink()
+        for file in files:
+            (single / file).write_bytes(b"{}")
+        refused(single, UnsupportedFormatError, f"of the variant {variant!r} only", files[0], f"variant={variant!r}")
+
+    def test_a_variant_beside_the_weights_is_left_behind(self, single: Path) -> None:
+        for file in (
+            "model.fp16.safetensors",
+            "model.safetensors.index.fp16.json",
+            "pytorch_model.bin.index.fp16.json",
+        ):
+            (single / file).write_bytes(b"{}")
+        opened = open_checkpoint(single)
+        assert opened.left_behind == (
+            "model.fp16.safetensors",
+            "model.safetensors.index.fp16.json",
+            "pytorch_model.bin.index.fp16.json",
+        )
+        assert opened.carried == ("tokenizer.json",)
+
+    def test_a_byte_order_mark(self, single: Path) -> None:
+        raw = (single / "config.json").read_bytes()
+        (single / "config.json").write_bytes(codecs.BOM_UTF8 + raw)
+        refused(single, ConfigError, "byte order mark", "without the mark")
+
+    def test_no_weights(self, single: Path) -> None:
+        (single / "model.safetensors").unlink()
+        refused(single, SourceNotFoundError, "model.safetensors", "pytorch_model.bin")
+
+    def test_a_file_where_a_folder_belongs(self, single: Path) -> None:
+        refused(single / "model.safetensors", SourceNotFoundError, "is a file")
+
+    @pytest.mark.parametrize("target", ["nowhere", "model.safetensors"])
+    def test_a_link_to_nothing(self, single: Path, target: str) -> None:
+        (single / "model.safetensors").unlink()
+        (single / "model.safetensors").symlink_to(target)
+        refused(single, CorruptCheckpointError, "link to nothing")
+
+    @pytest.mark.parametrize(
+        "path", ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b"]
+    )
+    def test_paths_to_nothing(self, path: str) -> None:
+        refused(path, SourceNotFoundError)
+
+    def test_a_newline_in_the_path(self, tmp_path: Path) -> None:
+        folder = write_llama(tmp_path / "two\nlines\x1b[31m")
+        (folder / "config.json").write_text("{")
+        refused(folder, ConfigError, "two\\nlines\\x1b[31m")
+
+    def test_a_file_that_may_not_be_read(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def denied(path: Path, *_: Any) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(store.Path, "open", denied)
+        refused(single, CorruptCheckpointError, "config.json can't be read (Permission denied)")

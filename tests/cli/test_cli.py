@@ -1,0 +1,276 @@
+"""The command line as a user meets it: real processes, their exit codes, what they print and where."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gqa_convert import __version__
+from tests.helpers.checkpoints import HIDDEN, WIDTH, write_llama
+
+COMMAND = [sys.executable, "-m", "gqa_convert"]
+COMMANDS = (
+    "plan",
+    "inspect",
+    "recommend",
+    "restate",
+    "convert",
+    "verify",
+    "check-serving",
+    "uptrain",
+    "evaluate",
+    "report",
+    "publish",
+    "demo",
+)
+
+
+def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gqa_convert", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("cli") / "source", shards=3)
+
+
+def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that holds the words."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"gqa-convert {__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.returncode == 0
+    assert f"gqa-convert {command}" in result.stdout
+    assert command in run("--help").stdout
+
+
+def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
+    result = run("plan", source, "--groups", 3, "--method", "mean", "--json")
+    assert result.returncode == 0
+    plan = json.loads(result.stdout)
+    assert (plan["heads"], plan["source_kv_heads"], plan["groups"], plan["method"]) == (12, 12, 3, "mean")
+    assert plan["kv_bytes_per_token"] == {"before": 2 * 2 * 12 * WIDTH * 4, "after": 2 * 2 * 3 * WIDTH * 4}
+    assert plan["tensor_parallel"] == {"split": [1, 3], "with_copied_kv_heads": [6, 12]}
+    assert len(plan["changes"]) == 4
+    assert plan["weight_bytes"]["before"] - plan["weight_bytes"]["after"] == 4 * 9 * WIDTH * HIDDEN * 4
+    assert plan["parameters"]["before"] - plan["parameters"]["after"] == 4 * 9 * WIDTH * HIDDEN
+    assert result.stderr == ""
+
+
+def test_plan_for_people(source: Path) -> None:
+    result = run("plan", source, "-n", 4)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    for word in (
+        f"[{12 * WIDTH}, {HIDDEN}]",
+        f"[{4 * WIDTH}, {HIDDEN}]",
+        "0-1",
+        "K/V cache per token",
+        "tensor parallel",
+        "vLLM",
+        "disk needed",
+    ):
+        assert word in result.stdout
+
+
+def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out folder"
+    result = run("convert", source, out, "--groups", 4, "-m", "mean", "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["groups"], summary["out"]) == (4, str(out))
+    assert summary["out_bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_key_value_heads"], config["multi_query_attention"], config["multi_query_group_num"]) == (
+        4,
+        True,
+        4,
+    )
+    provenance = json.loads((out / "gqa_conversion.json").read_text())
+    assert provenance["command"][:2] == ["gqa-convert", "convert"]
+    assert 0 < provenance["merge_error"]["model.layers.0.self_attn.k_proj.weight"] < 1
+
+    verified = run("verify", out, "--source", source, "--no-logits", "--json")
+    assert verified.returncode == 0, verified.stderr
+    assert json.loads(verified.stdout)["passed"] is True
+
+    shown = run("convert", source, tmp_path / "new folder", "--groups", 4, "-m", "mean")
+    assert f"'{tmp_path / 'new folder'}'" in shown.stdout  # the next command, ready to paste
+    assert shown.stderr == ""
+    assert_mistake(run("convert", source, out, "--groups", 3), "exists already", "--overwrite")
+    assert run("convert", source, out, "--groups", 3, "--overwrite", "-q").returncode == 0
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
+
+
+def test_a_failed_verification_exits_with_1(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("convert", source, out, "--groups", 4)
+    (out / "tokenizer.json").write_text("{}")
+    result = run("verify", out, "--source", source, "--no-logits", "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["passed"] is False
+    assert result.stderr == ""
+    assert "FAIL" in run("verify", out, "--source", source, "--no-logits").stdout
+
+
+def test_quiet_prints_nothing(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source, tmp_path / "out", "--groups", 4, "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
+    assert run("convert", source, tmp_path / "out", "--groups", 12, "--max-shard-size", "20kB").returncode == 0
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    verified = run("verify", tmp_path / "out", "--source", source, "--no-logits")
+    assert verified.returncode == 0, verified.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "{source}", "--groups", "5"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
+        (("plan", "{source}", "--groups", "0"), ("--groups 0",)),
+        (("plan", "{source}", "--groups", "24"), ("--groups 24",)),
+        (("plan", "{source}", "--groups", "many"), ("--groups", "integer")),
+        (("plan", "{source}"), ("--groups",)),
+        (("plan", "{source}", "--groups", "3", "--method", "median"), ("median", "mean")),
+        (("plan", "{source}", "--groups", "3", "--gruops", "4"), ("--gruops",)),
+        (("plan", "{source}", "--groups", "3", "--revision", "main"), ("local folder", "--revision")),
+        (("plan", "{missing}", "--groups", "3"), ("neither a folder here nor a Hub id",)),
+        (("plan", "{source}/config.json", "--groups", "3"), ("is a file",)),
+        (("convert", "{source}", "{source}", "--groups", "3"), ("is the source itself",)),
+        (("convert", "{source}", "{source}/out", "--groups", "3"), ("inside the source",)),
+        (
+            ("convert", "{source}", "{missing}/out", "--groups", "3", "--max-shard-size", "big"),
+            ("--max-shard-size", "5GB"),
+        ),
+        (("convert", "{source}", "--groups", "3"), ("OUT",)),
+        (("verify", "{missing}", "--source", "{source}"), ("nowhere",)),
+        (("verify", "{source}"), ("--source",)),
+        (("frobnicate",), ("frobnicate",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_mistakes_get_one_line(
+    source: Path, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    filled = [part.format(source=source, missing=tmp_path / "a" / "b" / "nowhere") for part in arguments]
+    before = sorted(source.rglob("*"))
+    assert_mistake(run(*filled), *words)
+    assert sorted(source.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_with_json_is_one_object_too(source: Path) -> None:
+    result = run("plan", source, "--groups", 5, "--json")
+    assert result.returncode == 2
+    assert "--groups 5" in json.loads(result.stdout)["error"]
+
+
+def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
+    """The bar is drawn on a terminal's stderr and nowhere else."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gqa_convert", "convert", str(source), str(tmp_path / "out"), "--groups", "4"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # the other side has closed
+                break
+            shown += part
+        assert process.stdout is not None
+        result = process.stdout.read().decode()
+    assert process.returncode == 0
+    assert "converting" in shown.decode()
+    assert "done  12 -> 4 K/V heads" in result
+    assert "\x1b" not in result
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """A run that waits on a named pipe in the middle of its work is stopped for certain while it works."""
+    source = tmp_path / "source"
+    source.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    script = (
+        "import sys, gqa_convert.cli as cli, gqa_convert.conversion.run as convert\n"
+        "pipe = sys.argv.pop()\n"
+        "convert.write_weights = lambda *_: open(pipe, 'rb').read()\n"
+        "cli.main()"
+    )
+    arguments = ["convert", str(write_llama(source)), str(tmp_path / "out"), "--groups", "3", str(tmp_path / "pipe")]
+    command = [sys.executable, "-c", script, *arguments]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        (tmp_path / "pipe").open("wb"),  # opens once the other side has
+    ):
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout == ""
+    assert stderr == f"gqa-convert: stopped by {number.name}: nothing was left behind\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "source"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3"), ("--help",), ("--version",)],
+)
+def test_a_full_disk_behind_stdout_gets_one_line(source: Path, arguments: tuple[str, ...]) -> None:
+    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.endswith("No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3")])
+def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str, ...]) -> None:
+    command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_mistakes_exit_with_2_whatever_is_behind_the_streams(source: Path, flags: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [*COMMAND, "plan", source, "-n", "5", *flags], stdout=full, stderr=full, timeout=120, check=False
+        )
+    assert result.returncode == 2
+
+
+def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source, tmp_path / os.fsdecode(b"o\xff"), "--groups", "3")
+    assert_mistake(result, r"o\udcff", "no UTF-8", "rename")
+    assert list(tmp_path.iterdir()) == []

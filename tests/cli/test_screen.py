@@ -1,0 +1,109 @@
+"""What is printed, to terminals, files and pipes of any encoding."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gqa_convert.cli.console.progress import training_progress
+from gqa_convert.cli.console.screen import print_json
+from tests.cli.test_cli import run
+from tests.helpers.checkpoints import write_llama
+
+NAME = "[bold]x[/] :warning: é ±"
+"""Looks like markup, and like an emoji's code; and no ASCII."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / NAME)
+
+
+def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
+    planned = run("plan", source, "--groups", 4)
+    assert planned.stdout.startswith(f"{source}: llama, 12 query heads")
+    assert f"{source}: llama" in run("inspect", source, "--groups", 4).stdout
+    out = tmp_path / "[red]out[/]"
+    converted = run("convert", source, out, "--groups", 4, "-m", "mean")
+    assert f"where                {out}\n" in converted.stdout
+    (out / "[red].json").write_text("{}")
+    assert (
+        "FAIL  carried files          [red].json is not in SOURCE"
+        in run("verify", out, "--source", source, "--no-logits").stdout
+    )
+    missing = run("plan", tmp_path / "no[/]thing", "--groups", 4)
+    assert str(tmp_path / "no[/]thing") in missing.stderr
+
+
+def test_terminals_that_know_ascii_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    shown = run("plan", source, "--groups", 4)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.isascii()
+    assert "[bold]x[/] :warning: \\xe9 +-: llama" in shown.stdout
+    assert json.loads(run("plan", source, "--groups", 4, "--json").stdout)["source"] == str(source)
+    mistake = run("plan", source, "--groups", 5, "--json")
+    assert mistake.returncode == 2
+    assert json.loads(mistake.stdout)["exit_code"] == 2
+    assert run("plan", f"{source}?", "--groups", 4).stderr.count("\n") == 1
+    assert run("plan", "--help").returncode == 0
+
+
+def test_json_in_every_encoding(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    sys.stdout.reconfigure(encoding="latin-1")  # type: ignore[union-attr]
+    for value in ({"name": "é"}, {"name": "→"}, {"name": "a\udcffb"}):
+        print_json(value)
+        assert json.loads(capsysbinary.readouterr().out.decode("latin-1")) == value
+
+
+def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """A command of the shell in which `plan` stands for this program's, with pipes whose first failure counts."""
+    command = f'plan() {{ "{sys.executable}" -m gqa_convert plan "$1" --groups 4; }}; set -o pipefail; {words}'
+    return subprocess.run(
+        ["bash", "-c", command, "bash", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_streams_that_are_closed_or_full(source: Path) -> None:
+    for words in ('plan "$1" >&-', 'plan "$1" 2>&-', 'plan "$1" | true', 'plan "$1" >&- 2>&-'):
+        ended = shell(words, source)
+        assert (ended.returncode, ended.stderr) == (0, ""), words
+    full = shell('plan "$1" > /dev/full', source)
+    assert full.returncode == 1
+    assert full.stderr == "gqa-convert: the system: No space left on device\n"
+
+
+def test_labels_of_bars_are_no_markup() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        with training_progress(quiet=False) as screen:
+            screen.tokenize("texts/[/].txt", 1, 2)
+            assert screen._bars is not None
+            with screen._bars.console.capture() as shown:
+                screen._bars.console.print(screen._bars.make_tasks_table(screen._bars.tasks))
+            assert "tokenising texts/[/].txt" in shown.get()
+
+
+def test_what_transformers_would_report_is_one_line(tmp_path: Path) -> None:
+    """A tensor that is missing, and one of another shape."""
+    from tests.helpers.evaluate_models import causal
+
+    model = causal(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 50)
+    tensors = load_file(model / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    for options in ((), ("-q", "--json")):
+        broken = run("evaluate", model, "--data", tmp_path / "text.txt", *options)
+        assert broken.returncode == 2
+        assert broken.stderr == (
+            f"gqa-convert: {model} has no fitting tensor for model.norm.weight (1 in all): convert or fetch it again\n"
+        )
+    assert json.loads(broken.stdout)["exit_code"] == 2
+    save_file(tensors | {"model.norm.weight": norm[1:]}, model / "model.safetensors", metadata={"format": "pt"})
+    broken = run("evaluate", model, "--data", tmp_path / "text.txt")
+    assert f"model.norm.weight, which is [{len(norm) - 1}] where the model needs [{len(norm)}]" in broken.stderr
+    assert broken.stderr.count("\n") == 1

@@ -1,0 +1,191 @@
+"""What plan refuses of a checkpoint's names and shapes, held against what transformers misses when it loads the same
+files.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.table import FAMILIES, Family
+from tests.helpers import own_files
+from tests.helpers.tiny import make_checkpoint
+
+_TWICE = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama4_text": {},
+    "phi3": {},
+    "jamba": {"num_hidden_layers": 4},
+    "qwen3_next": _TWICE,
+    "minimax": _TWICE,
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {},
+    "recurrent_gemma": {"num_hidden_layers": 4},
+    "zamba2": {},
+    "gemma3n_text": {},  # whose last layers use others' keys and values
+    "dbrx": {},
+    "t5": {},
+    "bart": {},
+    "opt": {},
+    "gpt2": {"add_cross_attention": True},
+    "gpt_neox": {},
+    "falcon": {},
+    "bloom": {},
+    "mpt": {},
+}
+"""Model types that keep their layers in different places, with and without layers that have no attention, and config
+values.
+"""
+
+
+@dataclass
+class Case:
+    """A checkpoint, to be changed and written."""
+
+    model_type: str
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def layers(self) -> tuple[str, int]:
+        """The config key of the number of layers, or of a list with an entry for each, and that number."""
+        key = next(key for key in self.family.layers[0][1] if key in self.config)
+        return key, self.config[key] if isinstance(self.config[key], int) else len(self.config[key])
+
+    def last_attention(self) -> str:
+        attention = "|".join(map(re.escape, self.family.attention))
+        pattern = re.compile(rf"(.*\b(?:{attention}))\.{re.escape(self.family.fused or self.family.key)}\.weight")
+        return max(match[1] for name in self.tensors if (match := pattern.fullmatch(name)))
+
+    def remove(self, pattern: str) -> None:
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.match(pattern, name)}
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        self.tensors = {new(name): tensor for name, tensor in self.tensors.items()}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model_type: str = request.param
+    folder = tmp_path_factory.mktemp(model_type) / "source"
+    if model_type in own_files.SIZES:
+        own_files.make_source(model_type, folder, **CASES[model_type])
+    else:
+        make_checkpoint(model_type, folder, shards="50GB", **CASES[model_type])
+    return Case(model_type, json.loads((folder / "config.json").read_bytes()), load_file(folder / "model.safetensors"))
+
+
+def is_missed(folder: Path, model_type: str, *, head: bool) -> bool:
+    """Whether transformers lacks a tensor, or finds one in another shape."""
+    auto = "AutoModel"
+    if head:
+        auto = own_files.auto_class(model_type) if model_type in own_files.SIZES else "AutoModelForCausalLM"
+    _, info = getattr(transformers, auto).from_pretrained(
+        folder, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    return bool(info["missing_keys"] or info["mismatched_keys"])
+
+
+def longer(case: Case) -> None:
+    """A layer more than there are."""
+    key, length = case.layers
+    for value in case.config.values():
+        if isinstance(value, list) and len(value) == length:
+            value.append(value[-1])
+    if isinstance(case.config[key], int):
+        case.config[key] += 1
+
+
+def shorter(case: Case) -> None:
+    """A layer fewer than there are."""
+    key, length = case.layers
+    for value in case.config.values():
+        if isinstance(value, list) and len(value) == length:
+            value.pop()
+    if isinstance(case.config[key], int):
+        case.config[key] -= 1
+
+
+def without_first_layer(case: Case) -> None:
+    case.remove(rf"(.*\.)?{re.escape(case.family.layers[0][0])}\.0\.")
+
+
+def without_last_attention(case: Case) -> None:
+    case.remove(re.escape(case.last_attention()) + r"\.")
+
+
+def without_last_output(case: Case) -> None:
+    case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight"))
+
+
+def other_width(case: Case) -> None:
+    case.config[case.family.hidden_key] += 96
+
+
+def other_vocabulary(case: Case) -> None:
+    case.config["vocab_size"] += 16
+
+
+def without_base(case: Case) -> None:
+    """As the model without a head is saved."""
+    pattern = "|".join(map(re.escape, sorted(filter(None, case.family.prefixes), key=len, reverse=True)))
+    case.rename(lambda name: re.sub(f"^(?:{pattern})", "", name))
+
+
+def prefixed(prefix: str) -> Callable[[Case], None]:
+    return lambda case: case.rename(lambda name: prefix + name)
+
+
+CHANGES: dict[str, Callable[[Case], None]] = {
+    "nothing": lambda case: None,
+    "longer": longer,
+    "shorter": shorter,
+    "no first layer": without_first_layer,
+    "no last attention": without_last_attention,
+    "no last output": without_last_output,
+    "another width": other_width,
+    "another vocabulary": other_vocabulary,
+    "model without a head": without_base,
+    "model.": prefixed("model."),
+    "model.model.": prefixed("model.model."),
+    "transformer.": prefixed("transformer."),
+    "language_model.": prefixed("language_model."),
+    "student.": prefixed("student."),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path: Path) -> None:
+    if change == "shorter" and case.model_type == "gemma3n_text":
+        change = "nothing"  # its embeddings have columns for each layer, so that it has no layers to spare
+    changed = copy.deepcopy(case)
+    CHANGES[change](changed)
+    (tmp_path / "config.json").write_text(json.dumps(changed.config))
+    save_file(changed.tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    missed = is_missed(tmp_path, case.model_type, head=change != "model without a head")
+    if change in ("nothing", "longer", "shorter", "no last output", "another vocabulary", "student."):
+        assert missed == (change not in ("nothing", "shorter"))  # else the test would say nothing
+    native = False if case.family.modeling else None
+    if missed:
+        with pytest.raises(ConfigError) as caught:
+            make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)
+        assert str(caught.value).isprintable()
+    else:
+        plan = make_plan(open_checkpoint(tmp_path), 3, method="mean", native=native)
+        assert any("leaves layer" in note for note in plan.warnings) == (change == "shorter")

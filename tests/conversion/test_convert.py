@@ -1,0 +1,284 @@
+"""What a conversion writes: identity, repetition, the writer's bytes, provenance, index and refusals of weights."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gqa_convert.checkpoint import source_files
+from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    GroupsError,
+    NonFiniteError,
+    UnsupportedFamilyError,
+    UnsupportedFormatError,
+)
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import (
+    CONFIG,
+    HEADS,
+    HIDDEN,
+    WIDTH,
+    llama_arrays,
+    read_weights,
+    same_weights,
+    write_config,
+    write_llama,
+)
+
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "source", shards=3)
+
+
+def test_at_the_sources_own_count_files_are_equal_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out", HEADS, method="mean")
+    for path in source.glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == CONFIG | {"multi_query_attention": True, "multi_query_group_num": HEADS}
+    assert list(config)[: len(CONFIG)] == list(CONFIG), "the source's own order is kept"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
+def test_the_mean_of_contiguous_heads(source: Path, tmp_path: Path, groups: int) -> None:
+    result = convert_checkpoint(source, tmp_path / "out", groups, method="mean")
+    before, after = read_weights(source)[KEY], read_weights(tmp_path / "out")[KEY]
+    heads = before.astype(np.float64).reshape(groups, HEADS // groups, WIDTH, HIDDEN)
+    assert np.array_equal(after, heads.mean(1).astype(np.float32).reshape(groups * WIDTH, HIDDEN))
+    repeated = np.repeat(after.reshape(groups, 1, WIDTH, HIDDEN), HEADS // groups, axis=1).reshape(before.shape)
+    error = np.linalg.norm(before.astype(float) - repeated) / np.linalg.norm(before.astype(float))
+    assert result["merge_error"][KEY] == pytest.approx(error, rel=1e-9)
+
+
+def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
+    arrays = llama_arrays()
+    for name, array in arrays.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = array.reshape(4, 3, WIDTH, HIDDEN)
+            heads[:] = heads[:, :1]
+    source = write_llama(tmp_path / "source", arrays=arrays)
+    result = convert_checkpoint(source, tmp_path / "down", 4, method="mean")
+    assert set(result["merge_error"].values()) == {0.0}
+    convert_checkpoint(tmp_path / "down", tmp_path / "up", 12, method="mean")
+    assert same_weights(source, tmp_path / "up")
+    record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
+    assert (record["method"], record["previous"]["method"]) == ("repeat", "mean")
+
+
+def test_a_grouped_source_is_merged_further(source: Path, tmp_path: Path) -> None:
+    """12 -> 6 -> 3 equals 12 -> 3 up to the rounding in between."""
+    convert_checkpoint(source, tmp_path / "six", 6, method="mean")
+    convert_checkpoint(tmp_path / "six", tmp_path / "three", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "direct", 3, method="mean")
+    assert np.allclose(
+        read_weights(tmp_path / "three")[KEY], read_weights(tmp_path / "direct")[KEY], rtol=1e-5, atol=1e-6
+    )
+    assert verify_checkpoint(tmp_path / "three", tmp_path / "six", logits=False).passed
+
+
+def test_random_depends_on_the_seed_and_the_name_alone(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "a", 3, method="random", seed=5)
+    convert_checkpoint(source, tmp_path / "b", 3, method="random", seed=5, max_shard_size=9000)
+    convert_checkpoint(source, tmp_path / "c", 3, method="random", seed=6)
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert not same_weights(tmp_path / "a", tmp_path / "c")
+    fresh, old = read_weights(tmp_path / "a")[KEY], read_weights(source)[KEY]
+    assert float(fresh.std()) == pytest.approx(float(old.std()), rel=0.1)
+
+
+def test_index_totals_are_those_of_the_new_tensors(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    weights = read_weights(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights.values())
+    assert index["metadata"]["total_parameters"] == sum(array.size for array in weights.values())
+    assert {
+        name: sorted(load_file(tmp_path / "out" / file)) for name, file in index["weight_map"].items()
+    }.keys() == weights.keys()
+
+
+def test_a_single_file_stays_a_single_file(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 4, method="mean")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "gqa_conversion.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_where_blocks_can_be_shared_tensors_keep_their_place_in_a_block(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_files, "can_share_blocks", lambda path, scratch: True)
+    convert_checkpoint(source, tmp_path / "out", 1, method="mean")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    padded = 0
+    for old, new in zip(before.shards, after.shards, strict=True):
+        assert (old.header.data_start - new.header.data_start) % BLOCK == 0
+        header = (tmp_path / "out" / new.file).read_bytes()[8 : new.header.data_start]
+        padded += len(header) - len(header.rstrip()) >= 8
+    assert padded, "no header needed padding, so that nothing was tested"
+    assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_ranges_of_every_size_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
+    if not in_kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    data = np.random.default_rng(0).bytes(5 * BLOCK + 77)
+    (tmp_path / "in").write_bytes(data)
+    source = SourceFile(tmp_path / "in")
+    expected, seen = b"", []
+    out = OutputFile(tmp_path / "out", 0, seen.append)
+    for start in (0, 1, BLOCK - 1, BLOCK, BLOCK + 8):
+        for nbytes in (0, 1, 9, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+            out.copy(source, start, nbytes)
+            out.write(b"xyz")
+            expected += data[start : start + nbytes] + b"xyz"
+    with pytest.raises(CorruptCheckpointError, match="shorter"):
+        out.copy(source, 5 * BLOCK, 1000)
+    out.close()
+    written = (tmp_path / "out").read_bytes()
+    assert written[: len(expected)] == expected
+    assert sum(seen) == len(written)
+
+
+def test_hashes(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "some", 4, method="mean")
+    convert_checkpoint(source, tmp_path / "all", 4, hash_weights=True, method="mean")
+    some = json.loads((tmp_path / "some" / "gqa_conversion.json").read_text())["source"]["files"]
+    every = json.loads((tmp_path / "all" / "gqa_conversion.json").read_text())["source"]["files"]
+    assert "sha256" in some["config.json"]
+    assert "sha256" not in some["model-00001-of-00003.safetensors"]
+    for name, record in every.items():
+        assert record == {
+            "bytes": (source / name).stat().st_size,
+            "sha256": hashlib.sha256((source / name).read_bytes()).hexdigest(),
+        }
+    records = {
+        name: json.loads((tmp_path / name / "gqa_conversion.json").read_text())["result"] for name in ("some", "all")
+    }
+    written = {path.name: path.read_bytes() for path in (tmp_path / "all").glob("*.safetensors")}
+    expected = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in written.items()}
+    assert records == {"some": None, "all": {"files": expected}}
+    assert verify_checkpoint(tmp_path / "all", source, logits=False).passed
+    record = json.loads((tmp_path / "all" / "gqa_conversion.json").read_text())
+    record["source"]["files"]["model-00001-of-00003.safetensors"]["sha256"] = "0" * 64
+    (tmp_path / "all" / "gqa_conversion.json").write_text(json.dumps(record))
+    assert not verify_checkpoint(tmp_path / "all", source, logits=False).passed
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_are_refused_and_leave_nothing(tmp_path: Path, method: str, bad: float) -> None:
+    arrays = llama_arrays()
+    arrays[KEY][-1, -1] = bad
+    source = write_llama(tmp_path / "source", arrays=arrays)
+    with pytest.raises(NonFiniteError, match=KEY):
+        convert_checkpoint(source, tmp_path / "out", 3, method=method)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    convert_checkpoint(source, tmp_path / "out", HEADS, method="mean")  # nothing is merged, so that nothing spreads
+
+
+@pytest.mark.parametrize("groups", [-3, 0, 5, 7, 8, 9, 24, 36])
+def test_groups_that_do_not_fit(source: Path, groups: int) -> None:
+    with pytest.raises(GroupsError, match=r"choose one of 1, 2, 3, 4, 6, 12$"):
+        make_plan(open_checkpoint(source), groups)
+
+
+@pytest.mark.parametrize("groups", [2, 5, 8, 9, 24])
+def test_groups_that_do_not_fit_a_grouped_source(source: Path, tmp_path: Path, groups: int) -> None:
+    convert_checkpoint(source, tmp_path / "three", 3, method="mean")
+    with pytest.raises(GroupsError, match=r"choose one of 1, 3; or, to repeat heads for tensor parallelism, 6, 12$"):
+        make_plan(open_checkpoint(tmp_path / "three"), groups)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 10},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "12"},
+        {"num_attention_heads": None},
+        {"num_attention_heads": True},
+        {"num_key_value_heads": 5},
+        {"num_key_value_heads": 6},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": -1},
+        {"head_dim": WIDTH + 1},
+        {"num_attention_heads": 24},
+    ],
+    ids=str,
+)
+def test_shapes_that_contradict_the_config(source: Path, change: dict) -> None:
+    write_config(source, **change)
+    with pytest.raises(ConfigError, match="config"):
+        make_plan(open_checkpoint(source), 1)
+
+
+def test_a_config_older_than_the_key(source: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key not in ("num_key_value_heads", "head_dim")}
+    (source / "config.json").write_text(json.dumps(config))
+    plan = make_plan(open_checkpoint(source), 4)
+    assert (plan.source_kv_heads, plan.config["num_key_value_heads"]) == (HEADS, 4)
+
+
+def test_tensors_that_are_missing_or_of_a_type_that_cannot_be_merged(tmp_path: Path) -> None:
+    for name, problem in (
+        (KEY, ConfigError),
+        (KEY.replace("k_proj", "v_proj"), ConfigError),
+        (KEY.replace("k_proj", "o_proj"), ConfigError),
+    ):
+        arrays = llama_arrays()
+        del arrays[name]
+        source = write_llama(tmp_path / name.split(".")[-2], arrays=arrays)
+        with pytest.raises(problem, match="_proj"):
+            make_plan(open_checkpoint(source), 4)
+    arrays = llama_arrays() | {KEY: llama_arrays()[KEY].astype(np.int32)}
+    source = write_llama(tmp_path / "integers", arrays=arrays)
+    with pytest.raises(UnsupportedFormatError, match="I32"):
+        make_plan(open_checkpoint(source), 4)
+
+
+@pytest.mark.parametrize("model_type", ["xlnet", "deepseek_v3", "no_such_type", None, 7, ""])
+def test_model_types_that_are_refused(source: Path, model_type: object) -> None:
+    write_config(source, model_type=model_type)
+    with pytest.raises(UnsupportedFamilyError):
+        make_plan(open_checkpoint(source), 4)
+
+
+def test_code_beside_the_weights_is_carried_and_never_run(source: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    write_config(source, auto_map={"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"})
+    (source / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert (tmp_path / "out" / "modeling_x.py").read_bytes() == (source / "modeling_x.py").read_bytes()
+    assert any("never run" in warning for warning in result["warnings"])
+    verify_checkpoint(tmp_path / "out", source)
+    assert not canary.exists()
+
+
+def test_stale_weights_are_left_behind(source: Path, tmp_path: Path) -> None:
+    save_file({"x": np.zeros(3)}, source / "adapter_extra.safetensors")
+    (source / "optimizer.pt").write_bytes(b"x")
+    (source / "notes" / "deep").mkdir(parents=True)
+    (source / "notes" / "deep" / "a.txt").write_text("kept")
+    result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert result["left_behind"] == ["adapter_extra.safetensors", "optimizer.pt"]
+    assert not (tmp_path / "out" / "optimizer.pt").exists()
+    assert (tmp_path / "out" / "notes" / "deep" / "a.txt").read_text() == "kept"

@@ -1,0 +1,386 @@
+"""Calibrated merging: what is fitted is exact where it can be, equals its own expansion, and survives kills and poor
+text.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gqa_convert.families.modeling
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit import closed_loop
+from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
+from gqa_convert.conversion.fit.closed_loop import fit_layers, least
+from gqa_convert.conversion.fit.layers import merged_plan
+from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Ridge
+from gqa_convert.conversion.fit.whole_model import train_together
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.conversion.writing import write_weights
+from gqa_convert.errors import NonFiniteError, OptionError
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.merging.folding.heads import LayerTensors
+from tests.helpers.checkpoints import digests
+from tests.helpers.data_helpers import DEMO
+from tests.helpers.tiny import VOCAB, make_config, make_model
+from tests.merging import test_folding_families as folded
+from tests.merging.test_folding_families import quick as quick
+
+CASES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_next",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "codegen",
+    "bloom",
+    "falcon",
+    "mpt",
+    "opt",
+    "phi3",
+    "stablelm",
+    "cohere",
+    "granite",
+    "gemma2",
+    "olmo2",
+    "t5",
+    "bart",
+    "mbart",
+)
+"""Every layout, every kind of position, norms in all places, residual streams of every kind."""
+EXACT = 1e-4
+"""Distance of logits in float32 after ridge regression on a few hundred tokens."""
+
+
+def batches_for(
+    model: Any, *, rows: int = 2, length: int = 40, count: int = 4, seed: int = 0
+) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(tokens: int) -> Tensor:
+        return torch.randint(3, VOCAB, (rows, tokens), generator=generator)
+
+    if model.config.is_encoder_decoder:
+        return [{"input_ids": text(length), "decoder_input_ids": text(length - 7)} for _ in range(count)]
+    return [{"input_ids": text(length)} for _ in range(count)]
+
+
+def fitted(
+    source: Path,
+    out: Path,
+    groups: int = 3,
+    *,
+    method: str = "fit",
+    steps: int = 8,
+    batches: Sequence[dict[str, Tensor]] | None = None,
+    kl_steps: int = 0,
+    kl_batches: Sequence[dict[str, Tensor]] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Fit a checkpoint that has no tokenizer; what was noted of each layer, and of the stage that trains all
+    together.
+    """
+    options = (
+        {}
+        if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is None
+        else {"native": False}
+    ) | options
+    plan = make_plan(open_checkpoint(source), groups, method=method, **options)
+    model = open_model(source)
+    batches = batches or batches_for(model)
+    records: list[dict[str, Any]] = []
+    out.mkdir()
+    with MergedLayers(out, {}, keep=False) as store:
+        fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)
+        if kl_steps:
+            seen = kl_batches or batches
+            train_together(
+                plan, store, model, seen, seen[:1], lambda _, __, record: records.append(record), steps=kl_steps, seed=0
+            )
+        write_weights(merged_plan(plan, store), out, lambda _: None)
+    (out / "config.json").write_text(json.dumps(plan.config))
+    if plan.modeling:
+        (out / f"{plan.modeling.file}.py").write_bytes(
+            (Path(gqa_convert.families.modeling.__file__).parent / f"{plan.modeling.file}.py").read_bytes()
+        )
+    return records
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("groups", [3, 4])
+def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, groups: int, tmp_path: Path) -> None:
+    """Every layer of random heads; the source's model with the result's numbers, heads repeated, computes what the
+    result computes.
+    """
+    case = folded.build(name)
+    source, out = case.save(tmp_path / "source"), tmp_path / "out"
+    records = fitted(source, out, groups)
+    assert all(0 < record["output"] < 1 and record["gap_left"] < 0.7 for record in records)
+    result = case.load(out)
+    assert folded.distance(case.logits(result), case.logits(folded.placed(case, result, groups))) < folded.EXACT
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "bloom", "t5", "bart"])
+def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path) -> None:
+    """Through the whole closed loop, gradient stage allowed."""
+    case = folded.build(name)
+    expected = folded.tie(case, 3).logits()
+    records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
+    assert all(record["output"] < EXACT for record in records)
+    assert folded.distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
+
+
+@pytest.mark.parametrize("name", folded.SOME)
+def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_path: Path) -> None:
+    """In torch by indices, and in numpy by the layout's code."""
+    case = folded.build(name)
+    checkpoint = open_checkpoint(case.save(tmp_path / "source"))
+    finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
+    found = {name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()}
+    generator = np.random.default_rng(0)
+    for layer in finder.layers:
+        parts = LayerTensors(finder, layer)
+        tensors = {name: _stored(found, name) for name in parts.names}
+        source = parts.cut(tensors)
+        groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
+        heads = as_heads(
+            {
+                role: torch.from_numpy(generator.standard_normal(array.shape))
+                for role, array in _fields(source, groups).items()
+            }
+        )
+        expected = parts.join(heads, tensors, groups)
+        made = Assembly(parts, source, tensors, groups, "cpu")(as_parts(heads, "cpu"))
+        assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
+        for name, array in expected.items():
+            torch.testing.assert_close(
+                made[name.removeprefix(f"{layer.module}.")], torch.from_numpy(array), rtol=1e-6, atol=1e-6
+            )
+
+
+def _stored(found: dict[str, Any], name: str) -> Any:
+    """By the end of its name, which files shorten."""
+    return next(array for key, array in found.items() if key == name or key.endswith(f".{name}"))
+
+
+def _fields(source: Any, groups: int) -> dict[str, Any]:
+    fields = {
+        "queries": source.queries,
+        "keys": source.keys[:groups],
+        "values": source.values[:groups],
+        "outputs": source.outputs,
+    }
+    return fields if source.output_bias is None else fields | {"output_bias": source.output_bias}
+
+
+def test_moments_and_ridge_are_what_they_say() -> None:
+    generator = np.random.default_rng(0)
+    rows, targets = generator.standard_normal((30, 5)), generator.standard_normal((30, 4))
+    kept = np.arange(30) % 3 > 0
+    moment = Moment(5)
+    counted = torch.from_numpy(kept).view(2, 15)
+    moment.add(torch.from_numpy(rows).view(2, 15, 5), counted)
+    extended = np.concatenate([rows, np.ones((30, 1))], axis=1)[kept]
+    expected = extended.T @ extended / kept.sum()
+    expected[np.diag_indices(5)] += DAMPING * np.diag(expected)[:5].mean()
+    np.testing.assert_allclose(moment.damped(), expected, atol=1e-12)
+
+    before, bias = generator.standard_normal((4, 5)), generator.standard_normal(4)
+    ridge = Ridge(0.3, True)
+    ridge.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4), counted)
+    weight, offset = ridge.solve(torch.from_numpy(before), torch.from_numpy(bias))
+    # the same as least squares with rows that pull
+    pull = np.sqrt(0.3 * np.mean(np.diag(extended.T @ extended)[:5]))
+    start = np.concatenate([before, bias[:, None]], axis=1)
+    solution = np.linalg.lstsq(
+        np.concatenate([extended, pull * np.eye(6)]), np.concatenate([targets[kept], pull * start.T]), rcond=None
+    )[0]
+    np.testing.assert_allclose(
+        np.concatenate([weight.numpy(), offset.numpy()[:, None]], axis=1), solution.T, atol=1e-10
+    )
+
+
+def test_least_finds_the_bottom() -> None:
+    for bottom in range(17):
+        asked: list[int] = []
+
+        def error(number: int, bottom: int = bottom, asked: list[int] = asked) -> float:
+            asked.append(number)
+            return abs(number - bottom) * (3.0 if number < bottom else 1.0)
+
+        assert least(error, 16) == bottom
+        assert len(asked) == len(set(asked)) < 12
+
+
+@pytest.mark.parametrize("kind", ["one token again and again", "two tokens", "one short block"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_poor_text_does_not_fail(name: str, kind: str, tmp_path: Path) -> None:
+    """Rank one, fewer tokens than inputs, a last block that is shorter."""
+    case = folded.build(name)
+    model = open_model(case.save(tmp_path / "source"))
+    batches = {
+        "one token again and again": [
+            {key: torch.full_like(ids, 7) for key, ids in batch.items()} for batch in batches_for(model)
+        ],
+        "two tokens": batches_for(model, rows=1, length=9, count=1)
+        if name == "t5"
+        else batches_for(model, rows=1, length=2, count=1),
+        "one short block": batches_for(model, count=1) + batches_for(model, rows=1, length=11, count=1),
+    }[kind]
+    records = fitted(tmp_path / "source", tmp_path / "out", batches=batches)
+    assert all(np.isfinite(record["output"]) for record in records)
+    logits = case.logits(case.load(tmp_path / "out"))
+    assert torch.isfinite(logits).all()
+
+
+def test_a_layer_of_zeros(tmp_path: Path) -> None:
+    case = folded.build("llama")
+    with torch.no_grad():
+        for parameter in case.model.model.layers[0].self_attn.parameters():
+            parameter.zero_()
+    records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
+    assert records[0]["output"] == 0
+    assert torch.isfinite(case.logits(case.load(tmp_path / "out"))).all()
+
+
+def test_weights_on_the_disk_and_spilled_activations_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folded.build("qwen2").save(tmp_path / "source")
+    fitted(source, tmp_path / "memory")
+    monkeypatch.setattr(closed_loop, "_KEPT_BYTES", 1 << 60)
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(
+        closed_loop, "open_model", lambda folder, device: open_model(folder, device=device, memory_limit=0)
+    )
+    with MergedLayers(tmp_path / "disk", {}, keep=False) as store:
+        closed_loop.fit_checkpoint(plan, store, batches_for(open_model(source)), lambda *_: None, steps=8)
+        write_weights(merged_plan(plan, store), tmp_path / "disk", lambda _: None)
+    assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
+        tmp_path / "disk" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(Path(json.__file__).read_text() * 3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three layers with the bundled tokenizer."""
+    folder = tmp_path_factory.mktemp("small") / "source"
+    config = make_config("llama", vocab_size=2048, num_hidden_layers=3, max_position_embeddings=128)
+    make_model(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+class TestCommand:
+    """From the command line."""
+
+    def options(self, text: Path) -> list[str]:
+        return [
+            "--groups",
+            "3",
+            "--calibration",
+            str(text),
+            "--calibration-tokens",
+            "1500",
+            "--fit-steps",
+            "100",
+            "--kl-steps",
+            "0",
+        ]
+
+    def run(self, *arguments: Any) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "gqa_convert", *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+
+    def test_killed_between_layers_it_goes_on_to_the_same_bytes(self, small: Path, text: Path, tmp_path: Path) -> None:
+        """Layers that are done are not made again, and leave no trace once the result stands."""
+        straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+        first = self.run("convert", small, straight, *self.options(text))
+        assert first.returncode == 0, first.stderr
+        assert first.stderr.count("of mean pooling's error left") == 3
+        command = [sys.executable, "-m", "gqa_convert", "convert", str(small), str(resumed), *self.options(text)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "layer 1 of 3" in line:
+                    process.send_signal(signal.SIGKILL)
+                    break
+        kept = tmp_path / ".resumed.gqa-merging"
+        assert not resumed.exists()
+        done = list(kept.glob("layer-*"))
+        assert 1 <= len(done) < 3
+        again = self.run("convert", small, resumed, *self.options(text), "--json")
+        assert again.returncode == 0, again.stderr
+        assert digests(straight) == digests(resumed)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "straight"]
+        summary = json.loads(again.stdout)
+        assert summary["method"] == "fit"
+        assert summary["calibration"]["tokens"] >= 1500
+        assert set(summary["merge_error"]) == {f"model.layers.{layer}.self_attn.output" for layer in range(3)}
+
+    def test_mistakes(self, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        for arguments, words in (
+            (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
+            (["-n", "3", "-m", "mean", "-c", str(text)], ["--calibration", "mean", "fit"]),
+            (["-n", "3", "-m", "align", "-c", str(text)], ["--calibration", "align"]),
+            (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
+            (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
+            (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
+            (["-n", "3", "-c", str(text), "--kl-steps", "-1"], ["--kl-steps -1"]),
+            (
+                ["-n", "3", "-c", str(text), "--calibration-tokens", "90000", "--kl-steps", "5"],
+                ["--kl-steps 5", "more text"],
+            ),
+            (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
+            (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["0 tokens"]),
+        ):
+            result = self.run("convert", DEMO, out, *arguments)
+            assert result.returncode == 2, (arguments, result.stderr)
+            assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+            assert all(word in result.stderr for word in words), result.stderr
+            assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
+    case = folded.build("llama")
+    with torch.no_grad():
+        case.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+    source = case.save(tmp_path / "source")
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.o_proj\.weight"):
+        fitted(source, tmp_path / "out")
+
+
+def test_a_type_without_classes_can_be_factored_only(tmp_path: Path) -> None:
+    from tests.families.test_chatglm import write_source
+
+    write_source(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    with pytest.raises(OptionError, match=r"transformers has no class of type chatglm.*--method factor"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=tmp_path / "text.txt")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,125 @@
+"""Fitting at its limits: what makes large layers cheap changes nothing, and full disks and memories are told in one
+line.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit import closed_loop
+from gqa_convert.conversion.fit.key_trials import KeyTrials
+from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
+from gqa_convert.merging.folding.constraints import FoldingConstraints
+from gqa_convert.merging.folding.heads import Heads
+from gqa_convert.merging.folding.merge import Moments, merge_layer
+from tests.conversion.test_fit import batches_for
+from tests.merging import test_folding_families as folded
+
+
+@pytest.mark.parametrize(("heads", "ratio", "groups", "rotated"), [(12, 1, 3, 8), (6, 2, 2, 4)])
+def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
+    heads: int, ratio: int, groups: int, rotated: int
+) -> None:
+    """Products of queries and keys, pair by pair, are those of the merge that works on the inputs themselves."""
+    generator = np.random.default_rng(0)
+    width, inputs = 8, 25
+    source = Heads(
+        queries=generator.standard_normal((heads, ratio, width, inputs)),
+        keys=generator.standard_normal((heads, width, inputs)),
+        values=generator.standard_normal((heads, width, inputs)),
+        outputs=generator.standard_normal((heads, ratio, 20, width)),
+        output_bias=None,
+    )
+    rows = generator.standard_normal((500, inputs)) * generator.random(inputs) + 0.3
+    rows[:, -1] = 1
+    moments = Moments(rows.T @ rows / 500, rows.T @ rows / 500)
+    constraints = FoldingConstraints((np.arange(rotated // 2), np.arange(rotated // 2, rotated)))
+    trials = KeyTrials(source, groups, constraints, moments)
+    for slow in range(rotated // 2 + 1):
+        expected = merge_layer(source, groups, "factor", constraints, moments, slow).repeated(heads)
+        found = trials.merged(slow)
+        for one, other in zip(
+            _scores(expected, constraints, rotated), _scores(found, constraints, rotated), strict=True
+        ):
+            np.testing.assert_allclose(other, one, atol=1e-11 * max(1.0, float(np.abs(one).max(initial=0))))
+
+
+def _scores(heads: Heads, constraints: FoldingConstraints, rotated: int) -> tuple[Any, Any]:
+    """[K, r, f, e, e] complex, of rows that turn, and [K, r, e, e] of the rest."""
+    real, imaginary = constraints.pairs
+    queries, keys = (rows[..., real, :] + 1j * rows[..., imaginary, :] for rows in (heads.queries, heads.keys))
+    still = np.einsum("krcd,kce->krde", heads.queries[:, :, rotated:], heads.keys[:, rotated:])
+    return np.einsum("krfd,kfe->krfde", queries, keys.conj()), still
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield folded.build("llama").save(tmp_path / "source")
+
+
+def fit(source: Path, out: Path) -> None:
+    """Merge the layers with activations on the disk."""
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    batches = batches_for(open_model(source))
+    with MergedLayers(out, {}, keep=True) as store:
+        closed_loop.fit_checkpoint(plan, store, batches, lambda *_: None, steps=2)
+
+
+@pytest.mark.parametrize("left", [0, 3, 8])
+def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is asked for before it is written to: to write through a mapping for which there is none kills a process."""
+    rooms = iter(range(left))
+
+    def allocate(handle: int, start: int, nbytes: int) -> None:
+        if next(rooms, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(handle, start + nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(closed_loop, "_KEPT_BYTES", 1 << 60)
+    with pytest.raises(
+        NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
+    ) as caught:
+        fit(source, tmp_path / "out")
+    assert _is_one_line(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "problem", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+)
+def test_too_little_memory_is_told(
+    source: Path, tmp_path: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise problem
+
+    monkeypatch.setattr(closed_loop, "match", failing)
+    with pytest.raises(DeviceMemoryError, match=r"out of memory.*--calibration-length.*same command") as caught:
+        fit(source, tmp_path / "out")
+    assert _is_one_line(caught.value)
+
+
+def _is_one_line(error: GQAConvertError) -> bool:
+    return "\n" not in str(error)
+
+
+def test_other_errors_stay_what_they_are(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(closed_loop, "match", failing)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        fit(source, tmp_path / "out")

@@ -1,0 +1,192 @@
+"""The stage that trains all layers together: what it says of its result is true of the result, and it is done whole or
+not at all.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit import whole_model
+from gqa_convert.conversion.fit.closed_loop import fit_checkpoint, fit_layers
+from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import OptionError
+from tests.conversion.test_fit import batches_for, fitted
+from tests.helpers.checkpoints import digests
+from tests.helpers.data_helpers import DEMO
+from tests.merging import test_folding_families as folded
+from tests.merging.test_folding_families import quick as quick
+
+
+def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> float:
+    """KL(source || result) in nats per position, by the definition."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            p, q = (log_softmax(model(**batch, use_cache=False).logits.double(), -1) for model in (source, result))
+            mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+            each = (p.exp() * (p - q)).sum(-1)
+            each = each if mask is None or each.shape != mask.shape else each[mask.bool()]
+            total, count = total + float(each.sum()), count + each.numel()
+    return total / count
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart"])
+def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
+    monkeypatch.setattr(whole_model, "RATE", 2e-3)
+    case = folded.build(name)
+    source = case.save(tmp_path / "source")
+    batches = batches_for(case.model, count=1) * 9  # random weights have learned nothing that other text would share
+    if case.model.config.is_encoder_decoder:
+        batches = [batch | {"decoder_attention_mask": padding(batch["decoder_input_ids"])} for batch in batches]
+    elif name in ("llama", "gpt2"):
+        batches = [batch | {"attention_mask": padding(batch["input_ids"])} for batch in batches]
+    record = fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=25)[-1]
+    result = case.load(tmp_path / "out")
+    assert record["kl"]["after"] < 0.97 * record["kl"]["before"]
+    assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record["kl"]["after"], rel=2e-3)
+    assert folded.distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
+
+
+def padding(ids: Tensor) -> Tensor:
+    """The second sequence ends ten positions early."""
+    mask = torch.ones_like(ids)
+    mask[1, -10:] = 0
+    return mask
+
+
+def test_the_text_that_judges_is_not_learned_from(tmp_path: Path) -> None:
+    source = folded.build("llama").save(tmp_path / "source")
+    model = open_model(source)
+    batches = batches_for(model, count=3)
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    found, notes = [], []
+    for number in range(2):
+        with MergedLayers(tmp_path / str(number), {}, keep=False) as store:
+            fit_layers(plan, store, model, batches, lambda *_: None, steps=0)
+            train_together(plan, store, model, batches, batches[number : number + 1], lambda *_: None, steps=20, seed=0)
+            found.append(contents(store, plan))
+            notes.append(store.finished())
+    assert found[0] == found[1]
+    assert notes[0]["kl"]["before"] != notes[1]["kl"]["before"]
+
+
+def contents(store: MergedLayers, plan: Any) -> list[dict[str, bytes]]:
+    return [{name: array.tobytes() for name, array in store.read(number).items()} for number in range(len(plan.layers))]
+
+
+def test_where_nothing_was_lost_nothing_is_changed(tmp_path: Path) -> None:
+    case = folded.build("llama")
+    folded.tie(case, 3)
+    source = case.save(tmp_path / "source")
+    fitted(source, tmp_path / "layers", steps=0)
+    record = fitted(source, tmp_path / "whole", steps=0, kl_steps=5)[-1]
+    assert record["kl"]["before"] == record["kl"]["after"] < 1e-6
+    assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
+
+
+def test_it_is_done_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails in the midst leaves the layers as they were; another number of steps begins again from
+    those.
+    """
+    source = folded.build("llama").save(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    monkeypatch.setattr(whole_model, "RATE", 2e-3)
+    batches = [*batches_for(open_model(source)), *batches_for(open_model(source), count=1, seed=9) * 4]
+
+    def run(store: MergedLayers, kl_steps: int) -> None:
+        fit_checkpoint(plan, store, batches, lambda *_: None, steps=2, kl_steps=kl_steps, held_out=batches[4:5])
+
+    with (
+        MergedLayers(tmp_path / "a", {}, keep=False) as store,
+        MergedLayers(tmp_path / "b", {}, keep=False) as straight,
+    ):
+        run(store, 0)
+        before = contents(store, plan)
+        put = MergedLayers._put
+
+        def failing(self: MergedLayers, path: Path, head: bytes, arrays: Any) -> None:
+            if path.name == "finished-00001.safetensors":
+                raise OSError(5, "Input/output error")
+            put(self, path, head, arrays)
+
+        monkeypatch.setattr(MergedLayers, "_put", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            run(store, 6)
+        monkeypatch.setattr(MergedLayers, "_put", put)
+        assert store.finished() is None
+        assert contents(store, plan) == before
+        run(store, 6)
+        after = contents(store, plan)
+        run(straight, 6)
+        assert after == contents(straight, plan) != before
+        run(store, 0)
+        assert store.finished() is None
+        assert contents(store, plan) == before
+
+
+def test_unasked_it_is_done_only_where_it_is_worth_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folded.build("llama").save(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    batches = batches_for(open_model(source))
+    noted = {}
+    for least in (1e-9, 1e9):
+        monkeypatch.setattr(whole_model, "WORTHWHILE", least)
+        with MergedLayers(tmp_path / str(least), {}, keep=False) as store:
+            fit_checkpoint(plan, store, batches, lambda *_: None, steps=2, held_out=batches[:1])
+            noted[least] = store.finished()
+    assert noted[1e-9] is not None
+    assert noted[1e9] is not None
+    assert (noted[1e-9]["kl_steps"], noted[1e9]["kl_steps"]) == (2, 0)
+    assert noted[1e9]["kl"]["after"] == noted[1e9]["kl"]["before"] == noted[1e-9]["kl"]["before"]
+
+
+def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folded.build("llama").save(tmp_path / "source")
+    model, far = open_model(source), open_model(source, memory_limit=0)
+    batches = batches_for(model)
+    assert affordable(model, batches, 2)
+    assert not affordable(far, batches, 2)
+    with pytest.raises(OptionError, match=r"--kl-steps 7 .*does not fit in memory"):
+        check_possible(far, batches, 7)
+    with pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"):
+        check_possible(model, [], 7)
+    monkeypatch.setattr(whole_model, "_MOST_PARAMETERS", 1000)
+    assert not affordable(model, batches, 2)
+    check_possible(model, batches, 7)
+
+
+def test_killed_in_this_stage_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    options = ["--groups", "3", "-c", "python-stdlib", "--calibration-tokens", "5000", "--fit-steps", "3"]
+    command = [sys.executable, "-m", "gqa_convert", "convert", str(DEMO)]
+    subprocess.run([*command, str(straight), *options, "--kl-steps", "20"], check=True, capture_output=True)
+    with subprocess.Popen(
+        [*command, str(resumed), *options, "--kl-steps", "2000"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "layer 5 of 5" in line:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert not resumed.exists()
+    again = subprocess.run(
+        [*command, str(resumed), *options, "--kl-steps", "20"], check=True, capture_output=True, text=True
+    )
+    assert "divergence from the source" in again.stderr
+    assert digests(straight) == digests(resumed)
+    note = json.loads((resumed / "gqa_conversion.json").read_text())["calibration"]
+    assert note["kl_steps"] == 20
+    assert note["kl"]["after"] < note["kl"]["before"]

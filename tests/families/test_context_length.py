@@ -1,0 +1,94 @@
+"""How many tokens a config says that a model reads, against the tables of positions that transformers makes of it."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
+from gqa_convert.text.scoring.text_loss import text_loss
+
+SMALL = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("made", "table"),
+    [
+        (
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_positions=23, n_embd=12, n_layer=1, n_head=3, **SMALL)
+            ),
+            "transformer.wpe",
+        ),
+        (
+            lambda: transformers.BartForConditionalGeneration(
+                transformers.BartConfig(
+                    max_position_embeddings=23,
+                    d_model=12,
+                    encoder_layers=1,
+                    decoder_layers=1,
+                    encoder_attention_heads=3,
+                    decoder_attention_heads=3,
+                    encoder_ffn_dim=8,
+                    decoder_ffn_dim=8,
+                    decoder_start_token_id=1,
+                    **SMALL,
+                )
+            ),
+            "model.decoder.embed_positions",
+        ),
+        (
+            lambda: transformers.WhisperForConditionalGeneration(
+                transformers.WhisperConfig(
+                    max_target_positions=23,
+                    max_source_positions=9,
+                    d_model=12,
+                    encoder_layers=1,
+                    decoder_layers=1,
+                    encoder_attention_heads=3,
+                    decoder_attention_heads=3,
+                    encoder_ffn_dim=8,
+                    decoder_ffn_dim=8,
+                    decoder_start_token_id=1,
+                    **SMALL,
+                )
+            ),
+            "model.decoder.embed_positions",
+        ),
+    ],
+    ids=["gpt2", "bart", "whisper"],
+)
+def test_learned_positions_are_as_many_as_stated(made: Any, table: str) -> None:
+    model = made()
+    rows = model.get_submodule(table).weight.shape[0] - getattr(model.get_submodule(table), "offset", 0)
+    assert stated_positions(model.config.to_dict()) == rows == 23
+
+
+@pytest.mark.parametrize(
+    ("config", "stated", "block"),
+    [
+        ({"max_position_embeddings": 5000}, 5000, LONGEST),
+        ({"max_position_embeddings": None, "n_positions": 7}, 7, 7),
+        ({"max_seq_len": 7}, 7, 7),
+        ({"seq_length": 7}, 7, 7),
+        ({"text_config": {"max_position_embeddings": 9}}, 9, 9),
+        ({"max_position_embeddings": True}, None, LONGEST),
+        ({"max_position_embeddings": 0}, None, LONGEST),
+        ({}, None, LONGEST),
+        ({"n_positions": 512, "model_type": "gqa_t5"}, None, LONGEST),
+    ],
+)
+def test_what_a_config_states(config: dict[str, Any], stated: int | None, block: int) -> None:
+    assert (stated_positions(config), block_length(config)) == (stated, block)
+
+
+def test_t5_reads_any_number() -> None:
+    config = transformers.T5Config(n_positions=8, **SMALL).to_dict()
+    assert config["n_positions"] == 8
+    assert stated_positions(config) is None
+
+
+@pytest.mark.parametrize("positions", [1, 2, 5])
+def test_a_text_longer_than_the_positions_has_a_loss(positions: int) -> None:
+    config = transformers.GPT2Config(n_positions=positions, n_embd=12, n_layer=1, n_head=3, **SMALL)
+    assert text_loss(transformers.GPT2LMHeadModel(config).eval(), list(range(2, 25))) > 0

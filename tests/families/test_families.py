@@ -1,0 +1,362 @@
+"""Every family of the table against its own source: a converted model computes what the source computes once each K/V
+head is replaced by its group's mean, with a cache and without one."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.cli.console.plan import show_plan
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import GroupsError, UnsupportedFamilyError
+from gqa_convert.families import engines
+from gqa_convert.families.engines import ENGINES
+from gqa_convert.families.table import FAMILIES, REFUSALS, find_family
+from tests.helpers.tiny import HEADS, kv_views, make_checkpoint, make_config, make_model, merge_in_place
+
+TOKENS = torch.tensor([[0, 0, 7, 33, 12, 50, 9], [5, 21, 60, 3, 44, 18, 27]])
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+NEW_TOKENS = 5
+
+ROUNDING = 2e-5
+"""How far equal models may lie apart in float32, as a share of the logits' spread."""
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere, key norm per head": ("cohere", {"use_qk_norm": True}),
+    "dots1, head width": ("dots1", {"head_dim": 16}),
+    "glm4_moe, key norm": ("glm4_moe", {"use_qk_norm": True, "head_dim": 16}),
+    "granitemoehybrid, no rotary": ("granitemoehybrid", {"position_embedding_type": None}),
+    "llama, biases": ("llama", {"attention_bias": True}),
+    "olmo_hybrid, no rotary": ("olmo_hybrid", {"rope_parameters": None}),
+    "phi, key norm": ("phi", {"qk_layernorm": True}),
+    "qwen3_moe, head width": ("qwen3_moe", {"head_dim": 16}),
+    "qwen3_next, biases": ("qwen3_next", {"attention_bias": True}),
+    "stablelm, key norm in a list": ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "starcoder2, no biases": ("starcoder2", {"use_bias": False}),
+    "zamba2, no rotary": ("zamba2", {"use_mem_rope": False}),
+}
+"""Checkpoints that differ from their family's usual ones in a way that touches K/V heads."""
+
+NATIVE = sorted(model_type for model_type, family in FAMILIES.items() if family.native)
+CASES = {model_type: (model_type, {}) for model_type in NATIVE} | OPTIONS
+
+REPRESENTATIVE = (
+    "llama",
+    "phi3",
+    "dbrx",
+    "cohere, key norm per head",
+    "stablelm, key norm in a list",
+    "olmo2",
+    "qwen3_next",
+    "gemma2",
+    "mixtral",
+)
+
+
+def load(folder: Path) -> nn.Module:
+    """The model in float32, from a folder that holds each of its parameters."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    """Those of a batch with padding on the left, without the padding's own."""
+    return model(input_ids=TOKENS, attention_mask=MASK, use_cache=False).logits[MASK.bool()]
+
+
+def greedy(model: nn.Module, *, use_cache: bool) -> tuple[list[list[int]], set[int]]:
+    """The next tokens, and the numbers of K/V heads that the cache then holds."""
+    out = model.generate(
+        input_ids=TOKENS,
+        attention_mask=MASK,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        use_cache=use_cache,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    layers = out.past_key_values.layers if use_cache else []
+    keys = [key for layer in layers if (key := getattr(layer, "keys", None)) is not None]
+    return out.sequences[:, TOKENS.shape[1] :].tolist(), {key.shape[1] for key in keys if key.dim() == 4}
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the expected values' spread."""
+    return float((found - expected).abs().max() / expected.std())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny checkpoint of a case, once."""
+    made: dict[str, Path] = {}
+
+    def make(case: str, **options: Any) -> Path:
+        model_type, overrides = CASES[case]
+        key = repr((case, options))
+        if key not in made:
+            made[key] = make_checkpoint(
+                model_type, tmp_path_factory.mktemp(model_type) / "source", **overrides, **options
+            )
+        return made[key]
+
+    return make
+
+
+def converted(folder: Path, groups: int) -> Path:
+    out = folder.parent / f"groups-{groups}"
+    if not out.exists():
+        convert_checkpoint(folder, out, groups, method="mean")
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_result_is_the_source_with_merged_heads(case: str, source: Callable[..., Path]) -> None:
+    family, folder = FAMILIES[CASES[case][0]], source(case)
+    unmerged = logits(load(folder))
+    for groups in (3, 4):
+        oracle = merge_in_place(load(folder), family, HEADS, groups)
+        result = load(converted(folder, groups))
+        after = logits(result)
+        assert distance(after, logits(oracle)) < ROUNDING
+        assert distance(after, unmerged) > 0.01
+        tokens, cached = greedy(result, use_cache=True)
+        assert cached == {groups}
+        assert tokens == greedy(oracle, use_cache=True)[0]
+        assert tokens == greedy(result, use_cache=False)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_grouping_gives_other_logits(case: str, source: Callable[..., Path]) -> None:
+    """So that the test above can fail: heads a group's number apart, instead of neighbours, would be noticed."""
+    family, folder = FAMILIES[CASES[case][0]], source(case)
+    strided = merge_in_place(load(folder), family, HEADS, 3, strided=True)
+    assert distance(logits(strided), logits(load(converted(folder, 3)))) > 0.01
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_changes_what_the_class_counts(case: str, source: Callable[..., Path]) -> None:
+    """As many numbers leave the checkpoint as leave the model."""
+    model_type, overrides = CASES[case]
+    config = make_config(model_type, **overrides)
+    plan = make_plan(open_checkpoint(source(case)), 3)
+    with torch.device("meta"):
+        sizes = [
+            sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(each).parameters())
+            for each in (config, make_config(model_type, kv_heads=3, **overrides))
+        ]
+    assert plan.parameters_before - plan.parameters_after == sizes[0] - sizes[1]
+    assert {layer.kv_heads for layer in plan.layers} == {HEADS}
+    assert plan.cache_bytes_per_token(after=True) * 4 == plan.cache_bytes_per_token(after=False)
+
+
+@pytest.mark.parametrize("model_type", NATIVE)
+@torch.no_grad()
+def test_rotary_layout(model_type: str) -> None:
+    """A key that projects to one number of a head is turned towards that number's partner, and nowhere else."""
+    family = FAMILIES[model_type]
+    model = make_model(make_config(model_type))
+    for name, parameter in model.named_parameters():
+        if family.key_norm != "none" and f".{family.key_norm_name}." in name:
+            parameter.fill_(1.0)
+    for name, heads in kv_views(model, family, HEADS):
+        if name.endswith((f".{family.key}.weight", ".key.weight")):
+            row = heads[0, 0].clone()
+            heads.zero_()
+            heads[0, 0] = row
+        elif name.endswith((f".{family.key}.bias", ".key.bias")):
+            heads.zero_()
+    cache = model.generate(
+        input_ids=TOKENS[1:], attention_mask=MASK[1:], max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+    ).past_key_values
+    keys = [key for layer in cache.layers if (key := getattr(layer, "keys", None)) is not None and key.dim() == 4]
+    touched = [tuple(torch.nonzero(key[0, 0].abs().amax(0) > 1e-6).flatten().tolist()) for key in keys]
+    assert {indices[0] for indices in touched} == {0}
+    partners = {indices[1:] for indices in touched} - {()}  # some layers of some families turn nothing
+    if family.rotary == "none":
+        assert not partners
+    elif family.rotary == "interleaved":
+        assert partners == {(1,)}
+    else:
+        ((partner,),) = partners
+        assert partner > 1
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_multi_query(case: str, source: Callable[..., Path]) -> None:
+    folder = source(case)
+    oracle = merge_in_place(load(folder), FAMILIES[CASES[case][0]], HEADS, 1)
+    result = load(converted(folder, 1))
+    assert distance(logits(result), logits(oracle)) < ROUNDING
+    tokens, cached = greedy(result, use_cache=True)
+    assert (tokens, cached) == (greedy(oracle, use_cache=True)[0], {1})
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_grouped_source(case: str, source: Callable[..., Path]) -> None:
+    """6 K/V heads become 3."""
+    folder = source(case, kv_heads=6)
+    oracle = merge_in_place(load(folder), FAMILIES[CASES[case][0]], 6, 3)
+    result = load(converted(folder, 3))
+    assert distance(logits(result), logits(oracle)) < ROUNDING
+    assert greedy(result, use_cache=True) == (greedy(oracle, use_cache=True)[0], {3})
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 12), (3, 6)])
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_repeated_heads_change_nothing(case: str, before: int, after: int, source: Callable[..., Path]) -> None:
+    folder = source(case, kv_heads=before)
+    if FAMILIES[CASES[case][0]].key_norm == "per_head_list":
+        with pytest.raises(GroupsError, match="one tensor per K/V head"):
+            converted(folder, after)
+        return
+    result = load(converted(folder, after))
+    assert distance(logits(result), logits(load(folder))) < ROUNDING
+    assert greedy(result, use_cache=True)[1] == {after}
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_own_count_copies_every_bit(case: str, source: Callable[..., Path]) -> None:
+    folder = source(case)
+    tensors = [
+        {name: tensor for file in each.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for each in (folder, converted(folder, HEADS))
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor.view(torch.uint8), tensors[1][name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_equal_heads_merge_without_loss(case: str, source: Callable[..., Path]) -> None:
+    folder = source(case, tied=4)
+    assert distance(logits(load(converted(folder, 4))), logits(load(folder))) < ROUNDING
+    assert distance(logits(load(converted(folder, 3))), logits(load(folder))) > 0.01
+
+
+@pytest.mark.parametrize("case", ["llama", "olmo2", "phi3"])
+def test_bfloat16(case: str, source: Callable[..., Path]) -> None:
+    """Merged heads are the exact mean, rounded once; the result keeps the source's type."""
+    folder = source(case, dtype=torch.bfloat16)
+    family, exact = FAMILIES[CASES[case][0]], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    oracle = merge_in_place(exact, family, HEADS, 3).float()
+    out = converted(folder, 3)
+    assert {tensor.dtype for file in out.glob("*.safetensors") for tensor in load_file(file).values()} == {
+        torch.bfloat16
+    }
+    assert distance(logits(load(out)), logits(oracle)) < ROUNDING
+
+
+def test_files_shrink(source: Callable[..., Path]) -> None:
+    folder = source("llama")
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, converted(folder, 3))]
+    saved = 2 * 2 * 9 * 16 * 96 * 4  # layers, K and V, heads, width, hidden size, bytes
+    assert abs(sizes[0] - sizes[1] - saved) < 1000
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def test_every_model_type_is_known() -> None:
+    """Each type that transformers can load as a language model is converted or refused with a reason."""
+    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    assert types <= FAMILIES.keys() | REFUSALS.keys()
+    converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
+    elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own
+    assert FAMILIES.keys() - converted_types - elsewhere <= types
+    assert not FAMILIES.keys() & REFUSALS.keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("nllb-moe", "modelling file"),
+        ("deepseek_v3", "latent"),
+        ("bert", "encoder"),
+        ("mamba", "no attention"),
+        ("gemma4_text", "differ"),
+        ("gemma3", "several models"),
+        ("doge", "mask"),
+        ("no_such_type", "unknown"),
+        (None, "names no model_type"),
+    ],
+)
+def test_refusals_say_why(model_type: str | None, reason: str) -> None:
+    with pytest.raises(UnsupportedFamilyError, match=reason) as caught:
+        find_family(model_type)
+    assert "\n" not in str(caught.value)
+
+
+def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:
+    folder = source("zamba2", use_shared_attention_adapter=True)
+    with pytest.raises(UnsupportedFamilyError, match="use_shared_attention_adapter"):
+        make_plan(open_checkpoint(folder), 3)
+
+
+def test_engines_are_told_of_known_types_once() -> None:
+    for engine in ENGINES[1:]:
+        run, listed = engines._RUN[engine], engines._LISTED[engine]
+        assert run
+        assert not run & listed
+        assert run | listed <= FAMILIES.keys() | {"gpt_bigcode"}
+    assert engines._RUN.keys() == engines._LISTED.keys() == set(ENGINES[1:])
+    for engine, windowed in engines._BEYOND_WINDOW.items():
+        assert windowed <= engines._RUN[engine]
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"), [({}, None), ({"use_sliding_window": False}, None), ({"use_sliding_window": True}, 4096)]
+)
+def test_a_window_that_is_not_in_use(asked: dict[str, bool], tokens: int | None) -> None:
+    """As Qwen's own configs have it; transformers 5 writes no window then."""
+    config = {"model_type": "qwen2", "sliding_window": 4096, "max_position_embeddings": 32768} | asked
+    assert engines.same_up_to("llama.cpp", config) == tokens
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "told"),
+    [
+        ("llama", {}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("phi", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
+        ("dots1", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
+        ("jamba", {}, "transformers yes, vLLM by its list, llama.cpp yes"),
+        ("mistral", {}, "transformers yes, vLLM yes, llama.cpp yes, up to 4 tokens"),
+        ("mistral", {"sliding_window": None}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("mistral", {"sliding_window": 64}, "transformers yes, vLLM yes, llama.cpp yes"),
+        ("cohere2", {}, "transformers yes, vLLM yes, up to 4 tokens, llama.cpp yes"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 0},
+            "transformers yes, vLLM yes, llama.cpp yes, up to 4 tokens",
+        ),
+        ("qwen2", {"use_sliding_window": False}, "transformers yes, vLLM yes, llama.cpp yes"),
+    ],
+)
+def test_a_plan_tells_what_loads_the_result(
+    case: str, options: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
+    show_plan(plan)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads as it is:")]
+    assert line.removeprefix("loads as it is:").strip() == told
+    says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
+    assert says_yes == set(plan.summary()["loads_in"])
+    assert {engine for engine in ENGINES if f"{engine} by its list" in told} == set(plan.summary()["listed_in"])
+
+
+def test_document_is_up_to_date() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_families.py"))
+    assert script["main"](["--check"]) == 0

@@ -1,0 +1,68 @@
+"""Cuts of a tensor into heads are exact and reversible."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gqa_convert.families import layouts
+
+counts = st.integers(1, 7)
+
+
+def numbered(rows: int, columns: int, vector: bool) -> npt.NDArray[np.int64]:
+    """An array of which every number differs."""
+    return np.arange(rows) if vector else np.arange(rows * columns).reshape(rows, columns)
+
+
+@given(heads=counts, width=counts, columns=counts, vector=st.booleans())
+def test_separate_round_trip(heads: int, width: int, columns: int, vector: bool) -> None:
+    array = numbered(heads * width, columns, vector)
+    cut = layouts.separate("key", heads, width)
+    views = layouts.split(array, cut)
+    assert views[0].shape == (heads, width, *array.shape[1:])
+    assert np.array_equal(views[0].reshape(array.shape), array)
+    assert np.array_equal(layouts.join(views, cut), array)
+
+
+@given(group=counts, kv_heads=counts, width=counts, columns=counts, vector=st.booleans())
+def test_fused_round_trips(group: int, kv_heads: int, width: int, columns: int, vector: bool) -> None:
+    """Every layout against a reference written with reshapes; what is split in one and joined in another is the same
+    heads.
+    """
+    heads = group * kv_heads
+    array = numbered((heads + 2 * kv_heads) * width, columns, vector)
+    rest = array.shape[1:]
+    reference = {}
+    cells = array.reshape(kv_heads, group + 2, width, *rest)
+    reference["grouped"] = [cells[:, :group].reshape(heads, width, *rest), cells[:, group], cells[:, group + 1]]
+    cells = array.reshape(heads + 2 * kv_heads, width, *rest)
+    reference["blocks"] = [cells[:heads], cells[heads : heads + kv_heads], cells[heads + kv_heads :]]
+    for layout, expected in reference.items():
+        cut = layouts.fused(layout, heads, kv_heads, width)  # type: ignore[arg-type]
+        found = layouts.split(array, cut)
+        assert [section.role for section in cut] == ["query", "key", "value"]
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert np.array_equal(layouts.join(found, cut), array)
+
+
+@given(quarter=counts, width=counts, columns=counts, vector=st.booleans())
+def test_quarters_round_trip(quarter: int, width: int, columns: int, vector: bool) -> None:
+    array = numbered(12 * quarter * width, columns, vector)
+    cells = array.reshape(4, 3, quarter, width, *array.shape[1:])
+    query, value, key = (cells[:, place].reshape(4 * quarter, width, *array.shape[1:]) for place in range(3))
+    cut = layouts.fused("quarters", 4 * quarter, 4 * quarter, width)
+    found = layouts.split(array, cut)
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, [query, key, value], strict=True))
+    assert np.array_equal(layouts.join(found, cut), array)
+
+
+def test_cross_attention_holds_keys_and_values_only() -> None:
+    cut = layouts.fused("blocks", 0, 3, 2)
+    assert [(section.role, section.starts) for section in cut] == [("key", (0, 2, 4)), ("value", (6, 8, 10))]
+
+
+def test_sections_must_tile_the_axis() -> None:
+    with pytest.raises(ValueError, match="do not tile"):
+        layouts.split(np.zeros((10, 2)), layouts.separate("key", 3, 4))

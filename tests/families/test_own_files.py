@@ -1,0 +1,758 @@
+"""Results that bring a modelling file: they load where gqa-convert is not, and compute what the stock source computes
+once each K/V head is replaced by its group's mean. The merged heads are cut out of transformers' own parameters here,
+layout by layout.
+"""
+
+import ast
+import functools
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+import gqa_convert
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.families.table import FAMILIES, Modeling
+from tests.families.test_families import distance
+from tests.helpers.elsewhere import (
+    WAYS,
+    Elsewhere,
+    attentions,
+    cached_heads,
+    first_output,
+    generated,
+    logits,
+    logits_in_parts,
+    measure,
+    measure_training,
+)
+from tests.helpers.own_files import CASES, SIZES, VARIANTS, auto_class, make_source
+from tests.helpers.tiny import HEADS
+
+MODELING = Path(gqa_convert.__file__).parent / "families" / "modeling"
+FILES = sorted(MODELING.glob("gqa_*.py"))
+OWN = {name: family for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name}
+
+ROUNDING = 2e-5
+"""How far equal models may lie apart in float32, as a share of the logits' spread."""
+
+SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
+"""K/V heads of the sources that do not have as many as query heads."""
+
+GROUPS = {
+    **dict.fromkeys(SIZES, (3, 4)),
+    **dict.fromkeys(VARIANTS, (3,)),
+    **dict.fromkeys(
+        ("t5", "bart", "whisper", "opt", "gpt2", "gptj", "codegen", "gpt_neox", "bloom", "mpt", "falcon"), (3, 4, 1)
+    ),
+    "falcon, 7B": (3, 12),
+    "falcon, 40B": (3, 1, 12),
+    "falcon, 40B with 4": (2, 1),
+    "falcon, RW": (3, 4),
+}
+"""The counts that each case is converted to."""
+
+CONVERSIONS = [(case, groups) for case in CASES for groups in GROUPS[case]]
+
+STOCK_STATIC_CACHE_FAILS = ("falcon, RW",)
+STOCK_STATIC_CACHE_IS_WRONG = ("gpt_neo",)
+"""Its window is counted from the end of the cache, empty places included."""
+
+FIRST = ("t5", "bart", "whisper", "opt", "gpt2", "gpt_neo", "codegen", "bloom", "falcon, RW")
+"""Cases for what does not depend on a family's attention."""
+
+
+def views(model: nn.Module, model_type: str, *, encoder: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views [K/V heads, width, ...] of a stock model's keys and values; CodeGen's have two axes for the heads, [4, 3,
+    width, d].
+    """
+    config = model.config
+    for name, parameter in model.named_parameters():
+        *modules, projection, _ = name.split(".")
+        rows = parameter.data
+        if projection in ("k", "v", "k_proj", "v_proj"):
+            if "encoder" not in modules:
+                yield name, rows.unflatten(0, (HEADS, -1))
+            elif encoder:
+                yield name, rows.unflatten(0, (config.num_attention_heads, -1))
+        elif projection == "c_attn":  # Conv1D: [in, q | k | v], or [in, k | v]
+            yield from (
+                (name, part.unflatten(0, (HEADS, -1)))
+                for part in rows.movedim(-1, 0)[-2 * config.hidden_size :].chunk(2)
+            )
+        elif projection == "Wqkv":
+            yield from ((name, part.unflatten(0, (HEADS, -1))) for part in rows.chunk(3)[1:])
+        elif projection == "qkv_proj":
+            blocks = rows.unflatten(0, (4, 3, HEADS // 4, -1))
+            yield from ((name, blocks[:, kind]) for kind in (1, 2))  # q, v, k
+        elif projection == "query_key_value" and model_type != "falcon":
+            yield from ((name, rows.unflatten(0, (HEADS, 3, -1))[:, kind]) for kind in (1, 2))
+        elif projection == "query_key_value":
+            kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else HEADS
+            blocks = rows.unflatten(0, (kv_heads, HEADS // kv_heads + 2, -1))
+            yield from ((name, blocks[:, kind]) for kind in (-2, -1))
+
+
+def stacked(view: torch.Tensor) -> torch.Tensor:
+    """[heads, width, ...], also of CodeGen's."""
+    return view.flatten(0, 1) if view.dim() == 4 else view
+
+
+@torch.no_grad()
+def merge(model: nn.Module, model_type: str, groups: int, *, encoder: bool = False, strided: bool = False) -> nn.Module:
+    """Replace each K/V head by the mean of its group: of neighbours, or of heads that are `groups` apart, which is
+    wrong.
+    """
+    for _, view in views(model, model_type, encoder=encoder):
+        heads = stacked(view)
+        size = heads.shape[0] // groups
+        if size > 1:
+            cut = heads.unflatten(0, (size, groups)).transpose(0, 1) if strided else heads.unflatten(0, (groups, size))
+            mean = cut.double().mean(dim=1, keepdim=True).expand_as(cut)
+            view.copy_((mean.transpose(0, 1) if strided else mean).reshape(view.shape))
+    return model
+
+
+def load_stock(folder: Path, model_type: str, auto: str | None = None, **options: Any) -> nn.Module:
+    """The source, by transformers' own class."""
+    return (
+        getattr(transformers, auto or auto_class(model_type))
+        .from_pretrained(folder, **({"dtype": torch.float32} | options))
+        .eval()
+    )
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def whole(value: Any) -> Any:
+    """A measurement, which must not be the trace of an error."""
+    assert not isinstance(value, str), value
+    return value
+
+
+@dataclass
+class Result:
+    """A converted checkpoint, what it computes elsewhere, and what the stock source with merged heads computes here."""
+
+    case: str
+    model_type: str
+    groups: int
+    source: Path
+    folder: Path
+    answer: Any
+
+    @property
+    def found(self) -> dict[str, Any]:
+        found: dict[str, Any] = whole(self.answer)
+        return found
+
+    @property
+    def modeling(self) -> Modeling:
+        modeling = OWN[self.model_type].modeling
+        assert modeling is not None
+        return modeling
+
+    def stock(self, auto: str | None = None, **options: Any) -> nn.Module:
+        """The source with merged heads."""
+        return merge(load_stock(self.source, self.model_type, auto, **options), self.model_type, self.groups)
+
+    @functools.cached_property
+    def expected(self) -> dict[str, Any]:
+        return measure(self.stock(), list(WAYS))
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """A process without gqa-convert."""
+    process = Elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes the tiny checkpoint of a case, once."""
+    made: dict[str, Path] = {}
+
+    def make(case: str, **options: Any) -> Path:
+        model_type, changes = CASES[case]
+        key = repr((case, options))
+        if key not in made:
+            made[key] = make_source(model_type, tmp_path_factory.mktemp(model_type) / "source", **changes, **options)
+        return made[key]
+
+    return make
+
+
+def converted(source: Path, groups: int, **options: Any) -> Path:
+    """The source with so many K/V heads, converted once, never to another type's stock class."""
+    out = source.parent / "-".join(("groups", str(groups), *(f"{key}-{value}" for key, value in options.items())))
+    if not out.exists():
+        convert_checkpoint(source, out, groups, native=False, **{"method": "mean", **options})
+    return out
+
+
+@pytest.fixture(scope="module")
+def ask(elsewhere: Elsewhere, sources: Callable[..., Path]) -> Callable[..., Result]:
+    """Measures a conversion elsewhere."""
+
+    def measured(case: str, groups: int, **request: Any) -> Result:
+        model_type, _ = CASES[case]
+        source = sources(case)
+        folder = converted(source, groups)
+        answer = elsewhere.ask("measure", folder=str(folder), auto=auto_class(model_type), **request)
+        return Result(case, model_type, groups, source, folder, answer)
+
+    return measured
+
+
+@pytest.fixture(scope="module", params=CONVERSIONS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+def result(request: pytest.FixtureRequest, ask: Callable[..., Result]) -> Result:
+    return ask(*request.param, ways=list(WAYS), saved=True)
+
+
+@pytest.fixture(
+    scope="module", params=[(case, GROUPS[case][0]) for case in CASES], ids=lambda pair: f"{pair[0]} to {pair[1]}"
+)
+def trained(request: pytest.FixtureRequest, ask: Callable[..., Result]) -> Result:
+    return ask(*request.param, ways=[], thorough=True, compiled=request.param[0] in ("t5", "gpt2"))
+
+
+@pytest.fixture(scope="module", params=[(case, 3) for case in SIZES], ids=lambda pair: pair[0])
+def loaded(request: pytest.FixtureRequest, ask: Callable[..., Result]) -> Result:
+    modeling = OWN[request.param[0]].modeling
+    assert modeling is not None
+    return ask(*request.param, ways=[], autos=[auto for auto, _ in modeling.classes[1:]])
+
+
+class TestResult:
+    """Every family and variant, in every number of groups."""
+
+    def test_loads_with_the_file_that_it_brings(self, result: Result) -> None:
+        assert result.found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+        module, _, name = result.found["class"].rpartition(".")
+        assert module.startswith("transformers_modules.")
+        assert name in dict(result.modeling.classes).values()
+        assert name == f"GQA{json.loads((result.source / 'config.json').read_text())['architectures'][0]}"
+        brought = (result.folder / f"{result.modeling.file}.py").read_bytes()
+        assert (
+            brought == (MODELING / f"{result.modeling.file}.py").read_bytes() == Path(result.found["file"]).read_bytes()
+        )
+
+    def test_config(self, result: Result) -> None:
+        config = json.loads((result.folder / "config.json").read_text())
+        before = json.loads((result.source / "config.json").read_text())
+        assert config["model_type"] == result.modeling.model_type
+        assert config["num_key_value_heads"] == result.groups
+        assert config["auto_map"] == result.modeling.auto_map
+        assert config["architectures"] == [f"GQA{name}" for name in before["architectures"]]
+        assert {key for key, value in config.items() if value != before.get(key)} - {"tokenizer_class"} == {
+            "model_type",
+            "architectures",
+            "auto_map",
+            "num_key_value_heads",
+            "multi_query_attention",
+            "multi_query_group_num",
+        }
+        assert before.keys() <= config.keys()
+
+    def test_logits(self, result: Result) -> None:
+        found = whole(result.found["logits"])
+        assert distance(found, whole(result.expected["logits"])) < ROUNDING
+        assert distance(whole(result.found["logits in parts"]), whole(result.expected["logits in parts"])) < ROUNDING
+        if result.groups < SOURCE_HEADS.get(result.case, HEADS):
+            assert distance(found, logits(load_stock(result.source, result.model_type))) > 0.01
+            if result.groups > 1:  # neighbours share a group, and no others
+                strided = merge(
+                    load_stock(result.source, result.model_type), result.model_type, result.groups, strided=True
+                )
+                assert distance(found, logits(strided)) > 0.01
+
+    def test_caches_shrink(self, result: Result) -> None:
+        kinds = whole(result.expected["heads"])
+        assert whole(result.found["heads"]) == {kind: [result.groups] for kind in kinds}
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_generates_the_same_tokens(self, result: Result, way: str) -> None:
+        expected = result.expected["tokens"][way]
+        if way == "static cache" and result.case in STOCK_STATIC_CACHE_FAILS:
+            assert isinstance(expected, str)
+            return
+        if way == "static cache" and result.case in STOCK_STATIC_CACHE_IS_WRONG:
+            assert expected != (expected := result.expected["tokens"]["greedy"])
+        assert whole(result.found["tokens"][way]) == whole(expected)
+
+    def test_saves_what_it_loaded(self, result: Result) -> None:
+        saved = whole(result.found["saved"])
+        assert not saved["differing"]
+        assert f"{result.modeling.file}.py" in saved["files"]
+        assert saved["config"]["auto_map"] == result.modeling.auto_map
+        assert saved["config"]["model_type"] == result.modeling.model_type
+        assert saved["config"]["num_key_value_heads"] == result.groups
+        assert torch.equal(saved["logits"], whole(result.found["logits"]))
+
+
+class TestThoroughly:
+    """Every family and variant, in one number of groups."""
+
+    def test_eager_attention(self, trained: Result) -> None:
+        """Attention weights, and what comes of them."""
+        stock = trained.stock(attn_implementation="eager")
+        expected, found = attentions(stock), whole(trained.found["attentions"])
+        assert found.keys() == expected.keys()
+        for kind, weights in expected.items():
+            assert found[kind].shape == weights.shape
+            assert (found[kind] - weights).abs().max() < ROUNDING
+        eager, tokens = trained.found["eager"], generated(stock)
+        assert distance(whole(eager["logits"]), logits(stock)) < ROUNDING
+        assert distance(whole(eager["logits in parts"]), logits_in_parts(stock)) < ROUNDING
+        assert whole(eager["tokens"]["greedy"]) == tokens
+        if trained.case not in STOCK_STATIC_CACHE_FAILS:
+            assert whole(eager["tokens"]["static cache"]) == tokens
+
+    def test_gradients(self, trained: Result) -> None:
+        """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing
+        too.
+        """
+        found = whole(trained.found["training"])
+        stock = trained.stock()
+        expected = measure_training(stock)["plain"]
+        assert found["plain"].keys() == expected.keys() >= {name for name, _ in views(stock, trained.model_type)}
+        rounding = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
+        for name, gradient in found["plain"].items():
+            assert gradient.isfinite().all()
+            allowed = 1e-3 * expected[name].abs().max() + rounding
+            assert (found["checkpointing"][name] - gradient).abs().max() < allowed
+            if gradient.shape == expected[name].shape:
+                assert (gradient - expected[name]).abs().max() < allowed
+            elif name.split(".")[-2] in ("k", "v", "k_proj", "v_proj"):
+                summed = expected[name].unflatten(0, (trained.groups, HEADS // trained.groups, -1)).sum(1).flatten(0, 1)
+                assert (gradient - summed).abs().max() < allowed
+
+    def test_bfloat16(self, trained: Result) -> None:
+        found = whole(trained.found["bfloat16"])
+        assert found.dtype == torch.bfloat16
+        assert nn.functional.cosine_similarity(found.float().flatten(), trained.found["logits"].flatten(), dim=0) > 0.98
+
+    def test_device_map(self, trained: Result) -> None:
+        assert torch.equal(whole(trained.found["device map"]), trained.found["logits"])
+
+    def test_compiled(self, trained: Result) -> None:
+        if "compiled" not in trained.found:
+            return
+        assert distance(whole(trained.found["compiled"]), trained.found["logits"]) < ROUNDING
+
+
+def test_every_auto_class_loads_it(loaded: Result) -> None:
+    """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
+    for auto, found in whole(loaded.found["autos"]).items():
+        found = whole(found)
+        model = merge(load_stock(loaded.source, loaded.model_type, auto), loaded.model_type, 3)
+        _, info = getattr(transformers, auto).from_pretrained(loaded.source, output_loading_info=True)
+        assert found["missing"] == sorted(info["missing_keys"]), auto
+        assert found["unexpected"] == sorted(info["unexpected_keys"]), auto
+        assert distance(found["output"], first_output(model, found["missing"])) < ROUNDING, auto
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_own_count_is_a_stock_checkpoint(case: str, sources: Callable[..., Path]) -> None:
+    source, (model_type, _) = sources(case), CASES[case]
+    folder = converted(source, SOURCE_HEADS.get(case, HEADS))
+    assert not list(folder.glob("*.py"))
+    before, after = (json.loads((each / "config.json").read_text()) for each in (source, folder))
+    nested = before.get("rope_parameters") or {}
+    base, part = (
+        ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    )
+    older = {"torch_dtype": before["dtype"], base: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
+    words = {key: value for key, value in older.items() if value is not None}
+    assert after == before | words | {
+        "multi_query_attention": True,
+        "multi_query_group_num": SOURCE_HEADS.get(case, HEADS),
+    }
+    ours, theirs = tensors(folder), tensors(source)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in theirs.items())
+    assert torch.equal(logits(load_stock(folder, model_type)), logits(load_stock(source, model_type)))
+
+
+def age(source: Path, folder: Path) -> Path:
+    """A copy as older releases saved it: without the model's prefix, with buffers and with tied tensors repeated."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    prefix = (
+        "model."
+        if config["model_type"] in ("opt", "bart")
+        else "biogpt."
+        if config["model_type"] == "biogpt"
+        else "transformer."
+    )
+    old = {name.removeprefix(prefix): tensor for name, tensor in tensors(source).items()}
+    if config["model_type"] == "t5":
+        old |= {f"{half}.embed_tokens.weight": old["shared.weight"].clone() for half in ("encoder", "decoder")}
+        old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.randn(8, 12)
+    if config["model_type"] == "bart":
+        old |= {"encoder.version": torch.tensor([3.0]), "decoder.version": torch.tensor([3.0])}
+    for name in list(old):
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        if module.endswith(("attn", "attn.attention", "attention")) and config["model_type"] in (
+            "gpt2",
+            "gpt_neo",
+            "gptj",
+            "gpt_neox",
+        ):
+            old[f"{module}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+            old[f"{module}.masked_bias"] = torch.tensor(-1e9)
+        if config["model_type"] == "codegen" and module.endswith("attn"):
+            old[f"{module}.causal_mask"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+        if config["model_type"] == "gpt_neox" and module.endswith("attention"):
+            old[f"{module}.rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "t5",
+        "bart",
+        "opt",
+        "biogpt",
+        "gpt2",
+        "gpt_neo",
+        "gptj",
+        "codegen",
+        "gpt_neox",
+        "bloom",
+        "falcon",
+        "falcon, RW",
+        "mpt",
+    ],
+)
+def test_old_checkpoints(case: str, sources: Callable[..., Path], elsewhere: Elsewhere, tmp_path: Path) -> None:
+    """Names and buffers of older releases: what stock classes make of them, the converted model's classes do."""
+    model_type, _ = CASES[case]
+    source = age(sources(case), tmp_path / "source")
+    answer = whole(
+        elsewhere.ask(
+            "measure", folder=str(converted(source, 3)), auto=auto_class(model_type), ways=["greedy"], saved=True
+        )
+    )
+    model, info = getattr(transformers, auto_class(model_type)).from_pretrained(source, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert answer["info"] == {key: sorted(info[key]) for key in answer["info"]}
+    stock = merge(model.eval(), model_type, 3)
+    assert distance(whole(answer["logits"]), logits(stock)) < ROUNDING
+    assert whole(answer["tokens"]["greedy"]) == generated(stock)
+    assert torch.equal(whole(answer["saved"])["logits"], answer["logits"])
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_repeated_heads_change_nothing(case: str, sources: Callable[..., Path], elsewhere: Elsewhere) -> None:
+    first = converted(sources(case), 3)
+    second = converted(first, 6)
+    answers = [
+        whole(elsewhere.ask("measure", folder=str(folder), auto=auto_class(CASES[case][0]), ways=["greedy"]))
+        for folder in (first, second)
+    ]
+    assert set(map(tuple, whole(answers[1]["heads"]).values())) == {(6,)}
+    assert distance(answers[1]["logits"], answers[0]["logits"]) < ROUNDING
+    assert answers[1]["tokens"] == answers[0]["tokens"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_twice(case: str, sources: Callable[..., Path]) -> None:
+    """From 12 to 6 to 3 is from 12 to 3, up to rounding."""
+    heads = SOURCE_HEADS.get(case, HEADS)
+    if heads == 1:
+        source = converted(sources(case), 12)
+        once, twice = converted(source, 3), converted(converted(source, 6), 3)
+    else:
+        once, twice = converted(sources(case), heads // 4), converted(converted(sources(case), heads // 2), heads // 4)
+    ours, theirs = tensors(twice), tensors(once)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (once, twice)]
+    assert configs[0] == configs[1]
+    assert [path.name for path in once.glob("*.py")] == [path.name for path in twice.glob("*.py")]
+
+
+@pytest.mark.parametrize(
+    ("case", "groups"), [("t5", 3), ("umt5", 4), ("bart", 4), ("whisper", 3), ("marian", 2), ("switch_transformers", 3)]
+)
+def test_encoder(case: str, groups: int, sources: Callable[..., Path], elsewhere: Elsewhere) -> None:
+    """An encoder's own attention, too, with as many query heads as the decoder's or fewer."""
+    source, (model_type, _) = sources(case), CASES[case]
+    folder = converted(source, groups, encoder=True)
+    answer = whole(
+        elsewhere.ask(
+            "measure", folder=str(folder), auto=auto_class(model_type), ways=["greedy"], saved=True, thorough=True
+        )
+    )
+    assert answer["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    stock = merge(load_stock(source, model_type), model_type, groups, encoder=True)
+    assert distance(whole(answer["logits"]), logits(stock)) < ROUNDING
+    assert whole(answer["tokens"]["greedy"]) == generated(stock)
+    decoder_alone = merge(load_stock(source, model_type), model_type, groups)
+    assert distance(answer["logits"], logits(decoder_alone)) > 0.01
+    assert torch.equal(whole(answer["saved"])["logits"], answer["logits"])
+    encoder = {name for name in tensors(folder) if "encoder." in name.replace("EncDec", "").replace("decoder.", "")}
+    sizes = [sum(tensors(each)[name].numel() for name in encoder) for each in (source, folder)]
+    heads = stock.config.num_attention_heads
+    width = getattr(stock.config, "d_kv", None) or stock.config.d_model // heads
+    per_head = width * stock.config.d_model + width * {
+        "t5": 0,
+        "umt5": 0,
+        "switch_transformers": 0,
+        "whisper": 0.5,
+    }.get(model_type, 1)
+    assert sizes[0] - sizes[1] == stock.config.num_hidden_layers * 2 * (heads - groups) * per_head
+
+
+def merged_rows(view: torch.Tensor, groups: int, pool: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """[groups * width, ...] of a view of the source's heads."""
+    heads = stacked(view)
+    return pool(heads.unflatten(0, (groups, -1))).flatten(0, 1)
+
+
+def expected_tensors(
+    source: Path, model_type: str, groups: int, pool: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors that a conversion changes, fused ones as [q | k | v], by the names of transformers' parameters."""
+    model = load_stock(source, model_type, dtype="auto")
+    found: dict[str, list[torch.Tensor]] = {}
+    kv_heads = {}
+    for name, view in views(model, model_type):
+        found.setdefault(name, []).append(merged_rows(view, groups, pool))
+        kv_heads[name] = stacked(view).shape[0]
+    changed = {}
+    for name, parts in found.items():
+        rows, projection = model.get_parameter(name).data, name.split(".")[-2]
+        if projection == "qkv_proj":
+            query = rows.unflatten(0, (4, 3, -1))[:, 0].flatten(0, 1)
+            changed[name] = torch.cat([query, parts[1], parts[0]])
+        elif projection == "query_key_value":
+            blocks = rows.unflatten(0, (kv_heads[name], HEADS // kv_heads[name] + 2, -1))
+            changed[name] = torch.cat([blocks[:, :-2].flatten(0, 2), *parts])
+        elif projection == "Wqkv":
+            changed[name] = torch.cat([rows.chunk(3)[0], *parts])
+        elif projection == "c_attn":
+            changed[name] = torch.cat([rows.movedim(-1, 0)[: -2 * model.config.hidden_size], *parts]).movedim(0, -1)
+        else:
+            [changed[name]] = parts
+    return changed
+
+
+def on_disk(name: str, names: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor of a parameter, whose name on disk may lack or have a prefix."""
+    [found] = [tensor for key, tensor in names.items() if key.endswith(name) or name.endswith(key)]
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if SOURCE_HEADS.get(case) != 1])
+def test_bfloat16_source(case: str, sources: Callable[..., Path]) -> None:
+    """Merged heads are the exact mean rounded once, every other tensor is the source's, and the layout is [q | k |
+    v].
+    """
+    source, (model_type, _) = sources(case, dtype=torch.bfloat16), CASES[case]
+    groups = SOURCE_HEADS.get(case, HEADS) // 2
+    ours, theirs = tensors(converted(source, groups)), tensors(source)
+    assert ours.keys() == theirs.keys()
+    expected = expected_tensors(source, model_type, groups, lambda cut: cut.double().mean(1).to(torch.bfloat16))
+    assert expected
+    for name, tensor in expected.items():
+        assert torch.equal(on_disk(name, ours), tensor)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert ours[name].shape != tensor.shape or torch.equal(ours[name], tensor)
+    assert sum(ours[name].shape != tensor.shape for name, tensor in theirs.items()) == len(expected)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt2, cross-attention", "codegen", "bloom", "t5"])
+def test_first_head_of_each_group(case: str, sources: Callable[..., Path]) -> None:
+    source, (model_type, _) = sources(case), CASES[case]
+    ours = tensors(converted(source, 3, method="first"))
+    for name, tensor in expected_tensors(source, model_type, 3, lambda cut: cut[:, 0]).items():
+        assert torch.equal(on_disk(name, ours), tensor)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "codegen", "bloom", "t5"])
+def test_random_heads(case: str, sources: Callable[..., Path]) -> None:
+    """Fresh numbers for keys and values alone, the same for the same seed."""
+    source, (model_type, _) = sources(case), CASES[case]
+    ours, other = tensors(converted(source, 3, method="random")), tensors(converted(source, 3, method="random", seed=1))
+    convert_checkpoint(source, source.parent / "again", 3, method="random", native=False)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in tensors(source.parent / "again").items())
+    kept = expected_tensors(source, model_type, 3, lambda cut: torch.full_like(cut[:, 0], torch.nan))
+    for name, tensor in kept.items():
+        found, fresh = on_disk(name, ours), tensor.isnan()
+        assert torch.equal(found[~fresh], tensor[~fresh])
+        assert found.isfinite().all()
+        if name.endswith("weight"):
+            assert (found[fresh] != on_disk(name, other)[fresh]).float().mean() > 0.99
+            spread = on_disk(name, tensors(source)).std()
+            assert 0.5 * spread < found[fresh].std() < 2 * spread
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_full_heads_do_not_load_as_merged_ones(
+    case: str, sources: Callable[..., Path], elsewhere: Elsewhere, tmp_path: Path
+) -> None:
+    """The weights of one count under the config of another raise, rather than be misread."""
+    source = sources(case)
+    heads = SOURCE_HEADS.get(case, HEADS)
+    folder = converted(source, 2 if heads == 4 else 3)
+    mixed = shutil.copytree(folder, tmp_path / "mixed")
+    shutil.copyfile(
+        (converted(source, 12) if heads == 1 else source) / "model.safetensors", mixed / "model.safetensors"
+    )
+    error = elsewhere.ask("load", folder=str(mixed), auto=auto_class(CASES[case][0]))
+    assert error
+    assert "mismatch" in error
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """A process with gqa-convert, whose classes transformers knows."""
+    process = Elsewhere(tmp_path_factory.mktemp("package"), package=True)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("model_type", SIZES)
+def test_package_is_used_where_it_is(
+    model_type: str, sources: Callable[..., Path], elsewhere: Elsewhere, package: Elsewhere
+) -> None:
+    """Registered classes load results without running code from them, and win where running it is allowed."""
+    modeling = OWN[model_type].modeling
+    assert modeling is not None
+    request = {"folder": str(converted(sources(model_type), 3)), "auto": auto_class(model_type), "ways": ["greedy"]}
+    alone = whole(elsewhere.ask("measure", **request))
+    answer = whole(package.ask("measure", trust=False, saved=True, **request))
+    module = f"gqa_convert.families.modeling.{modeling.file}"
+    assert answer["class"].rpartition(".")[0] == module
+    assert answer["trusted class"] == module
+    assert torch.equal(whole(answer["logits"]), whole(alone["logits"]))
+    assert whole(answer["tokens"]["greedy"]) == alone["tokens"]["greedy"]
+    saved = whole(answer["saved"])
+    assert not saved["differing"]
+    assert f"{modeling.file}.py" in saved["files"]
+    assert saved["config"]["auto_map"] == modeling.auto_map
+
+
+def definitions(file: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse((MODELING / file).read_text()).body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_auto_map_names_classes_of_the_file(model_type: str) -> None:
+    modeling = OWN[model_type].modeling
+    assert modeling is not None
+    classes = definitions(f"{modeling.file}.py")
+    assert {name for _, name in modeling.classes} <= classes.keys()
+    assert {home.partition(".")[0] for home in modeling.auto_map.values()} == {modeling.file}
+    types = [
+        node.value.value
+        for node in classes[dict(modeling.classes)["AutoConfig"]].body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and ast.unparse(node.targets[0]) == "model_type"
+    ]
+    assert types == [modeling.model_type]
+    assert FAMILIES[modeling.model_type].modeling == modeling
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_classes_stand_for_transformers_own(model_type: str) -> None:
+    """Each auto class that loads a stock model loads the class here that is derived from it."""
+    modeling = OWN[model_type].modeling
+    assert modeling is not None
+    classes = definitions(f"{modeling.file}.py")
+    for auto in sorted(name for name in dir(modeling_auto) if name.startswith("AutoModel")):
+        table = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
+        stock = table._model_mapping.get(model_type) if table is not None else None
+        if stock is None or auto in ("AutoModelForPreTraining", "AutoModelForMaskedLM"):  # other names of what is there
+            continue
+        if f"GQA{stock}" in classes:
+            assert modeling.auto_map[auto] == f"{modeling.file}.GQA{stock}"
+            assert any(ast.unparse(base).endswith(f".{stock}") for base in classes[f"GQA{stock}"].bases)
+
+
+def test_common_part_is_common() -> None:
+    parts = set()
+    for file in FILES:
+        before, begin, rest = file.read_text().partition(
+            "# From here to the line of dashes this file is the same as every other"
+        )
+        part, dashes, _ = rest.partition("\n# ---")
+        assert before
+        assert begin
+        assert dashes
+        parts.add(part)
+    assert len(parts) == 1
+    assert len(FILES) == len({family.modeling.file for family in OWN.values() if family.modeling})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_imports(file: Path) -> None:
+    """Nothing but torch, transformers, what comes with it, and the standard library; nothing relative."""
+    roots = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level
+            roots.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+    assert roots <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_tells_what_is_needed(case: str, sources: Callable[..., Path]) -> None:
+    model_type, _ = CASES[case]
+    modeling = OWN[model_type].modeling
+    assert modeling is not None
+    source = sources(case)
+    heads = SOURCE_HEADS.get(case, HEADS)
+    groups = 1 if heads == 6 else 3 if heads != 4 else 2
+    plan = make_plan(open_checkpoint(source), groups, native=False)
+    assert plan.route == "own file"
+    assert not plan.loads_in
+    summary = plan.summary()
+    assert summary["modeling_file"] == f"{modeling.file}.py"
+    assert summary["result_model_type"] == modeling.model_type
+    model = load_stock(source, model_type)
+    held = cached_heads(model)
+    sizes = plan.cache_bytes()
+    assert ("cross_kv_bytes_per_encoder_token" in sizes) == ("cross" in held)
+    for both in sizes.values():
+        assert both["before"] * groups == both["after"] * heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("grouped_query_attention", "grouped K/V heads"), ("multiquery_attention", "one K/V head already")],
+)
+def test_mpt_of_other_kinds_is_refused_for_what_it_is(kind: str, word: str, tmp_path: Path) -> None:
+    source = make_source("mpt", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["attn_config"] |= {"attn_type": kind, "kv_n_heads": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFamilyError, match=f"attn_type = .{kind}.*{word}.*llm-foundry"):
+        make_plan(open_checkpoint(source), 3)

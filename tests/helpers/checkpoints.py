@@ -1,0 +1,104 @@
+"""Small Llama checkpoints written with numpy and safetensors alone, and ways to compare folders. No two counts
+coincide.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 12, 8, 60, 56, 24
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": WIDTH,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "attention_bias": False,
+}
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def llama_arrays(layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, seed: int = 0) -> Arrays:
+    """The tensors of a Llama model in float32."""
+    random = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    for layer in range(layers):
+        stem = f"model.layers.{layer}"
+        shapes |= {f"{stem}.self_attn.{name}_proj.weight": (heads * WIDTH, hidden) for name in "qkv"}
+        shapes |= {
+            f"{stem}.self_attn.o_proj.weight": (hidden, heads * WIDTH),
+            f"{stem}.mlp.down_proj.weight": (hidden, INNER),
+        }
+        shapes |= {f"{stem}.mlp.{name}_proj.weight": (INNER, hidden) for name in ("gate", "up")}
+        shapes |= {f"{stem}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
+    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def write_llama(
+    folder: Path, *, arrays: Arrays | None = None, shards: int = 1, config: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint folder as save_pretrained lays it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = llama_arrays() if arrays is None else arrays
+    write_config(folder, **(config or {}))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    if shards == 1:
+        save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for number, names in enumerate(split(list(arrays), shards), 1):
+        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        save_file({name: arrays[name] for name in names}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(array.nbytes for array in arrays.values())
+    write_index(folder / "model.safetensors.index.json", weight_map, total)
+    return folder
+
+
+def split(names: list[str], parts: int) -> list[list[str]]:
+    """`names` in `parts` runs of nearly equal length."""
+    return [list(run) for run in np.array_split(np.array(names, dtype=object), parts)]
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes, indent=2))
+
+
+def write_index(path: Path, weight_map: dict[str, Any], total: int = 0) -> None:
+    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def read_weights(folder: Path) -> Arrays:
+    """All tensors of a folder's safetensors files."""
+    return {name: array for path in sorted(folder.glob("*.safetensors")) for name, array in load_file(path).items()}
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    ours, theirs = read_weights(left), read_weights(right)
+    return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def digests(folder: Path, *, ignore: tuple[str, ...] = ("gqa_conversion.json",)) -> dict[str, str]:
+    """Every file of a folder, hidden ones too, with the hash of its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ignore
+    }

@@ -1,0 +1,181 @@
+"""Optimizer steps of small models on a number of processes, for comparison: what each process runs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LENGTH = 16
+VOCABULARY = 96
+KINDS = ("ddp", "fsdp")
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "micro batches of 2": {"micro_batch_size": 2},
+    "micro batches of 4": {"micro_batch_size": 4},
+    "one sample": {"tokens_per_step": LENGTH},
+    "no clipping": {"gradient_clipping": None},
+    "kv": {"trainable": "kv"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
+    "muon": {"optimizer": "muon"},
+    "teacher": {"teacher": "t", "distillation_weight": 0.5, "attention_matching": 0.1},
+    "gpt2": {"model": "gpt2"},
+    "t5": {"model": "t5"},
+    "t5 with adafactor": {"model": "t5", "optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
+    "bf16": {"precision": "bf16"},
+}
+
+
+class RaggedSamples:
+    """Random samples with unequal numbers of labels."""
+
+    tokens_per_sample = LENGTH
+
+    def __init__(self, seq2seq: bool) -> None:
+        self.seq2seq = seq2seq
+
+    def batch(self, indices: list[int]) -> dict[str, np.ndarray]:
+        rows = []
+        for index in indices:
+            rng = np.random.default_rng(index)
+            row = {name: rng.integers(2, VOCABULARY, LENGTH) for name in ("input_ids", "labels")}
+            row["labels"][rng.integers(1, LENGTH) :] = -100
+            if self.seq2seq:
+                row["decoder_input_ids"] = rng.integers(2, VOCABULARY, LENGTH)
+            rows.append(row)
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def small_model(kind: str, seed: int = 0) -> Any:
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        model: Any = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=24,
+                n_head=4,
+                n_layer=2,
+                n_positions=32,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
+    elif kind == "t5":
+        model = T5ForConditionalGeneration(
+            T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0)
+        )
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            head_dim=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+        )
+        model = LlamaForCausalLM(config)
+    return model
+
+
+def run_cases(target: str) -> None:
+    """Every case on the processes there are; the main process writes numbers and tensors to `target` with the kind's
+    name behind it.
+    """
+    from gqa_convert.training.distributed import join, taking_part
+
+    with taking_part():
+        accelerator = join()
+        for kind in KINDS if accelerator.num_processes > 1 else ("single",):
+            os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp").lower()
+            found: dict[str, Any] = {}
+            for name, keys in CASES.items():
+                found |= {f"{name}/{key}": value for key, value in take_steps(accelerator, dict(keys)).items()}
+            if accelerator.is_main_process:
+                np.savez(f"{target}-{kind}.npz", **found)
+
+
+def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from gqa_convert.training import sharding
+    from gqa_convert.training.checkpoints import Progress
+    from gqa_convert.training.loop import Trainer
+    from gqa_convert.training.optimizers import build_optimizer, choose_trained
+    from gqa_convert.training.recipe import make_recipe
+
+    kind = keys.pop("model", "llama")
+    base: dict[str, Any] = {
+        "model": "m",
+        "output": "o",
+        "data": "d",
+        "tokens": 1000,
+        "tokens_per_step": 5 * LENGTH,
+        "gradient_clipping": 0.5,
+        "precision": "no",
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+    }
+    recipe = make_recipe(base | keys)
+    model = small_model(kind).train()
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    choose_trained(model, recipe.trainable)
+    placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
+    if sharding.wanted():
+        placed = sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=recipe.precision == "bf16")
+        teacher = teacher and sharding.shard(teacher, accelerator.device, accelerator.num_processes, bf16=False)
+    elif accelerator.num_processes > 1:
+        placed = sharding.replicate(model, accelerator.device)
+    optimizer = build_optimizer(model, recipe)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {}
+
+    def note(*_: Any) -> None:
+        for parameter, name in names.items():
+            if parameter.grad is not None and f"gradient {name}" not in found:
+                found[f"gradient {name}"] = _whole(parameter.grad)
+
+    optimizer.register_step_pre_hook(note)
+    trainer = Trainer(
+        recipe,
+        placed,
+        optimizer,
+        RaggedSamples(kind == "t5"),
+        accelerator,
+        steps=steps,
+        teacher=teacher,
+        progress=Progress(),
+    )
+    results = list(trainer.run(lambda: False))
+    for name in ("loss", "gradient_norm"):
+        found[name] = np.array([getattr(result, name) for result in results])
+    found["skipped"] = np.array([result.skipped for result in results])
+    state = get_model_state_dict(placed, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return found | {f"weight {name}": tensor.float().numpy() for name, tensor in state.items()}
+
+
+def _whole(tensor: Any) -> Any:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().float().numpy().copy()
+
+
+def read(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return dict(file)

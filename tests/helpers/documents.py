@@ -1,0 +1,142 @@
+"""What README, docs and recipes tell people to type: the commands of all code blocks, one by one."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
+
+_FENCE = re.compile(r"^\s*```(\S*)")
+_ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+_LAUNCHERS = ("-m", "gqa_convert")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block: the line on which its text begins, its language ("indented" if it is no fence), its text."""
+
+    line: int
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command line.
+
+    Attributes:
+        line: of the document.
+        words: as the shell splits them, without environment and redirection.
+        stdout: the file that its output goes to, if any.
+        shown: what the document says that it prints.
+    """
+
+    line: int
+    words: tuple[str, ...]
+    stdout: str | None = None
+    shown: str | None = None
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+    @property
+    def program(self) -> str:
+        return Path(self.words[0]).name
+
+    @property
+    def ours(self) -> tuple[str, ...] | None:
+        """The arguments of gqa-convert, under a launcher too; None for other programs."""
+        if self.program == "gqa-convert":
+            return self.words[1:]
+        for place in range(len(self.words) - 1):
+            if self.words[place : place + 2] == _LAUNCHERS:
+                return self.words[place + 2 :]
+        return None
+
+    @property
+    def synopsis(self) -> bool:
+        """It shows which options there are and can't be typed as it stands."""
+        return any(re.search(r"\[|\.\.\.", word) for word in self.words)
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    """Fenced blocks, and paragraphs indented by four spaces outside lists."""
+    language, begun, text = None, 0, list[str]()
+    after_blank = in_list = False
+    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
+        fence = _FENCE.match(line)
+        if language not in (None, "indented"):
+            if fence:
+                yield Block(begun, str(language), "\n".join(text))
+                language, text = None, []
+            else:
+                text.append(line)
+            continue
+        indented = line.startswith("    ") and (after_blank or language is not None) and not in_list
+        if language == "indented" and not indented:
+            yield Block(begun, language, "\n".join(text))
+            language, text = None, []
+        if fence:
+            language, begun = fence[1], number + 1
+        elif indented:
+            if language is None:
+                language, begun = "indented", number
+            text.append(line[4:])
+        if line.strip() and not line.startswith(" "):
+            in_list = re.match(r"([-*]|\d+\.) ", line) is not None
+        after_blank = not line.strip() or (fence is None and line.startswith("<!--"))
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """The commands of a block in a shell's language, of a session with what it shows."""
+    lines = block.text.split("\n")
+    place = 0
+    while place < len(lines):
+        line, number = lines[place].strip(), block.line + place
+        while line.endswith("\\"):
+            place += 1
+            line = f"{line[:-1]} {lines[place].strip()}"
+        place += 1
+        shown = None
+        if block.language == "console":
+            assert line.startswith("$ "), f"line {number}: a session begins with `$ `"
+            line, end = line[2:], place
+            while end < len(lines) and not lines[end].startswith("$ "):
+                end += 1
+            shown, place = "\n".join(lines[place:end]).strip("\n"), end
+        yield from _parts(line, number, shown)
+
+
+def _parts(line: str, number: int, shown: str | None = None) -> Iterator[Command]:
+    """The commands of a line, which `&&` may join."""
+    for part in line.split(" && "):
+        words = shlex.split(part, comments=True)
+        while words and _ASSIGNMENT.fullmatch(words[0]):
+            del words[0]
+        stdout = None
+        if ">" in words:
+            stdout = words[words.index(">") + 1]
+            del words[words.index(">") :]
+        if words:
+            yield Command(number, tuple(words), stdout, shown)
+
+
+def recipe_commands(path: Path) -> Iterator[Command]:
+    """The lines `convert` and `launch` at the top of a recipe, which must be valid YAML below them."""
+    text = path.read_text(encoding="utf-8")
+    assert isinstance(yaml.safe_load(text), dict)
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.match(r"#\s+(?:convert|launch)\s+(\S.*)", line):
+            yield from _parts(found[1], number)
+
+
+def example_commands(help_text: str) -> Iterator[Command]:
+    """The examples in a command's help: lines that begin with a program's name."""
+    for line in help_text.replace("\\[", "[").splitlines():
+        if re.match(r"\s*(gqa-convert|torchrun|accelerate launch|[A-Z_]+=\S+ torchrun)\s", line):
+            yield from _parts(line.strip(), 0)

@@ -1,0 +1,362 @@
+"""What a model computes, measured through transformers alone.
+
+Run as a program, this file stands for a machine without gqa-convert: it can't import the project, and answers one
+request after another, since importing torch and transformers takes seconds. `Elsewhere` is its other end. Requests are
+lines of JSON, answers files.
+"""
+
+import contextlib
+import filecmp
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import EncoderDecoderCache
+
+PADDED = torch.tensor([[0, 0, 7, 33, 12, 50, 9, 41], [5, 21, 60, 3, 44, 18, 27, 36]])
+PADDED_MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+ENCODED = torch.tensor([[7, 33, 12, 50, 9, 41, 0, 0, 0], [5, 21, 60, 3, 44, 18, 27, 36, 11]])
+ENCODED_MASK = (ENCODED != 0).long()
+DECODED = torch.tensor([[4, 30, 14, 0, 0], [4, 22, 61, 35, 8]])
+DECODED_MASK = (DECODED != 0).long()
+NEW_TOKENS = 6
+
+
+def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Arguments of a forward pass over a batch with padding, and the mask of the tokens whose logits count."""
+    config = model.config
+    if not config.is_encoder_decoder:
+        given = {"input_ids": PADDED, "attention_mask": PADDED_MASK}
+        if getattr(config, "add_cross_attention", False):
+            given["encoder_hidden_states"] = torch.randn(
+                2, 9, config.hidden_size, generator=torch.Generator().manual_seed(1)
+            )
+            given["encoder_attention_mask"] = ENCODED_MASK
+        return given, PADDED_MASK.bool()
+    decoded = {"decoder_input_ids": DECODED, "decoder_attention_mask": DECODED_MASK}
+    if hasattr(config, "num_mel_bins"):
+        sound = torch.randn(
+            2, config.num_mel_bins, 2 * config.max_source_positions, generator=torch.Generator().manual_seed(1)
+        )
+        return {"input_features": sound} | decoded, DECODED_MASK.bool()
+    return {"input_ids": ENCODED, "attention_mask": ENCODED_MASK} | decoded, DECODED_MASK.bool()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    """Those of the batch, without the padding's own."""
+    given, mask = batch(model)
+    floating = {
+        name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in given.items()
+    }
+    return model(**floating, use_cache=False).logits[mask]
+
+
+@torch.no_grad()
+def logits_in_parts(model: nn.Module) -> torch.Tensor:
+    """The same, from two passes: the second adds several tokens to a cache."""
+    given, mask = batch(model)
+    tokens, padding = "input_ids", "attention_mask"
+    if model.config.is_encoder_decoder:
+        encoded = {name: given.pop(name) for name in ("input_ids", "attention_mask", "input_features") if name in given}
+        given["encoder_outputs"] = model.get_encoder()(**encoded)
+        given |= {name: encoded[name] for name in ("attention_mask",) if name in encoded}
+        tokens, padding = "decoder_input_ids", "decoder_attention_mask"
+    half = given[tokens].shape[1] // 2
+    first = model(**given | {tokens: given[tokens][:, :half], padding: given[padding][:, :half]}, use_cache=True)
+    second = model(**given | {tokens: given[tokens][:, half:]}, past_key_values=first.past_key_values, use_cache=True)
+    return torch.cat([first.logits, second.logits], dim=1)[mask]
+
+
+def generate(model: nn.Module, **options: Any) -> Any:
+    """The output of `generate` for a batch with padding. No token comes twice, so that the most likely one can't hide
+    the others.
+    """
+    given = {name: tensor for name, tensor in batch(model)[0].items() if not name.startswith("decoder_")}
+    return model.generate(
+        **given,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        no_repeat_ngram_size=1,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        **({"use_cache": True} | options),
+    )
+
+
+def generated(model: nn.Module, **options: Any) -> list[list[int]]:
+    """The tokens that follow a batch with padding."""
+    return generate(model, **options).sequences[:, -NEW_TOKENS:].tolist()
+
+
+def cached_heads(model: nn.Module) -> dict[str, list[int]]:
+    """K/V heads that each kind of cache holds."""
+    cache = generate(model).past_key_values
+    caches = {"self": cache}
+    if isinstance(cache, EncoderDecoderCache):
+        caches = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    held = {
+        kind: [states for layer in each.layers for states in (layer.keys, layer.values)]
+        for kind, each in caches.items()
+    }
+    return {
+        kind: sorted({states.shape[1] for states in tensors if states is not None}) for kind, tensors in held.items()
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "without a cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+}
+"""Ways to generate, and their options."""
+
+
+@torch.no_grad()
+def attentions(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Attention weights [layers, tokens, heads, keys] of the tokens that count, for a model with eager attention."""
+    given, mask = batch(model)
+    output = model(**given, output_attentions=True, use_cache=False)
+    kinds = {"self": "decoder_attentions" if model.config.is_encoder_decoder else "attentions"}
+    if "encoder_attention_mask" in given or model.config.is_encoder_decoder:
+        kinds["cross"] = "cross_attentions"
+    return {kind: torch.stack([layer.transpose(1, 2)[mask] for layer in output[name]]) for kind, name in kinds.items()}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of every parameter, after one step of training."""
+    given, mask = batch(model)
+    model.train()
+    model.zero_grad(set_to_none=True)
+    model(**given, use_cache=False).logits[mask].float().log_softmax(-1).square().mean().backward()
+    model.eval()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@torch.no_grad()
+def first_output(model: nn.Module, missing: list[str]) -> torch.Tensor:
+    """What a model for any task gives first, for sequences with the same number of ends; parameters that lacked a
+    tensor are set.
+    """
+    for name in missing:
+        parameter = model.get_parameter(name)
+        parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    names = inspect.signature(model.forward).parameters
+    encoded = torch.cat([PADDED[:, 2:], torch.full((2, 1), model.config.eos_token_id)], dim=1)
+    given: dict[str, Any] = {"input_ids": encoded}
+    if "input_features" in names:
+        given = {name: tensor for name, tensor in batch(model)[0].items() if name == "input_features"}
+    if "decoder_input_ids" in names:
+        given["decoder_input_ids"] = encoded
+    return model(**given).to_tuple()[0]
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What `work` gives, or the trace of what it raises, as text."""
+    try:
+        return work()
+    except Exception:
+        return traceback.format_exc()
+
+
+def measure(model: nn.Module, ways: list[str]) -> dict[str, Any]:
+    """Logits at once and in parts, cached heads, generated tokens; a measurement that fails leaves its trace in its
+    place.
+    """
+    return {
+        "logits": attempt(lambda: logits(model)),
+        "logits in parts": attempt(lambda: logits_in_parts(model)),
+        "heads": attempt(lambda: cached_heads(model)),
+        "tokens": {way: attempt(lambda way=way: generated(model, **WAYS[way])) for way in ways},
+    }
+
+
+def measure_training(model: nn.Module) -> dict[str, Any]:
+    """Gradients without and with gradient checkpointing."""
+    plain = gradients(model)
+    name = (
+        "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    )  # older releases know the second only
+    getattr(model, f"{name}_checkpointing_enable")()
+    again = gradients(model)
+    getattr(model, f"{name}_checkpointing_disable")()
+    return {"plain": plain, "checkpointing": again}
+
+
+def save_twice(model: nn.Module, load: Callable[..., Any]) -> dict[str, Any]:
+    """Save, load and save again: the files, those that differ, and the logits between."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        first, second = Path(folder, "first"), Path(folder, "second")
+        model.save_pretrained(first)
+        loaded = load(first).eval()
+        loaded.save_pretrained(second)
+        names = sorted(path.name for path in first.iterdir() if path.is_file())
+        _, differing, missing = filecmp.cmpfiles(first, second, names, shallow=False)
+        config = json.loads((first / "config.json").read_text())
+        return {"files": names, "differing": differing + missing, "config": config, "logits": logits(loaded)}
+
+
+def measure_auto(auto: str, folder: str) -> dict[str, Any]:
+    """What the class of another task computes, and the keys that did not fit it."""
+    model, info = getattr(transformers, auto).from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=True, output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    return {
+        "missing": missing,
+        "unexpected": sorted(info["unexpected_keys"]),
+        "output": first_output(model.eval(), missing),
+    }
+
+
+def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
+    """What the model in a folder computes.
+
+    Args:
+        request: `folder`; `auto`, the auto class that loads it; `ways` to generate; `trust`, whether the folder's code
+            is run; `thorough`,
+            whether to measure attention weights, training and other ways to load too; `saved`, what was saved and
+            loaded again too; `autos`, further auto classes to load with; `compiled`, torch.compile too.
+    """
+    auto, folder = getattr(transformers, request["auto"]), request["folder"]
+    trust = {"trust_remote_code": True} if request.get("trust", True) else {}
+
+    def load(path: str | Path = folder, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return auto.from_pretrained(path, dtype=dtype, **trust, **options)
+
+    model, info = load(output_loading_info=True)
+    model.eval()
+    result = measure(model, request["ways"])
+    result["info"] = {
+        key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    result["class"] = f"{type(model).__module__}.{type(model).__qualname__}"
+    result["file"] = sys.modules[type(model).__module__].__file__
+    result["trusted class"] = (
+        type(auto.from_pretrained(folder, trust_remote_code=True)).__module__ if not trust else None
+    )
+    if request.get("saved"):
+        result["saved"] = attempt(lambda: save_twice(model, load))
+    if request.get("thorough"):
+        eager = load(attn_implementation="eager").eval()
+        result["attentions"] = attempt(lambda: attentions(eager))
+        result["eager"] = measure(eager, ["greedy", "static cache"])
+        result["training"] = attempt(lambda: measure_training(model))
+        result["bfloat16"] = attempt(lambda: logits(load(dtype=torch.bfloat16).eval()))
+        result["device map"] = attempt(lambda: logits(load(device_map="cpu").eval()))
+    if request.get("autos"):
+        result["autos"] = {name: attempt(lambda name=name: measure_auto(name, folder)) for name in request["autos"]}
+    if request.get("compiled"):
+        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", fullgraph=True)))
+    return result
+
+
+def load_error(request: dict[str, Any]) -> str | None:
+    """What loading a folder raises, or None."""
+    try:
+        getattr(transformers, request["auto"]).from_pretrained(request["folder"], trust_remote_code=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class NoProject(MetaPathFinder):
+    """Finds no module of the project, wherever it may lie."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002
+        if name.partition(".")[0] in ("gqa_convert", "tests"):
+            raise ModuleNotFoundError(f"{name} is not here")
+
+
+def main(package: bool) -> None:
+    """Answer requests until there are no more."""
+    root = Path(__file__).resolve().parents[2]
+    if package:
+        sys.path.insert(0, str(root))
+        importlib.import_module("gqa_convert.families.modeling").register()
+    else:
+        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")]
+        sys.meta_path.insert(0, NoProject())
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("gqa_convert")
+            raise SystemExit("gqa_convert can be imported")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = attempt(
+            lambda request=request: {"measure": measure_folder, "load": load_error}[request["verb"]](request)
+        )
+        torch.save(answer, request["answer"])
+        sys.stdout.write("answered\n")
+        sys.stdout.flush()
+
+
+class Elsewhere:
+    """A process that measures models.
+
+    Args:
+        folder: for its files; its Python modules of checkpoints are cached here.
+        package: whether it has gqa-convert, and has told transformers of it.
+    """
+
+    def __init__(self, folder: Path, *, package: bool = False) -> None:
+        self.folder = folder
+        hidden = ("PYTHONPATH", "HF_HOME", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
+        env = {name: value for name, value in os.environ.items() if name not in hidden}
+        env |= {
+            "HF_MODULES_CACHE": str(folder / "modules"),
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.log = folder / "errors.txt"
+        with self.log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "package" if package else "alone"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=folder,
+                env=env,
+            )
+        self.requests = 0
+
+    def ask(self, verb: str, **request: Any) -> Any:
+        """The answer to a request; a trace, as text, where it failed."""
+        self.requests += 1
+        answer = self.folder / f"answer-{self.requests}.pt"
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"verb": verb, "answer": str(answer), **request}) + "\n")
+        self.process.stdin.flush()
+        while (line := self.process.stdout.readline()) != "answered\n":
+            if not line:
+                raise RuntimeError(self.log.read_text()[-3000:])
+        return torch.load(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+if __name__ == "__main__":
+    main(package=sys.argv[1] == "package")

@@ -1,0 +1,131 @@
+"""What the tests of evaluate share: tiny models with tokenizers, and the command line within this process."""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
+from tests.helpers.tiny import make_config, make_model, randomise
+
+POSITIONS = 48
+
+
+def causal(
+    folder: Path, *, seed: int = 0, tokenizer: Any = None, dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
+    """A tiny Llama with the bundled tokenizer."""
+    tokenizer = tokenizer or demo_tokenizer()
+    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": POSITIONS} | config
+    make_model(make_config("llama", **settings), seed=seed).to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def t5(folder: Path, *, seed: int = 0) -> Path:
+    tokenizer = span_tokenizer()
+    torch.manual_seed(seed)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=24,
+            d_kv=8,
+            d_ff=40,
+            num_layers=1,
+            num_heads=4,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+        )
+    )
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def bart(folder: Path) -> Path:
+    """An encoder-decoder without sentinels, whose decoder begins with end-of-text, and that knows 20 positions."""
+    tokenizer = span_tokenizer(sentinels=0)
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=len(tokenizer),
+        d_model=24,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=3,
+        decoder_attention_heads=3,
+        encoder_ffn_dim=40,
+        decoder_ffn_dim=40,
+        max_position_embeddings=20,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        forced_eos_token_id=1,
+    )
+    model = BartForConditionalGeneration(config)
+    randomise(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def constant(folder: Path, tokens: Sequence[str], log_probabilities: Sequence[float], bos: str | None = None) -> Path:
+    """A model that always predicts the same distribution, with a tokenizer that cuts text into runs of the tokens'
+    length.
+    """
+    length = len(next(token for token in tokens if token != bos))
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    model = make_model(
+        make_config("llama", vocab_size=len(tokens), num_hidden_layers=1, max_position_embeddings=POSITIONS)
+    )
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(1.0)
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, 0] = torch.tensor(log_probabilities)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    """`gqa-convert evaluate`: its exit code, what it prints, and what it says on stderr."""
+    from gqa_convert.cli import main
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(sys, "argv", ["gqa-convert", "evaluate", *map(str, arguments)])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err

@@ -1,0 +1,74 @@
+"""What the tests of encoder-decoders' training data share: tokenizers as BART's, mBART's, Marian's and T5's, tiny
+models, and pairs.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import MBart50Tokenizer, MBartTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.helpers.own_files import SIZES, make_source
+
+BOS, PAD, EOS, UNK, MASK = range(5)
+WORDS = 40
+ENGLISH, GERMAN = 4 + WORDS, 5 + WORDS
+"""Tokens of two languages in `language_tokenizer`."""
+
+
+def bart_tokenizer(*, mask: bool = True, framed: bool = True) -> Any:
+    """Words w0, w1, ... from the token 5 on, `<s>` and `</s>` around a text as BART writes them, and a mask token."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if framed:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        )
+    extra = {"mask_token": "<mask>"} if mask else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **extra
+    )
+
+
+def language_tokenizer(kind: type = MBartTokenizer) -> Any:
+    """mBART's own tokenizer class with a vocabulary of words: language codes around each text."""
+    assert kind in (MBartTokenizer, MBart50Tokenizer)
+    vocabulary = [(name, 0.0) for name in ("<s>", "<pad>", "</s>", "<unk>")] + [
+        (f"▁w{number}", -1.0) for number in range(WORDS)
+    ]
+    vocabulary += [(code, 0.0) for code in ("en_XX", "de_DE", "ro_RO")] + [("<mask>", 0.0)]
+    return kind(vocab=vocabulary)
+
+
+def words(random: np.random.Generator, count: int) -> str:
+    return " ".join(f"w{number}" for number in random.integers(0, WORDS, count))
+
+
+def write_pairs(
+    path: Path, count: int, *, longest: int = 12, names: Sequence[str] = ("a", "b"), seed: int = 0
+) -> list[tuple[str, str]]:
+    """Pairs of which the target is the source backwards, as JSON lines."""
+    random = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(count):
+        source = words(random, int(random.integers(1, longest)))
+        pairs.append((source, " ".join(reversed(source.split()))))
+    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in pairs), encoding="utf-8")
+    return pairs
+
+
+def model(folder: Path, model_type: str, tokenizer: Any, **config: Any) -> Path:
+    """A tiny random encoder-decoder with a tokenizer."""
+    size = max(tokenizer.get_vocab().values()) + 1
+    sizes = {"vocab_size": size, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if "decoder_vocab_size" in SIZES[model_type]:
+        sizes["decoder_vocab_size"] = size
+    assert model_type in CONFIG_MAPPING
+    make_source(model_type, folder, **sizes | config)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,146 @@
+"""What the tests of uptraining share: a converted checkpoint, recipes of a few steps, and runs in processes of their
+own.
+"""
+
+import argparse
+import hashlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+import yaml
+
+import gqa_convert
+from gqa_convert import convert_checkpoint
+from gqa_convert.errors import GQAConvertError
+from gqa_convert.training.uptrain import uptrain_checkpoint
+
+DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+STEPS = 6
+SMALL: dict[str, Any] = {
+    "tokens": STEPS * 64,
+    "tokens_per_step": 64,
+    "sequence_length": 32,
+    "learning_rate": 1e-3,
+    "precision": "no",
+    "save_every": 2,
+}
+
+
+def make_student(folder: Path) -> Path:
+    """The bundled model with 3 K/V heads, and text beside it."""
+    convert_checkpoint(DEMO, folder / "student", 3, method="mean")
+    (folder / "text.txt").write_text(inspect.getsource(argparse)[:40_000], encoding="utf-8")
+    (folder / "other.txt").write_text(inspect.getsource(json.decoder)[:10_000], encoding="utf-8")
+    return folder
+
+
+def recipe(home: Path, output: Path, **keys: Any) -> Path:
+    """A recipe file for a run of a few steps."""
+    values = {"model": str(home / "student"), "data": str(home / "text.txt"), "output": str(output), **SMALL, **keys}
+    path = output.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def run(home: Path, output: Path, **keys: Any) -> dict[str, Any]:
+    """A run in this process."""
+    return uptrain_checkpoint(recipe(home, output, **keys), [])
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of the metrics file, without what depends on the clock."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        assert line.pop("tokens_per_second") > 0
+    return lines
+
+
+def losses(output: Path) -> list[float]:
+    return [line["loss"] for line in metrics(output)]
+
+
+def weights(output: Path) -> str:
+    return hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def leftovers(output: Path) -> list[str]:
+    """Files that only a run that is going on may have."""
+    hidden = [path for path in output.rglob(".*") if path.name not in (".lock", ".metadata")]
+    return sorted(str(path.relative_to(output)) for path in hidden)
+
+
+def in_child(action: Callable[[], Any], *, after: Callable[[int], None] = lambda pid: None) -> tuple[int, str]:
+    """Its exit status (negative for a signal) and the error's message, of an action in a fork of this process.
+
+    Args:
+        action: what the child does.
+        after: called with the child's id.
+    """
+    torch.set_num_threads(1)  # threads of kernels do not survive a fork
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are other threads
+        pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _act(action, write)
+    os.close(write)
+    after(pid)
+    with os.fdopen(read, "rb") as pipe:
+        message = pipe.read().decode()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), message
+
+
+def _act(action: Callable[[], Any], pipe: int) -> Never:
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch's kernels fail now and then in threads of a fork
+    status = 0
+    try:
+        action()
+    except GQAConvertError as mistake:
+        status = mistake.exit_code
+        os.write(pipe, str(mistake).encode())
+    except BaseException as problem:
+        status = 99
+        os.write(pipe, f"{type(problem).__name__}: {problem}".encode())
+    os._exit(status)
+
+
+class AtFileEvent:
+    """Does something at the n-th time that Python touches a path below a folder: opens, renames, removes, makes.
+
+    Attributes:
+        seen: how many there were.
+    """
+
+    EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
+
+    def __init__(self, folder: Path, number: int, act: Callable[[], None]) -> None:
+        self.seen = 0
+        self._folder, self._number, self._act = f"{folder}/", number, act
+        sys.addaudithook(self._hook)  # for good: for forks only
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in self.EVENTS and str(arguments[0]).startswith(self._folder):
+            self.seen += 1
+            if self.seen == self._number:
+                self._act()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)

@@ -1,0 +1,395 @@
+"""The figures of `evaluate` against transformers' own losses and against sums that are written out here."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from gqa_convert.errors import OptionError
+from gqa_convert.measuring.evaluate.examples import span_material
+from gqa_convert.measuring.evaluate.run import Settings, evaluate
+from gqa_convert.text.documents import Piece
+from gqa_convert.text.scoring.texts import byte_ends, encode, text_material
+from gqa_convert.text.scoring.windows import cut_windows, longest_first
+from gqa_convert.text.sources import Source
+from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
+from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
+
+TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two causal models, and texts: one short, one of several windows, and rows of different lengths."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    causal(folder / "one")
+    causal(folder / "two", seed=1)
+    (folder / "short.txt").write_text(TEXT[:60], encoding="utf-8")
+    (folder / "long.txt").write_text(TEXT * 4, encoding="utf-8")
+    write_rows(
+        folder / "rows.jsonl", [{"text": (TEXT * 3)[: 9 + 37 * number]} for number in range(6)] + [{"text": "a"}]
+    )
+    return folder
+
+
+def run(home: Path, *names: str, data: str, reference: str | None = None, **settings: Any) -> dict[str, Any]:
+    models = [str(home / name) for name in names]
+    given = Settings(**({"device": "cpu"} | settings))
+    return evaluate(
+        models, Source(str(home / data)), given, reference=None if reference is None else str(home / reference)
+    )
+
+
+def tokens_of(text: str) -> list[int]:
+    tokenizer = demo_tokenizer()
+    return [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]
+
+
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def whole_loss(model: Any, ids: list[int]) -> float:
+    return float(model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss)
+
+
+def test_a_text_of_one_window_has_transformers_own_loss(home: Path) -> None:
+    ids = tokens_of(TEXT[:60])
+    assert len(ids) < POSITIONS
+    (result,) = run(home, "one", data="short.txt")["results"]
+    assert result["loss"] == pytest.approx(whole_loss(model_of(home / "one"), ids), rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60)
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] * (len(ids) - 1) / 60 / math.log(2))
+    assert (result["scored_nan"], result["difference"], result["kl"], result["loss_standard_error"]) == (
+        0,
+        None,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(("context", "stride"), [(20, 7), (20, 20), (20, 1), (POSITIONS, 13)])
+def test_strided_windows_against_a_loop_over_tokens(home: Path, context: int, stride: int) -> None:
+    """Each token by itself: the window is the first that reaches it."""
+    ids, model, total = tokens_of(TEXT * 4), model_of(home / "one"), 0.0
+    for place in range(1, len(ids)):
+        window = max(0, math.ceil((place - context) / stride))
+        read = ids[window * stride : place]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([read])).logits[0, -1].double()
+        total -= float(logits.log_softmax(-1)[ids[place]])
+    report = run(home, "one", data="long.txt", context=context, stride=stride, batch=3)
+    assert report["results"][0]["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert (report["context"], report["stride"]) == (context, stride)
+    assert report["results"][0]["bytes"] == len((TEXT * 4).encode())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_documents_of_different_lengths_in_padded_batches(home: Path, batch: int) -> None:
+    model = model_of(home / "one")
+    total, count, nbytes = 0.0, 0, 0
+    for line in (home / "rows.jsonl").read_text().splitlines():
+        text = json.loads(line)["text"]
+        ids = tokens_of(text)
+        for start in range(0, len(ids) - 1, POSITIONS):
+            part = ids[start : start + POSITIONS + 1]
+            total, count = total + whole_loss(model, part) * (len(part) - 1), count + len(part) - 1
+        nbytes += len(text.encode())
+    (result,) = run(home, "one", data="rows.jsonl", batch=batch)["results"]
+    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert (result["tokens"], result["bytes"]) == (count, nbytes)
+
+
+def test_without_a_beginning_token_the_first_one_is_not_scored(home: Path, tmp_path: Path) -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.bos_token = None
+    causal(tmp_path / "model", tokenizer=tokenizer)
+    ids = tokens_of(TEXT[:60])[1:]
+    (result,) = evaluate([str(tmp_path / "model")], Source(str(home / "short.txt")), Settings(device="cpu"))["results"]
+    assert result["loss"] == pytest.approx(whole_loss(model_of(tmp_path / "model"), ids), rel=1e-6)
+    assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60 - len(tokenizer.decode(ids[:1])))
+
+
+@pytest.mark.parametrize(("context", "stride"), [(5, 5), (5, 3), (5, 1), (1, 1), (100, 40)])
+def test_every_token_but_the_first_is_scored_once(context: int, stride: int) -> None:
+    documents = [(0, 17), (17, 18), (18, 18), (18, 24), (24, 26)]
+    scored: list[int] = []
+    for start, length, skip in cut_windows(documents, context, stride):
+        assert length <= context
+        scored += range(start + skip + 1, start + length + 1)
+        assert any(begin <= start and start + length < end for begin, end in documents)
+    assert sorted(scored) == [place for begin, end in documents for place in range(begin + 1, end)]
+
+
+def test_batches_hold_every_window_and_the_longest_first() -> None:
+    assert longest_first([3, 9, 1, 9, 4], 2) == [[1, 3], [4, 0], [2]]
+
+
+def test_bytes_of_tokens_add_up_to_the_text() -> None:
+    tokenizer = demo_tokenizer()
+    _, ends = encode(tokenizer, TEXT)
+    assert np.array_equal(byte_ends(TEXT, ends), [len(TEXT[:end].encode()) for end in ends])
+    assert ends[-1] == len(TEXT)
+    _, ends = encode(span_tokenizer(), "w1 w2  ")  # which has no token for the spaces
+    assert ends.tolist() == [2, 7]
+    pieces = [Piece("é" * 3000, last=False), Piece(TEXT * 40), Piece("x" * 9)]
+    made = text_material(pieces, tokenizer, context=16, stride=16, batch=2)
+    assert made.byte_count == sum(len(piece.text.encode()) for piece in pieces)
+    blocks = made.by_block(made.sizes)  # type: ignore[arg-type]
+    assert blocks.sum() == made.byte_count
+    assert len(blocks) == made.block_count == -(-(6000 + len((TEXT * 40).encode())) // 2048) + 1
+    assert all(abs(size - 2048) < 20 for size in blocks[:-2])
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
+    """A model of letters and one of pairs of letters give every text the same probability; differences are in bits per
+    byte alone.
+    """
+    letters = "abcdefghijk"
+    shares = np.random.default_rng(0).dirichlet(np.ones(len(letters)))
+    pairs = [a + b for a in letters for b in letters]
+    log_pairs = [math.log(shares[letters.index(a)] * shares[letters.index(b)]) for a, b in pairs]
+    constant(tmp_path / "letters", ["<s>", *letters], [-1e4, *np.log(shares)], bos="<s>")
+    constant(tmp_path / "pairs", ["<s>", *pairs], [-1e4, *log_pairs], bos="<s>")
+    text = "".join(np.random.default_rng(1).choice(list(letters), 6000))
+    (tmp_path / "text.txt").write_text(text)
+    one, two = run(tmp_path, "letters", "pairs", data="text.txt")["results"]
+    bits = -sum(math.log2(shares[letters.index(letter)]) for letter in text) / len(text)
+    assert one["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert two["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert (one["tokens"], two["tokens"], one["bytes"], two["bytes"]) == (6000, 3000, 6000, 6000)
+    assert two["loss"] == pytest.approx(2 * one["loss"], rel=1e-5)
+    assert two["difference"]["loss"] is None
+    assert two["difference"]["bits_per_byte"] == pytest.approx(0, abs=1e-5)
+    assert two["difference"]["bits_per_byte_standard_error"] == pytest.approx(0, abs=1e-5)
+    assert "tokenizer is not that of" in two["note"]
+    reference = run(tmp_path, "pairs", data="text.txt", reference="letters")["results"][0]
+    assert (reference["kl"], reference["top1_agreement"]) == (None, None)
+    assert reference["note"] == two["note"]
+
+
+def test_a_uniform_model_without_a_beginning_token(tmp_path: Path) -> None:
+    constant(tmp_path / "letters", "abcd", [0.0] * 4)
+    constant(tmp_path / "pairs", [a + b for a in "abcd" for b in "abcd"], [0.0] * 16)
+    (tmp_path / "text.txt").write_text("abcdabdc" * 10)
+    one, two = run(tmp_path, "letters", "pairs", data="text.txt")["results"]
+    assert one["bits_per_byte"] == pytest.approx(2)
+    assert two["bits_per_byte"] == pytest.approx(2)
+    assert (one["bytes"], two["bytes"]) == (79, 78)
+
+
+def test_divergence_and_differences_from_a_reference(home: Path) -> None:
+    """Written out in float64 over the logits of each document."""
+    report = run(home, "two", "one", data="rows.jsonl", reference="one", batch=2)
+    result, same = report["results"]
+    models = [model_of(home / name).double() for name in ("one", "two")]
+    blocks = []
+    for line in (home / "rows.jsonl").read_text().splitlines():
+        ids, rows = tokens_of(json.loads(line)["text"]), []
+        for start in range(0, len(ids) - 1, POSITIONS):
+            part = torch.tensor([ids[start : start + POSITIONS + 1]])
+            with torch.no_grad():
+                theirs, ours = (model(input_ids=part[:, :-1]).logits[0].log_softmax(-1) for model in models)
+            wanted = part[0, 1:, None]
+            gap = (theirs - ours).gather(1, wanted)[:, 0]
+            kl = (theirs.exp() * (theirs - ours)).sum(-1)
+            rows.append(torch.stack([gap, kl, (theirs.argmax(-1) == ours.argmax(-1)).double()], dim=1))
+        blocks.append(torch.cat(rows).numpy())
+    everything, sizes = np.concatenate(blocks), np.array([len(block) for block in blocks])
+    assert result["kl"] == pytest.approx(everything[:, 1].mean(), rel=1e-4)
+    assert result["top1_agreement"] == pytest.approx(everything[:, 2].mean())
+    assert result["difference"]["loss"] == pytest.approx(everything[:, 0].mean(), rel=1e-4)
+    assert result["difference"]["to"] == str(home / "one")
+    count = len(blocks)
+    for column, error in ((0, result["difference"]["standard_error"]), (1, result["kl_standard_error"])):
+        sums = np.array([block[:, column].sum() for block in blocks])
+        rest = sums - everything[:, column].mean() * sizes
+        assert error == pytest.approx(math.sqrt(count / (count - 1) * (rest**2).sum()) / sizes.sum(), rel=1e-4)
+    assert (same["kl"], same["top1_agreement"], same["difference"]["loss"], same["difference"]["standard_error"]) == (
+        0,
+        1,
+        0,
+        0,
+    )
+    assert report["reference"]["loss"] == same["loss"]
+    assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
+
+
+def test_a_standard_error_is_that_of_many_texts(tmp_path: Path) -> None:
+    """Letters drawn at random, one by one: the error over blocks is that of independent draws."""
+    shares = np.array([0.6, 0.3, 0.1])
+    constant(tmp_path / "letters", "abc", list(np.log(shares)))
+    text = "".join(np.random.default_rng(0).choice(list("abc"), 100_000, p=shares))
+    (tmp_path / "text.txt").write_text(text)
+    (result,) = run(tmp_path, "letters", data="text.txt", batch=64)["results"]
+    spread = math.sqrt((shares * np.log(shares) ** 2).sum() - (shares * np.log(shares)).sum() ** 2)
+    assert result["loss_standard_error"] == pytest.approx(spread / math.sqrt(100_000), rel=0.15)
+
+
+def test_documents_of_which_nothing_is_scored_do_not_count_as_blocks(tmp_path: Path) -> None:
+    """Without a beginning-of-text token a document of one token has none to score."""
+    constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
+    texts = ["a" + "b" * 30 + "c" * 10, "c" + "a" * 25, "b", "a"]
+    losses = np.concatenate([np.repeat(-np.log([0.3, 0.1]), [30, 10]), np.repeat(-np.log(0.6), 25)])
+    for kept, error in (
+        (texts[::2], None),
+        (
+            texts,
+            2**0.5 * math.hypot(*(40, 25) * (np.array([losses[:40].mean(), losses[40:].mean()]) - losses.mean())) / 65,
+        ),
+    ):
+        write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in kept])
+        result, other = run(tmp_path, "letters", "letters", data="rows.jsonl")["results"]
+        assert result["loss_standard_error"] == (None if error is None else pytest.approx(error, rel=1e-5))
+        assert (result["bits_per_byte_standard_error"] is None) == (error is None)
+        assert other["difference"]["standard_error"] == (None if error is None else 0)
+
+
+def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(home: Path, tmp_path: Path) -> None:
+    model = model_of(home / "one")
+    model.resize_token_embeddings(2057, mean_resizing=False)
+    model.save_pretrained(tmp_path / "wide")
+    demo_tokenizer().save_pretrained(tmp_path / "wide")
+    for name, reference in ((tmp_path / "wide", home / "one"), (home / "one", tmp_path / "wide")):
+        report = evaluate([str(name)], Source(str(home / "long.txt")), Settings(device="cpu"), reference=str(reference))
+        (result,) = report["results"]
+        assert result["note"] is None
+        assert result["kl"] == pytest.approx(0, abs=1e-6)
+        assert result["top1_agreement"] == 1
+
+
+def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
+    t5(tmp_path / "t5")
+    words = [f"w{number}" for number in np.random.default_rng(0).integers(0, 500, 400)]
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    report = run(tmp_path, "t5", data="text.txt", context=40, batch=3, seed=5)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "t5"),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
+    )
+    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=5)
+    total = 0.0
+    restored: dict[int, list[str]] = {}
+    for number in range(len(made.batches)):
+        batch = made.batches[number]
+        read, labels = torch.from_numpy(batch.inputs["input_ids"]), torch.from_numpy(batch.targets)[None]
+        assert read.shape[1] == 40
+        with torch.no_grad():
+            total += float(model(input_ids=read, labels=labels).loss) * labels.numel()
+        restored[int(batch.places[0])] = _filled_in(
+            tokenizer.convert_ids_to_tokens(read[0]), tokenizer.convert_ids_to_tokens(labels[0])
+        )
+    (result,) = report["results"]
+    assert result["loss"] == pytest.approx(total / made.tokens, rel=1e-5)
+    assert (report["objective"], report["stride"], result["bytes"], result["bits_per_byte"]) == (
+        "spans",
+        None,
+        None,
+        None,
+    )
+    assert result["tokens"] == made.tokens
+    text = [word for place in sorted(restored) for word in restored[place]]
+    assert text == words[: len(text)]
+    assert len(text) > 300
+    assert run(tmp_path, "t5", data="text.txt", context=40, seed=6)["results"][0]["loss"] != result["loss"]
+
+
+def _filled_in(read: list[str], written: list[str]) -> list[str]:
+    spans: dict[str, list[str]] = {}
+    for token in written[:-1]:
+        if token.startswith("<extra"):
+            spans[token] = []
+        else:
+            spans[list(spans)[-1]].append(token)
+    return [word for token in read[:-1] for word in spans.get(token, [token])]
+
+
+@pytest.mark.parametrize("kind", [t5, bart])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int) -> None:
+    kind(tmp_path / "model")
+    random = np.random.default_rng(0)
+    rows = [
+        {name: " ".join(f"w{each}" for each in random.integers(0, 500, random.integers(1, 15))) for name in ("a", "b")}
+        for _ in range(9)
+    ]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    report = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), batch=batch)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval(),
+    )
+    total, count = 0.0, 0
+    for row in rows:
+        read, labels = (torch.tensor([tokenizer(row[name])["input_ids"]]) for name in ("a", "b"))
+        with torch.no_grad():
+            total += float(model(input_ids=read, labels=labels).loss) * labels.numel()
+        count += labels.numel()
+    (result,) = report["results"]
+    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
+    assert report["objective"] == "pairs"
+
+
+def test_pairs_in_languages_have_mbarts_own_loss(tmp_path: Path) -> None:
+    """Its decoder begins with the target's last token, the language, whatever its config says."""
+    from tests.helpers.seq2seq import language_tokenizer, model, write_pairs
+
+    model(tmp_path / "model", "mbart", language_tokenizer())
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 6)
+    languages = {"pairs": ("a", "b"), "languages": ("de_DE", "ro_RO")}
+    report = run(tmp_path, "model", data="pairs.jsonl", **languages, batch=4)
+    tokenizer, own = language_tokenizer(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer.src_lang, tokenizer.tgt_lang = "de_DE", "ro_RO"
+    total, count = 0.0, 0
+    for source, target in pairs:
+        made = tokenizer(source, text_target=target, return_tensors="pt")
+        with torch.no_grad():
+            total += float(own(**made).loss) * made["labels"].numel()
+        count += made["labels"].numel()
+    (result,) = report["results"]
+    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert (report["data"]["source_language"], report["data"]["target_language"]) == ("de_DE", "ro_RO")
+    cut = run(tmp_path, "model", data="pairs.jsonl", **languages, context=3)["results"][0]
+    assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
+    with pytest.raises(
+        OptionError,
+        match=r"marks the language .* and the command does not name it: add --source-language and --target-language",
+    ):
+        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
+    with pytest.raises(OptionError, match="does not know the language 'xx'"):
+        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), languages=("xx", "de_DE"))
+
+
+def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None:
+    bart(tmp_path / "model")
+    rows = [{"a": "w1 " * 30, "b": "w2"}, {"a": "w1", "b": "w2"}]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    (result,) = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))["results"]
+    assert result["note"] == "1 pairs were cut to 20 tokens"
+
+
+def test_a_limit_of_tokens_ends_all_models_texts_at_the_same_place(home: Path) -> None:
+    ids = tokens_of(TEXT * 4)[:101]
+    one, two = run(home, "one", "two", data="long.txt", tokens=100)["results"]
+    assert abs(one["tokens"] - 100) <= 1  # a text that ends elsewhere may have other last tokens
+    assert (one["tokens"], one["bytes"]) == (two["tokens"], two["bytes"])
+    assert one["bytes"] == len(demo_tokenizer().decode(ids[1:]).encode())
+
+
+def test_parquet_is_read_like_lines(home: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (expected,) = run(home, "one", data="rows.jsonl")["results"]
+    (result,) = evaluate([str(home / "one")], Source(str(tmp_path / "rows.parquet")), Settings(device="cpu"))["results"]
+    assert result["loss"] == expected["loss"]

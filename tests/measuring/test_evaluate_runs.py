@@ -1,0 +1,301 @@
+"""`evaluate` as a user meets it: mistakes, losses that are no numbers, files of results, and several processes."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gqa_convert.cli.console.evaluation import show_evaluation
+from gqa_convert.errors import OutputError
+from gqa_convert.measuring.evaluate.results import write_results
+from gqa_convert.measuring.evaluate.tasks import plain
+from tests.helpers.data_helpers import demo_tokenizer
+from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
+from tests.helpers.ranks import Job
+
+TEXT = "for number in range(10):\n    print(number, number ** 2)\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    causal(folder / "one")
+    causal(folder / "two", seed=1, dtype=torch.bfloat16)
+    causal(folder / "untold")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "untold" / file).unlink()
+    t5(folder / "t5")
+    bart(folder / "bart")
+    (folder / "text.txt").write_text(TEXT * 5)
+    (folder / "empty.txt").write_text("")
+    write_rows(folder / "rows.jsonl", [{"text": TEXT, "a": "w1", "b": "w2"}, {"text": "", "a": "w1", "b": ""}])
+    return folder
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path) -> Any:
+    monkeypatch.chdir(home)
+    return lambda *arguments: command_line(monkeypatch, capsys, *arguments)
+
+
+def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
+    code, out, err = ask("two", "one", "--data", "text.txt", "--json", "--output", tmp_path / "results.json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report == json.loads((tmp_path / "results.json").read_text())
+    assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
+    assert [each["model"] for each in report["results"]] == ["two", "one"]
+    assert (report["kind"], report["objective"], report["context"], report["stride"]) == (
+        "evaluate",
+        "causal",
+        POSITIONS,
+        POSITIONS,
+    )
+    assert report["command"][:4] == ["gqa-convert", "evaluate", "two", "one"]
+    assert report["machine"]["device"] == "cpu"
+    assert report["data"]["source"] == "text.txt"
+    assert report["reference"] is None
+    one = report["results"][1]
+    assert one["difference"]["to"] == "two"
+    assert one["difference"]["loss"] == pytest.approx(one["loss"] - report["results"][0]["loss"])
+    assert err == ""
+    code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "again.json")
+    assert (code, err) == (0, "")
+    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences are to two", "again.json"):
+        assert words in out
+    assert (home / "one" / "config.json").is_file()
+
+
+def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text("mine")
+    code, out, err = ask("one", "--data", "text.txt", "--output", file)
+    assert (code, out, file.read_text()) == (2, "", "mine")
+    assert "exists already" in err
+    code, out, err = ask("one", "--data", "text.txt", "--output", file, "--overwrite")
+    assert (code, out, file.read_text()) == (2, "", "mine")
+    assert "does not hold results of evaluate" in err
+    file.write_text("")
+    assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
+    assert ask("one", "--data", "text.txt", "--output", file, "-q")[0] == 2
+    assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
+    assert json.loads(file.read_text())["kind"] == "evaluate"
+
+
+def test_a_file_that_came_into_being_meanwhile_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("mine")
+    with pytest.raises(OutputError, match="exists already"):
+        write_results(tmp_path / "results.json", {"loss": 1.0}, overwrite=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "mine")]
+
+
+def test_nothing_half_written_is_left(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        write_results(tmp_path / "results.json", {"loss": float("nan")}, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("one",), "--data"),
+        (("one", "--data", "missing.txt"), "missing.txt does not exist"),
+        (("one", "--data", "empty.txt"), "empty.txt holds no text"),
+        (("one", "--data", "rows.jsonl", "--text-field", "body"), "has no 'body', found text, a, b"),
+        (("./missing", "--data", "text.txt"), "./missing"),
+        (("one/config.json", "--data", "text.txt"), "is a file"),
+        (("untold", "--data", "text.txt"), "no tokenizer"),
+        (("one", "--data", "text.txt", "--stride", "0"), "--stride is 0, expected 1 to 48"),
+        (("one", "--data", "text.txt", "--context", "9", "--stride", "10"), "--stride is 10, expected 1 to 9"),
+        (("one", "--data", "text.txt", "--context", "49"), "--context is 49, and one has positions for 48"),
+        (("one", "--data", "text.txt", "--context", "0"), "--context is 0"),
+        (("one", "--data", "text.txt", "--tokens", "0"), "--tokens is 0"),
+        (("one", "--data", "text.txt", "--tokens", "many"), "--tokens"),
+        (("one", "--data", "text.txt", "--batch", "0"), "--batch is 0"),
+        (("one", "--data", "text.txt", "--dtype", "int8"), "--dtype is 'int8'"),
+        (("one", "--data", "text.txt", "--device", "gpu"), "--device 'gpu'"),
+        (("one", "--data", "text.txt", "--device", "mps"), "--device 'mps'"),
+        (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
+        (("one", "--data", "text.txt", "--revision", "main"), "--revision"),
+        (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
+        (("one", "--data", "text.txt", "--output", "no/such.json"), "does not exist"),
+        (("one", "--data", "text.txt", "--output", "one"), "is a folder"),
+        (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
+        (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
+        (("t5", "--data", "text.txt", "--stride", "3"), "--stride is for causal models"),
+        (("t5", "--data", "rows.jsonl"), "name more text"),
+        (("t5", "--data", "text.txt", "--context", "2"), "--context is too short"),
+        (("t5", "--data", "text.txt", "--context", "5000"), "--context"),
+        (("bart", "--data", "text.txt"), "--source-field"),
+        (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "are for encoder-decoders"),
+        (("t5", "--data", "rows.jsonl", "--source-field", "a"), "go together"),
+        (("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"), "has no 'c', found text, a, b"),
+        (
+            ("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"),
+            "rows.jsonl line 2: 'b' holds nothing",
+        ),
+        (("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"), "plain text, which has no fields"),
+        (("one", "--data", "text.txt", "--fewshot", "2"), "--tasks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_mistakes_get_one_line(ask: Any, home: Path, arguments: tuple[str, ...], words: str) -> None:
+    before = sorted(home.rglob("*"))
+    code, out, err = ask(*arguments)
+    assert (code, out) == (2, ""), err
+    assert err.count("\n") == 1, err
+    assert words in err
+    assert sorted(home.rglob("*")) == before
+
+
+def test_a_missing_extra_names_what_to_install(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+    )
+    code, _, err = ask("one", "--tasks", "arc_easy")
+    assert code == 2
+    assert "pip install 'gqa-convert[tasks]'" in err
+
+
+def damaged(out: Path, name: str, row: int | None) -> Path:
+    """The first model with numbers that are none in a tensor, or in a row of it."""
+    causal(out)
+    weights = load_file(out / "model.safetensors")
+    weights[name][slice(None) if row is None else row] = float("nan")
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
+    """All of them, or only those of the window that has a certain token."""
+    damaged(tmp_path / "all", "lm_head.weight", None)
+    (tmp_path / "text.txt").write_text(TEXT * 5 + "zebra")
+    token = demo_tokenizer()("zebra")["input_ids"][0]
+    assert token not in demo_tokenizer()(TEXT * 5)["input_ids"]
+    damaged(tmp_path / "some", "model.embed_tokens.weight", token)
+    code, out, err = ask(
+        "one", tmp_path / "all", tmp_path / "some", "--data", tmp_path / "text.txt", "--json", "--reference", "two"
+    )
+    assert code == 1
+    sound, whole, part = json.loads(out)["results"]
+    assert sound["scored_nan"] == 0
+    assert sound["loss"] is not None
+    assert whole["scored_nan"] == whole["tokens"]
+    assert 0 < part["scored_nan"] < part["tokens"]
+    for result in (whole, part):
+        for key in ("loss", "perplexity", "bits_per_byte", "loss_standard_error", "kl", "top1_agreement"):
+            assert result[key] is None
+        assert result["difference"]["loss"] is None
+    last = err.splitlines()[-1]
+    assert last.startswith("gqa-convert: NaN")
+    assert str(tmp_path / "some") in last
+    assert (
+        f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss"
+        in ask(tmp_path / "all", "--data", tmp_path / "text.txt")[1]
+    )
+    quiet = ask(tmp_path / "all", "--data", "text.txt", "-q")
+    assert quiet[0] == 1
+    assert "NaN" in quiet[2]
+
+
+def test_a_vocabulary_that_is_too_small_is_told(ask: Any, tmp_path: Path) -> None:
+    causal(tmp_path / "small", vocab_size=100)
+    code, _, err = ask(tmp_path / "small", "--data", "text.txt")
+    assert code == 2
+    assert "and the model has 100 embeddings" in err
+
+
+def test_what_lm_eval_says_as_json() -> None:
+    found = {
+        "results": {
+            "task": {"acc,none": np.float64(0.5), "acc_stderr,none": float("nan"), 3: torch.float32, "n": np.int64(4)}
+        }
+    }
+    assert plain(found) == {
+        "results": {"task": {"acc,none": 0.5, "acc_stderr,none": None, "3": "torch.float32", "n": 4}}
+    }
+
+
+def work(*arguments: str) -> None:
+    """A process of a launch."""
+    from gqa_convert.cli import main
+
+    sys.argv = ["gqa-convert", "evaluate", *arguments]
+    main()
+
+
+@pytest.mark.parametrize(("models", "data"), [(("one", "two"), "text.txt"), (("t5",), "words.txt")])
+def test_two_processes_find_exactly_what_one_finds(
+    home: Path, tmp_path: Path, models: tuple[str, ...], data: str
+) -> None:
+    if data == "words.txt":
+        (home / data).write_text(" ".join(f"w{number * 7 % 500}" for number in range(3000)))
+    found = []
+    for processes in (1, 2):
+        arguments = [
+            *(str(home / name) for name in models),
+            "--data",
+            str(home / data),
+            "--reference",
+            str(home / models[0]),
+        ]
+        arguments += ["--output", str(tmp_path / f"{processes}.json"), "--batch", "2", "--device", "cpu", "--json"]
+        job = Job(work, tuple(arguments), tmp_path / f"logs-{processes}", processes)
+        assert job.wait() == [0] * processes, job.text()
+        assert job.text().count('"kind": "evaluate"') == 1
+        report = json.loads((tmp_path / f"{processes}.json").read_text())
+        assert report["processes"] == processes
+        for each in (*report["results"], report["reference"]):
+            assert each.pop("seconds") >= 0
+        found.append((report["results"], report["reference"]))
+    assert found[0] == found[1]
+
+
+def test_a_mistake_ends_both_processes_with_one_line(home: Path, tmp_path: Path) -> None:
+    job = Job(work, (str(home / "one"), "--data", str(home / "empty.txt"), "--device", "cpu"), tmp_path / "logs", 2)
+    assert job.wait() == [2, 2], job.text()
+    assert len(job.complaints()) == 1
+
+
+def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {
+        "model": "a[/red]b",
+        "loss": None,
+        "loss_standard_error": None,
+        "perplexity": None,
+        "bits_per_byte": None,
+        "tokens": 9,
+        "bytes": 12,
+        "scored_nan": 3,
+        "difference": None,
+        "kl": None,
+        "kl_standard_error": None,
+        "top1_agreement": None,
+        "note": "not of c[/bold]d",
+        "tasks": {"results": {"t[/i]": {"acc,none": 0.5}}},
+    }
+    told = {
+        "reference": None,
+        "results": [entry],
+        "data": {"source": "x[/b]"},
+        "objective": "causal",
+        "context": 5,
+        "stride": 5,
+    }
+    show_evaluation(told, None)
+    shown = capsys.readouterr().out
+    for words in (
+        "finite loss: a[/red]b",
+        "a[/red]b: not of c[/bold]d",
+        "of x[/b], windows",
+        "lm-eval: a[/red]b",
+        "t[/i]",
+    ):
+        assert words in shown

@@ -1,0 +1,239 @@
+"""Checkpoints without a language-model head: verify proves them, and what needs a head says so in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from gqa_convert.cli import app
+from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
+from gqa_convert.families.loading import headless_class, load_any_model
+from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.verify import verify_checkpoint
+from tests.cli.test_cli import assert_mistake, run
+from tests.helpers.own_files import SIZES
+from tests.helpers.tiny import make_config, randomise
+from tests.verify.test_verify import edit, edit_json, failed, flip, save_tokenizer
+
+LAYERS, CLASSIFIER, TAGGER, READER = (
+    "AutoModel",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+)
+Saved = Callable[..., Path]
+
+
+def save(
+    folder: Path, auto: str, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """A tiny model of an auto class, and a tokenizer."""
+    if model_type in SIZES:
+        config = CONFIG_MAPPING[model_type](**(SIZES[model_type] | changes))
+    else:
+        config = make_config(model_type, **({"pad_token_id": None} | changes))
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    model.to(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto", "outputs"),
+    [
+        ("llama", LAYERS, "hidden states"),
+        ("llama", CLASSIFIER, "hidden states"),
+        ("llama", TAGGER, "hidden states"),
+        ("llama", READER, "hidden states"),
+        ("qwen3_moe", CLASSIFIER, "hidden states"),
+        ("phi3", LAYERS, "hidden states"),
+        ("gemma2", CLASSIFIER, "hidden states"),
+        ("gpt2", LAYERS, "hidden states"),
+        ("gpt_neox", CLASSIFIER, "hidden states"),
+        ("falcon", READER, "hidden states"),
+        ("bloom", TAGGER, "hidden states"),
+        ("t5", LAYERS, "hidden states"),
+        ("t5", CLASSIFIER, "hidden states"),
+        ("bart", CLASSIFIER, "hidden states"),
+        ("mbart", READER, "hidden states"),
+        ("t5", READER, "hidden states"),
+        ("whisper", LAYERS, "hidden states"),
+        ("llama", "AutoModelForCausalLM", "logits"),
+    ],
+)
+def test_every_head_is_verified(tmp_path: Path, model_type: str, auto: str, outputs: str) -> None:
+    source = save(tmp_path / "source", auto, model_type)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    report = verify_checkpoint(tmp_path / "out", source)
+    assert failed(report) == {}
+    details = {check.name: check.detail for check in report.checks}
+    assert f"the spread of the {outputs}" in details[outputs]
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
+    assert details["loads"].startswith(stated)
+    assert {"cache heads", "cached decoding"} <= set(details)
+
+
+@pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER, TAGGER, READER])
+def test_faults_of_headless_checkpoints_are_found(tmp_path: Path, auto: str) -> None:
+    source = save(tmp_path / "source", auto)
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, 3, method="mean")
+    key = next(
+        name for name in load_file(out / "model.safetensors") if name.endswith("layers.1.self_attn.k_proj.weight")
+    )
+    edit(out, key, flip(5))
+    assert set(failed(verify_checkpoint(out, source))) == {"merged tensors"}
+    edit(out, key, lambda tensor: tensor.flip(0))
+    assert set(failed(verify_checkpoint(out, source))) == {"merged tensors", "hidden states"}
+    down = key.replace("self_attn.k_proj", "mlp.down_proj")
+    edit(out, down, lambda tensor: tensor * 1.05)
+    assert {"untouched tensors", "hidden states"} <= set(failed(verify_checkpoint(out, source)))
+    edit(out, down, lambda _: None)
+    assert {"tensor names", "untouched tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
+
+
+def test_a_lost_head_is_found(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", CLASSIFIER)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    edit(tmp_path / "out", "score.weight", lambda _: None)
+    assert {"tensor names", "untouched tensors", "loads"} == set(failed(verify_checkpoint(tmp_path / "out", source)))
+    language_model = save(tmp_path / "model", "AutoModelForCausalLM")
+    convert_checkpoint(language_model, tmp_path / "other", 3, method="mean")
+    edit(tmp_path / "other", "lm_head.weight", lambda _: None)
+    findings = failed(verify_checkpoint(tmp_path / "other", language_model))
+    assert {"tensor names", "untouched tensors", "loads"} == set(findings)
+    assert "lm_head.weight" in findings["loads"]
+
+
+@pytest.mark.parametrize("architectures", [None, ["LlamaForRewardModel"]])
+def test_an_unknown_class_is_told_by_its_tensors(tmp_path: Path, architectures: list[str] | None) -> None:
+    """A checkpoint whose config does not say what it is counts as a language model only if it holds one."""
+    source = save(tmp_path / "source", LAYERS)
+    edit_json(source / "config.json", architectures=architectures)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    report = verify_checkpoint(tmp_path / "out", source)
+    assert failed(report) == {}
+    assert "hidden states" in {check.name for check in report.checks}
+    with pytest.raises(NoLanguageModelError, match="has no language-model head"):
+        open_model(source)
+    whole = save(tmp_path / "whole", "AutoModelForCausalLM")
+    edit_json(whole / "config.json", architectures=architectures)
+    found = load_any_model(whole, torch.float32)
+    assert (found.missing, found.has_language_model) == ([], True)
+
+
+def test_tied_layers_are_a_language_model(tmp_path: Path) -> None:
+    """Layers saved alone whose embeddings are the head too still run as a language model."""
+    source = save(tmp_path / "source", LAYERS, tie_word_embeddings=True)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    assert open_model(source).get_output_embeddings().weight.shape == (64, 96)
+
+
+def test_a_language_model_without_its_head_is_damaged(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", "AutoModelForCausalLM")
+    edit(source, "lm_head.weight", lambda _: None)
+    with pytest.raises(CorruptCheckpointError, match=r"lm_head\.weight"):
+        open_model(source)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [
+        ("LlamaModel", LAYERS),
+        ("LlamaForSequenceClassification", CLASSIFIER),
+        ("Qwen2ForTokenClassification", TAGGER),
+        ("LlamaForQuestionAnswering", READER),
+        ("GQAFalconForQuestionAnswering", READER),
+        ("GQAT5Model", LAYERS),
+        ("LlamaForCausalLM", None),
+        ("T5ForConditionalGeneration", None),
+        ("GQAGPT2LMHeadModel", None),
+        ("WhisperForConditionalGeneration", None),
+        ("Unheard", None),
+    ],
+)
+def test_the_class_without_a_head(architecture: str, auto: str | None) -> None:
+    assert headless_class({"architectures": [architecture]}) == auto
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("headless")
+    (root / "text.txt").write_text(" ".join(f"w{number % 40 + 3}" for number in range(3000)))
+    return {auto: save(root / auto, auto) for auto in (LAYERS, CLASSIFIER, TAGGER, READER)}
+
+
+@pytest.mark.parametrize("auto", [LAYERS, CLASSIFIER, READER])
+@pytest.mark.parametrize(
+    "command", ["evaluate", "benchmark", "fit", "factor", "inspect", "uptrain", "check-serving", "verify"]
+)
+def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, command: str, auto: str) -> None:
+    """One line, exit code 2, nothing half-written, and no word of damage."""
+    source, out = sources[auto], tmp_path / "out"
+    text = str(source.parent / "text.txt")
+    if command == "verify":
+        convert_checkpoint(source, tmp_path / "made", 3, method="mean")
+    recipe = tmp_path / "recipe.yaml"
+    run_of_one_step = "tokens: 64\ntokens_per_step: 64\nsequence_length: 32\nprecision: 'no'\n"
+    recipe.write_text(f"model: {source}\noutput: {out}\ndata: [{{source: {text}}}]\n{run_of_one_step}")
+    arguments = {
+        "evaluate": ["evaluate", str(source), "--data", text],
+        "benchmark": ["benchmark", str(source)],
+        "fit": ["convert", str(source), str(out), "--groups", "3", "--calibration", text],
+        "factor": ["convert", str(source), str(out), "--groups", "3", "--method", "factor", "--calibration", text],
+        "inspect": ["inspect", str(source), "--calibration", text],
+        "uptrain": ["uptrain", str(recipe)],
+        "check-serving": ["check-serving", str(source), "--client", "llama.cpp"],
+        "verify": ["verify", str(tmp_path / "made"), "--source", str(source), "--text", text],
+    }[command]
+    with pytest.raises(NoLanguageModelError, match="has no language-model head: ") as mistake:
+        app(arguments, standalone_mode=False)
+    assert mistake.value.exit_code == 2
+    assert "amage" not in str(mistake.value)
+    assert [path for path in out.rglob("*") if path.name != ".lock"] == []  # the lock of a run
+
+
+def test_the_command_line_without_a_head(sources: dict[str, Path]) -> None:
+    text = sources[LAYERS].parent / "text.txt"
+    assert_mistake(
+        run("evaluate", sources[CLASSIFIER], "--data", text), "LlamaForSequenceClassification", "no language-model head"
+    )
+
+
+def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Weights alone are merged and inspected; a benchmark takes the same shapes from the config."""
+    source = sources[CLASSIFIER]
+    assert inspect_checkpoint(source)["layers"]
+    convert_checkpoint(source, tmp_path / "out", 3, method="factor")
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    options = BenchmarkOptions(groups=(3,), context=(6,), repetitions=1, warm_up=0, steps=1, device="cpu")
+    assert [each["groups"] for each in benchmark_model(config=source, options=options)["results"]] == [3]
+    with pytest.raises(OptionError, match="text"):
+        verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")
+
+
+def test_files_without_the_prefix_of_the_layers(tmp_path: Path) -> None:
+    """A language model whose tensors lack `model.`, as embedding models on the Hub are saved."""
+    source = save(tmp_path / "source", LAYERS, tie_word_embeddings=True)
+    edit_json(source / "config.json", architectures=["LlamaForCausalLM"])
+    assert "embed_tokens.weight" in load_file(source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    save_file(
+        {f"model.{name}": tensor for name, tensor in tensors.items()},
+        tmp_path / "out" / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert "heads" in failed(verify_checkpoint(tmp_path / "out", source))

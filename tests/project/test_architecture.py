@@ -1,0 +1,119 @@
+"""Imports point down the list of rooms in docs/architecture.md only, and torch is never imported before it is
+needed.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gqa_convert
+
+PACKAGE = Path(gqa_convert.__file__).parent
+SHEET = PACKAGE.parent / "docs" / "architecture.md"
+SHARED = {"errors", "_version"}  # modules that every room may import
+DOORS = {"__init__", "__main__"}  # they name what is inside, for those outside
+
+
+def read_sheet() -> dict[str, set[str]]:
+    """Room -> the rooms that it uses, from top to bottom, as docs/architecture.md has them."""
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", SHEET.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {room: set(used.replace(",", " ").split()) for room, used in rows}
+
+
+ROOMS = read_sheet()
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[tuple[str, str]]:
+    """(module below the package, imported name) of every import of the package in a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "gqa_convert":
+            below = (node.module or "").removeprefix("gqa_convert").lstrip(".")
+            found |= {(below or alias.name, alias.name) for alias in node.names}
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("gqa_convert") for alias in node.names), (
+                f"{path}: write `from gqa_convert... import`"
+            )
+    return found
+
+
+def test_the_sheet_lists_the_thirteen_rooms() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert folders == set(ROOMS)
+    assert len(ROOMS) == 13
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules == SHARED | DOORS | ALIASES
+
+
+ALIASES = {"uptrain", "modeling"}
+"""Deprecated names that import what moved."""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down_the_sheet(room: str) -> None:
+    order = list(ROOMS)
+    below = set(order[order.index(room) + 1 :])
+    assert ROOMS[room] <= below, f"docs/architecture.md gives {room} an arrow that points up"
+    used = set()
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for module, _ in imported(path):
+            target = module.split(".")[0]
+            if target in SHARED | {room}:
+                continue
+            assert target in below, f"{path.relative_to(PACKAGE)} imports {module}, which is not below {room}"
+            used.add(target)
+    assert used == ROOMS[room], f"docs/architecture.md: the row of {room} must name {', '.join(sorted(used))}"
+
+
+def test_private_names_stay_in_their_room() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for module, name in imported(path):
+            private = name.startswith("_") and name != "__version__"
+            private |= any(part.startswith("_") for part in module.split(".")) and module != "_version"
+            assert not private or module.split(".")[0] == room_of(path), f"{path.relative_to(PACKAGE)}: {module}.{name}"
+
+
+def test_merging_knows_numpy_only() -> None:
+    for path in (PACKAGE / "merging").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                assert module.split(".")[0] in {*sys.stdlib_module_names, "numpy", "ml_dtypes", "gqa_convert"}
+
+
+def loaded_after(code: str, *arguments: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has loaded after `code`."""
+    script = f"import sys\n{code}\nprint('|'.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    return set(result.stdout.strip().splitlines()[-1].split("|"))
+
+
+def test_the_package_imports_neither_torch_nor_numpy() -> None:
+    loaded = loaded_after("import gqa_convert, gqa_convert.cli")
+    assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "datasets", "accelerate", "rich.progress"}
+
+
+def test_converting_imports_no_torch(tmp_path: Path) -> None:
+    from tests.helpers.checkpoints import write_llama
+
+    source = write_llama(tmp_path / "source")
+    code = "from gqa_convert import convert_checkpoint\nconvert_checkpoint(sys.argv[1], sys.argv[2], 3)"
+    loaded = loaded_after(code, str(source), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert not loaded & {"torch", "transformers", "huggingface_hub"}
+
+
+def test_the_lazy_names_resolve() -> None:
+    for name in gqa_convert.__all__:
+        assert getattr(gqa_convert, name) is not None
+    with pytest.raises(AttributeError):
+        gqa_convert.no_such_name  # noqa: B018

@@ -1,0 +1,313 @@
+"""Every command in README, docs and recipes is run here, in a folder that has what it names, only smaller; or it is
+parsed, and tests/helpers/document_workplace.py says why it is not run."""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from typer.main import get_command
+
+import gqa_convert
+from gqa_convert.cli import app, main
+from tests.helpers.document_workplace import INSTEAD, NOT_RUN, furnish, needed, reason, shortened
+from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, example_commands, recipe_commands
+
+SHELL = ("sh", "console", "indented")
+TEXT = ("json", "text", "yaml")
+"""Languages of blocks that hold nothing to type."""
+
+NOT_COMMANDS = ("134 MB  +  N x (1.05 MB + 0.59 MB x B)",)
+"""Indented blocks that are neither."""
+
+EXIT_CODES = {"recommend": (0, 1)}
+"""1: a model with random weights need not have an N that meets everything."""
+
+ALL_BLOCKS = [(path, block) for path in DOCUMENTS for block in blocks(path) if block.text.strip() not in NOT_COMMANDS]
+ALL = [(path, command) for path, block in ALL_BLOCKS if block.language in SHELL for command in commands(block)]
+PROGRAM = get_command(app)
+
+Run = Callable[[list[str]], tuple[int, str, str]]
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """What the command line makes of arguments, without doing it."""
+    if arguments[0].startswith("-"):
+        assert arguments[0] in ("--version", "--help")
+        return {}
+    command = PROGRAM.commands[arguments[0]]  # type: ignore[attr-defined]
+    return dict(command.make_context(arguments[0], arguments[1:]).params)
+
+
+def typed(command: Command) -> list[str]:
+    """The arguments of gqa-convert, without the marks of a synopsis."""
+    words = [re.sub(r"[\[\]]|\.\.\.", "", word) for word in command.ours or ()]
+    return [word for word in words if "KEY=VALUE" not in word.upper()]
+
+
+def check(command: Command) -> None:
+    """What can be seen without running it: options that exist, files that are there."""
+    if command.ours is not None:
+        parsed(typed(command))
+    for word in command.words:
+        if word.startswith(("recipes/", "benchmarks/")):
+            assert (ROOT / word).exists(), word
+    if command.program == "python" and command.ours is None:
+        script = command.words[1] if command.words[1] != "-m" else command.words[2].replace(".", "/") + ".py"
+        if script.startswith("benchmarks/"):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for option in command.words[2:]:
+                assert not option.startswith("--") or f'"{option}"' in source, f"{script} has no {option}"
+
+
+def test_what_counts_as_a_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text.\n\n    gqa-convert plan A \\\n        -n 3\n    other program\n\n- a list\n\n    goes on\n\nText\n    and more of it.\n\n"
+        "```console\n$ A=1 gqa-convert plan B && gqa-convert plan C > D  # comment\nshown\n\nshown too\n$ torchrun -m gqa_convert uptrain E\n```\n",
+        encoding="utf-8",
+    )
+    indented, session = blocks(page)
+    assert (indented.language, indented.line, session.language, session.line) == ("indented", 3, "console", 15)
+    first, other = commands(indented)
+    assert (first.words, other.program, reason(other)) == (("gqa-convert", "plan", "A", "-n", "3"), "other", None)
+    before, after, launched = commands(session)
+    assert (before.ours, after.ours, after.stdout, after.shown) == (
+        ("plan", "B"),
+        ("plan", "C"),
+        "D",
+        "shown\n\nshown too",
+    )
+    assert (launched.ours, launched.line) == (("uptrain", "E"), 19)
+    with pytest.raises(AssertionError, match="neither run nor listed"):
+        test_a_command_is_understood(page, other)
+    with pytest.raises(Exception, match="No such option"):
+        check(Command(1, ("gqa-convert", "plan", "A", "-n", "3", "--no-such-option")))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_blocks_are_of_known_kinds(path: Path) -> None:
+    for block in blocks(path):
+        assert block.language in (*SHELL, *TEXT, "python"), (
+            f"{path.name}:{block.line}: say what language the block is in"
+        )
+
+
+@pytest.mark.parametrize(("path", "command"), ALL, ids=[f"{named(path)}:{command.line}" for path, command in ALL])
+def test_a_command_is_understood(path: Path, command: Command) -> None:
+    assert command.program == "gqa-convert" or reason(command), (
+        f"{path.name}: neither run nor listed in NOT_RUN: {command}"
+    )
+    check(command)
+
+
+def test_the_list_of_what_is_not_run_is_not_longer_than_it_has_to_be() -> None:
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, str(command)) for _, command in ALL), f"no document has {pattern}"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """The command line within this process: exit code, stdout, stderr."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def call(arguments: list[str]) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["gqa-convert", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def shown_is_printed(shown: str, printed: str, name: str) -> None:
+    """The lines of a session occur in what was printed, in order; numbers are compared for `plan` and for mistakes
+    alone.
+    """
+
+    def masked(line: str) -> str:
+        line = " ".join(line.split())
+        return line if name == "plan" or line.startswith("gqa-convert:") else re.sub(r"\d[\d.,]*(e-\d+)?", "#", line)
+
+    lines = iter([masked(line) for line in printed.splitlines()])
+    for line in map(masked, shown.splitlines()):
+        assert line in ("", "...") or line in lines, f"not printed: {line}\n{printed}"
+
+
+def test_what_a_session_may_leave_out() -> None:
+    shown_is_printed("one 1.5\n...\nthree", "zero\none  2.5\ntwo\nthree", "verify")
+    for shown, name in (
+        ("one 1.5", "plan"),
+        ("three\none 2.5", "verify"),
+        ("four", "verify"),
+        ("gqa-convert: choose 3", "verify"),
+    ):
+        with pytest.raises(AssertionError, match="not printed"):
+            shown_is_printed(shown, "one 2.5\ntwo\nthree\ngqa-convert: choose 2", name)
+
+
+class Session:
+    """The commands of one document, typed one after the other."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self.folder, self.run, self.names = folder, run, dict[str, Any]()
+
+    def type(self, command: Command) -> None:
+        options = parsed(list(command.ours or ()))
+        arguments = shortened(command)
+        made = str(options["out"]) if arguments[0] == "convert" else None
+        self.prepare([word for word in arguments if word != made])
+        if arguments[0] == "uptrain":
+            recipe = yaml.safe_load(Path(arguments[1]).read_text(encoding="utf-8"))
+            recipe |= dict(word.split("=", 1) for word in arguments[2:])
+            self.prepare([str(recipe.get(key)) for key in ("model", "teacher", "data", "evaluation_data")])
+        code, out, err = self.run(arguments)
+        mistake = command.shown is not None and "gqa-convert: " in command.shown
+        assert code in ((2,) if mistake else EXIT_CODES.get(arguments[0], (0,))), f"{command}\n{err}"
+        if command.shown is not None:
+            shown_is_printed(command.shown, err + out, arguments[0])
+        if command.stdout is not None:
+            Path(command.stdout).parent.mkdir(exist_ok=True)
+            Path(command.stdout).write_text(out, encoding="utf-8")
+
+    def execute(self, block: Block, path: Path) -> None:
+        self.prepare(re.findall(r'"([\w./-]+)"', block.text))
+        exec(compile(block.text, f"{path.name}, line {block.line}", "exec"), self.names)
+
+    def prepare(self, names: list[str]) -> None:
+        for line in needed(self.folder, names):
+            for command in commands(Block(0, "sh", line)):
+                self.type(command)
+
+
+def runnable(block: Block) -> bool:
+    return block.language == "python" or (
+        block.language in SHELL and any(reason(command) is None for command in commands(block))
+    )
+
+
+RUNNABLE = [path for path in DOCUMENTS if any(runnable(block) for each, block in ALL_BLOCKS if each == path)]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=named)
+def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    session = Session(tmp_path, run)
+    for each, block in ALL_BLOCKS:
+        if each != path:
+            continue
+        if block.language == "python":
+            session.execute(block, path)
+        elif block.language in SHELL:
+            for command in commands(block):
+                if reason(command) is None:
+                    session.type(command)
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAM.commands))  # type: ignore[attr-defined]
+def test_the_examples_in_a_commands_help_are_understood(name: str) -> None:
+    examples = list(example_commands(PROGRAM.commands[name].help or ""))  # type: ignore[attr-defined]
+    assert any(command.ours and command.ours[0] == name for command in examples)
+    for command in examples:
+        parsed(list(command.ours or ()))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipes_own_commands_are_understood(path: Path) -> None:
+    convert, *launch = recipe_commands(path)
+    keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert str(parsed(list(convert.ours or ()))["out"]) == keys["model"]
+    assert launch
+    for command in launch:
+        assert ROOT / str(parsed(list(command.ours or ()))["recipe"]) == path
+        check(command)
+
+
+def test_what_keeps_commands_short_is_understood() -> None:
+    for name, instead in INSTEAD.items():
+        if name != "uptrain":
+            known = {option for parameter in PROGRAM.commands[name].params for option in parameter.opts}  # type: ignore[attr-defined]
+            assert instead.keys() <= known
+
+
+def slugs(path: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_anchors_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", path.read_text(encoding="utf-8")):
+        assert anchor in slugs(path.parent / target if target else path), f"{path.name} links to {target}#{anchor}"
+
+
+def test_the_site_has_all_pages() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": (\S+\.md)$", settings, re.MULTILINE)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+    assert sorted(listed) == sorted(pages), "list the page in mkdocs.yml under `nav`"
+
+
+def test_the_reference_has_all_public_names() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: gqa_convert\.(\w+)$", page, re.MULTILINE))
+    assert described == set(gqa_convert.__all__) - {"__version__"}
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    """Whole, of files of its own, with formulas drawn and the reference written."""
+    with contextlib.chdir(ROOT):
+        build(load_config("mkdocs.yml", strict=True, site_dir=str(tmp_path)))
+    pages = {
+        path.relative_to(tmp_path).as_posix(): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")
+    }
+    for name, page in pages.items():
+        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\s\">]+)", page)
+        assert not loaded, f"{name} loads {loaded}"
+        assert "arithmatex" not in page, f"{name} shows a formula as TeX"
+        for target in re.findall(r'<a [^>]*href="((?!https://)[^"#?]+)', page):
+            assert (tmp_path / name).parent.joinpath(target).is_file() or name == "404.html", (
+                f"{name} links to {target}"
+            )
+    assert pages["method.html"].count("<math") > 20
+    assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
+
+
+def test_the_papers_figures_are_those_of_the_measurements(tmp_path: Path) -> None:
+    """Each is drawn anew from docs/results, with all its series."""
+    script = ROOT / "recipes" / "paper" / "figures.py"
+    made = subprocess.run(
+        [sys.executable, script, "--results", ROOT / "docs" / "results", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stderr == ""
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(drawn) == {path.name for path in (ROOT / "docs" / "results" / "paper").iterdir()}
+    timed = json.loads((ROOT / "docs" / "results" / "paper-time.json").read_text())["results"]
+    batches = len({record["batch"] for record in timed})
+    assert all(text.count('<g id="line2d_') > 10 for name, text in drawn.items() if "pooling" not in name)
+    assert drawn["figure-6-time-against-groups.svg"].count("its bytes at the memory's speed") == batches
+    assert drawn["figure-4-pooling.svg"].count('<g id="patch_') > 4 * 3 * 5

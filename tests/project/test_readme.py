@@ -1,0 +1,60 @@
+"""What the README promises is what is there."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from gqa_convert.families.table import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_readmes_test_command_to_the_letter() -> None:
+    commands = re.findall(r"```sh\n(.*)\n```", README)
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_constraints_pin_what_pyproject_leaves_open() -> None:
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.search(r'"torch>=', (ROOT / "pyproject.toml").read_text())
+
+
+def test_what_is_imported_is_installed() -> None:
+    """What the package needs it requires; what an extra brings is imported only where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in requirements}
+
+    required = names(project["dependencies"]) | {"yaml", "gqa_convert"}
+    extra = names(
+        [line for group, lines in project["optional-dependencies"].items() if group != "dev" for line in lines]
+    )
+    elsewhere = {"optimum", "vllm", "llama_cpp"}  # engines that run in environments of their own
+    for path in (ROOT / "gqa_convert").rglob("*.py"):
+        own = elsewhere if path.parent.name == "serving" else set()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        late = {id(part) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for part in ast.walk(node)}
+        for node in ast.walk(tree):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            known = required | sys.stdlib_module_names | (extra | own if id(node) in late else set())
+            assert {name.split(".")[0] for name in imported} <= known, f"{path}:{node.lineno}"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_number_of_families() -> None:
+    native = [family for family in FAMILIES.values() if family.native]
+    own = [name for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name]
+    assert f"{len(native)} causal-LM types" in README
+    assert f"{len(native) - 1} other types" in README
+    assert f"{len(own)} types without one" in README

@@ -1,0 +1,422 @@
+"""Calibration text: blocks of it are what the tokenizer says, wherever they are drawn from."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import BartConfig, GPT2Config
+from transformers.models.bart.modeling_bart import shift_tokens_right
+
+from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
+from gqa_convert.families.loading import load_tokenizer
+from gqa_convert.text import calibration as calibration_text
+from gqa_convert.text import sources
+from gqa_convert.text import token_streams as streams
+from gqa_convert.text.calibration import Calibration, calibration_batches, calibration_tokens_for
+from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.sources import Source
+from tests.helpers.data_helpers import DEMO, EOS, PAD, WORDS, span_tokenizer
+
+LENGTH = 12
+CAUSAL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 96, "vocab_size": 700}
+CAUSAL["max_position_embeddings"] = 100
+T5 = {
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "d_model": 96,
+    "vocab_size": 700,
+    "n_positions": 16,
+    "decoder_start_token_id": PAD,
+}
+BART = {
+    "model_type": "gqa_bart",
+    "is_encoder_decoder": True,
+    "d_model": 96,
+    "vocab_size": 700,
+    "max_position_embeddings": 24,
+}
+BART["decoder_start_token_id"] = 2
+WHISPER = {"model_type": "gqa_whisper", "is_encoder_decoder": True, "d_model": 96, "vocab_size": 700}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def model_of(folder: Path, config: dict[str, Any], *, sentinels: int | None = None, eos: str | None = "</s>") -> Path:
+    """A checkpoint without weights; the word w0 is the token 3."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = 100 if config["model_type"] == "t5" else 0
+    span_tokenizer(names if sentinels is None else sentinels, eos).save_pretrained(folder)
+    return folder
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number % WORDS}" for number in numbers)
+
+
+def documents(count: int) -> list[list[int]]:
+    """Numbers of words; any few in a row tell where in the text they are."""
+    found: list[list[int]] = []
+    state = 1
+    for number in range(count):
+        found.append([])
+        for _ in range(3 + number % 5):
+            state = state * 48271 % 2147483647
+            found[-1].append(state % WORDS)
+    return found
+
+
+def written(path: Path, found: list[list[int]], field: str = "text") -> Path:
+    path.write_text(
+        "".join(json.dumps({"id": number, field: words(*each)}) + "\n" for number, each in enumerate(found))
+    )
+    return path
+
+
+def stream_of(found: list[list[int]], *, closed: bool = True) -> list[int]:
+    return [token for each in found for token in (*(3 + number for number in each), *([EOS] if closed else []))]
+
+
+def rows_of(calibration: Calibration, name: str = "input_ids") -> list[list[int]]:
+    return [row for batch in calibration.batches for row in batch[name].tolist()]
+
+
+def attention_kind_of(row: list[int], stream: list[int]) -> int:
+    """Where a run of tokens is in a stream."""
+    (place,) = (start for start in range(len(stream)) if stream[start : start + len(row)] == row)
+    return place
+
+
+def restored(inputs: list[int], targets: list[int], sentinels: range) -> list[int]:
+    """The text that T5's span corruption took apart."""
+    assert inputs[-1] == targets[-1] == EOS
+    spans: dict[int, list[int]] = {}
+    for token in targets[:-1]:
+        if token in sentinels:
+            spans[token] = []
+        else:
+            spans[[*spans][-1]].append(token)
+    text = [token for each in inputs[:-1] for token in (spans.pop(each) if each in sentinels else [each])]
+    assert not spans
+    return text
+
+
+def test_the_default_number_of_tokens() -> None:
+    llama = {"model_type": "llama", "max_position_embeddings": 64}
+    assert calibration_tokens_for(llama | {"hidden_size": 96}) == 48000
+    assert calibration_tokens_for(llama | {"hidden_size": 768}) == 102400
+    assert (
+        calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 65536})
+        == 100 * 2048
+    )
+    assert (
+        calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 1000})
+        == 205 * 1000
+    )
+    assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 3 * 2048
+    assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 188 * 512
+    assert (
+        calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 361 * 568
+    )  # T5's own 568 tokens for an input of 512
+    with pytest.raises(ConfigError, match="no width"):
+        calibration_tokens_for({"model_type": "llama"})
+
+
+def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
+    tokens = stream_of(found)
+    assert len(tokens) % LENGTH > 1
+    made = calibration_batches(
+        model, written(tmp_path / "a.jsonl", found), 10**6, seed=3, sequence_length=LENGTH, batch_tokens=30
+    )
+    rows = sorted(rows_of(made), key=lambda row: attention_kind_of(row, tokens))
+    assert [token for row in rows for token in row] == tokens
+    assert (made.tokens, made.sequence_length) == (len(tokens), LENGTH)
+    assert [tuple(batch["input_ids"].shape) for batch in made.batches] == [
+        (2, 12),
+        (2, 12),
+        (2, 12),
+        (2, 12),
+        (1, 12),
+        (1, len(tokens) - 108),
+    ]
+    assert all(set(batch) == {"input_ids"} and batch["input_ids"].dtype == torch.int64 for batch in made.batches)
+    assert made.warning is not None
+    assert f"gave {len(tokens)}" in made.warning
+    assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
+
+
+def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
+    tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
+    starts = {}
+    for seed in range(4):
+        made = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH, batch_tokens=64)
+        assert (made.tokens, made.warning) == (20 * LENGTH, None)
+        assert [tuple(batch["input_ids"].shape) for batch in made.batches] == [(5, LENGTH)] * 4
+        starts[seed] = [attention_kind_of(row, tokens) for row in rows_of(made)]
+        places = sorted(starts[seed])
+        assert all(after - before >= LENGTH for before, after in pairwise(places))
+        assert starts[seed] != places
+        assert places[3] < len(tokens) / 2 < places[-4]
+        again = calibration_batches(model, path, 20 * LENGTH - 5, seed=seed, sequence_length=LENGTH, batch_tokens=64)
+        assert again.digest == made.digest
+        assert rows_of(again) == rows_of(made)
+    assert len({tuple(each) for each in starts.values()}) == 4
+    assert len({start % LENGTH for each in starts.values() for start in each}) > 1
+
+
+def test_a_text_with_just_enough_blocks(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
+    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 9 * LENGTH, seed=3, sequence_length=LENGTH)
+    assert len(stream_of(found)) == 9 * LENGTH + 4
+    assert (made.tokens, made.warning, {len(row) for row in rows_of(made)}) == (9 * LENGTH, None, {LENGTH})
+
+
+def test_the_digest_stands_for_tokens_and_options(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(100)
+    path, other = written(tmp_path / "a.jsonl", found), written(tmp_path / "b.jsonl", [[7, *found[0][1:]], *found[1:]])
+    options = {"tokens": 10**4, "seed": 3, "sequence_length": LENGTH, "batch_tokens": 60}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"tokens": 60},
+        {"seed": 4},
+        {"sequence_length": LENGTH + 1},
+        {"batch_tokens": 48},
+        {"source": other},
+    ]
+    digests = {calibration_batches(model, **{"source": path, **options, **change}).digest for change in changes}
+    assert len(digests) == len(changes)
+    copy = written(tmp_path / "copy.jsonl", found)
+    assert calibration_batches(model, copy, **options).digest == calibration_batches(model, path, **options).digest
+
+
+def test_tokens_are_those_of_a_real_tokenizer(tmp_path: Path) -> None:
+    tokenizer, passage = load_tokenizer(DEMO), Path(calibration_text.__file__).read_text(encoding="utf-8")[:6000]
+    (tmp_path / "a.txt").write_text(passage, encoding="utf-8")
+    made = calibration_batches(DEMO, tmp_path / "a.txt", 10**6, seed=0)
+    tokens = [*tokenizer(passage, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    rows = sorted(rows_of(made), key=lambda row: attention_kind_of(row, tokens))
+    assert [token for row in rows for token in row] == tokens
+    assert made.sequence_length == 512  # max_position_embeddings
+
+
+def test_the_ways_to_name_a_text(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(6)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    written(folder / "a.jsonl", found, "content")
+    pq.write_table(pa.table({"content": [words(*each) for each in found]}), folder / "b.parquet")
+    (folder / "c.txt").write_text(words(*found[0]))
+
+    def tokens_of(source: Any) -> list[int]:
+        return [
+            token
+            for row in rows_of(calibration_batches(model, source, 500, seed=0, sequence_length=100))
+            for token in row
+        ]
+
+    tokens = stream_of(found)
+    assert tokens_of({"source": str(folder / "a.jsonl"), "text_field": "content"}) == tokens
+    assert tokens_of(Source(str(folder / "*.parquet"), text_field="content")) == tokens
+    assert tokens_of(str(folder / "c.txt")) == tokens_of(folder / "c.txt") == stream_of(found[:1])
+    assert tokens_of({"source": str(folder), "text_field": "content"}) == 2 * tokens + stream_of(found[:1])
+    with pytest.raises(DataError, match=r"has no 'text', found id, content.*text_field"):
+        tokens_of(folder / "a.jsonl")
+    with pytest.raises(DataError, match="does not exist"):
+        tokens_of(folder / "d.jsonl")
+
+
+@pytest.mark.parametrize("filler", [0, 500])
+def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int) -> None:
+    """Only documents that are kept are tokenised; where rows hold other fields beside the text, more of them are."""
+    model, found = model_of(tmp_path / "model", CAUSAL), documents(3000)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"other": filler * "x", "text": words(*each)}) + "\n" for each in found))
+    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    tokenised: list[str] = []
+    monkeypatch.setattr(calibration_text, "batches", lambda pieces: [watched(list(pieces), tokenised)])
+    made = calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH)
+    assert (made.tokens, made.warning) == (20 * LENGTH, None)
+    numbers = sorted(found.index([int(word[1:]) for word in text.split()]) for text in set(tokenised))
+    assert 100 < len(numbers) < 1500
+    assert max(after - before for before, after in zip(numbers, [*numbers[1:], 3000], strict=True)) < 3 * 3000 / len(
+        numbers
+    )
+    tokens = stream_of([found[number] for number in numbers])
+    assert all(attention_kind_of(row, tokens) >= 0 for row in rows_of(made))
+    whole = calibration_batches(model, path, 10**6, seed=1, sequence_length=LENGTH)
+    assert whole.tokens == len(stream_of(found)) - (len(stream_of(found)) % LENGTH == 1)
+
+
+def test_parts_of_a_long_document_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path, state = (
+        model_of(tmp_path / "model", CAUSAL),
+        tmp_path / "a.txt",
+        [number for each in documents(3000) for number in each],
+    )
+    path.write_text(words(*state).replace(" ", "\n"))
+    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    monkeypatch.setattr("gqa_convert.text.text_files._PIECE", 300)
+    tokens = [3 + number for number in state]
+    rows = rows_of(calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH))
+    parts = [part for row in rows for part in " ".join(map(str, row)).split(f" {EOS} ")]
+    assert len(parts) > len(rows)
+    assert all(
+        attention_kind_of(run, tokens) >= 0
+        for part in parts
+        if len(run := [token for token in map(int, part.split()) if token != EOS]) > 2
+    )
+
+
+def watched(pieces: list[Any], seen: list[str]) -> list[Any]:
+    seen[:] = [piece.text for piece in pieces]
+    return pieces
+
+
+def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, read = documents(4000), []
+
+    def rows(_: HubText) -> Iterator[dict[str, str]]:
+        for number, each in enumerate(found):
+            read.append(number)
+            yield {"body": words(*each)}
+
+    monkeypatch.setattr(sources, "commit_of", lambda *_, **__: "5" * 40)
+    monkeypatch.setattr(HubText, "rows", rows)
+    monkeypatch.setattr(streams, "_AHEAD", 0)
+    monkeypatch.setattr(streams, "_POLL", 0.002)
+    monkeypatch.setattr("gqa_convert.text.tokenizing._BATCH_PIECES", 50)
+    model, source = (
+        model_of(tmp_path / "model", CAUSAL),
+        {"source": "org/some", "text_field": "body", "split": "validation"},
+    )
+    made = calibration_batches(model, source, 10 * LENGTH, seed=2, sequence_length=LENGTH)
+    tokens = stream_of(found)[: 16 * 10 * LENGTH]
+    places = [attention_kind_of(row, tokens) for row in rows_of(made)]
+    assert max(places) > len(tokens) / 2
+    assert len(read) < 1000
+    assert "org/some@555555555555" in made.description
+    read.clear()
+    assert calibration_batches(model, source, 10 * LENGTH, seed=2, sequence_length=LENGTH).digest == made.digest
+    assert len(read) < 1000
+
+
+def test_t5_gets_text_with_spans_taken_out(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", T5), documents(300)
+    path, tokens = written(tmp_path / "a.jsonl", found), stream_of(found, closed=False)
+    sentinels = range(3 + WORDS + 3, 3 + WORDS + 3 + 100)
+    for wanted, length in ((400, 40), (10**6, 40), (10**6, None)):
+        made = calibration_batches(model, path, wanted, seed=5, sequence_length=length, batch_tokens=100)
+        assert made.sequence_length == (length or 512)
+        used = []
+        for batch in made.batches:
+            assert (batch["decoder_input_ids"][:, 0] == PAD).all()
+            assert (batch["decoder_input_ids"][:, 1:] == batch["labels"][:, :-1]).all()
+            used += [
+                restored(*rows, sentinels)
+                for rows in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+            ]
+        assert made.tokens == sum(map(len, used))
+        places = sorted((attention_kind_of(row, tokens), len(row)) for row in used)
+        assert all(start + count <= after for (start, count), (after, _) in pairwise(places))
+        if wanted == 400:
+            assert made.tokens >= 400
+            assert made.warning is None
+        else:
+            assert len(tokens) - 4 < made.tokens <= len(tokens)
+    short = calibration_batches(model, written(tmp_path / "b.jsonl", [[4, 9, 11]]), 10**6, seed=5)
+    assert restored(*rows_of(short), *rows_of(short, "labels"), sentinels) == [7, 12, 14]
+    other = calibration_batches(model, path, 10**6, seed=6, batch_tokens=100)
+    assert other.digest != made.digest
+
+
+def test_bart_gets_a_block_on_both_sides(tmp_path: Path) -> None:
+    model, found = model_of(tmp_path / "model", BART), documents(100)
+    tokens = stream_of(found)
+    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 100, seed=5)
+    assert (made.sequence_length, made.tokens) == (24, 120)
+    for batch in made.batches:
+        assert batch["decoder_input_ids"].tolist() == shift_tokens_right(batch["input_ids"], PAD, 2).tolist()
+        assert batch["labels"].tolist() == batch["input_ids"].tolist()
+    assert all(attention_kind_of(row, tokens) >= 0 for row in rows_of(made))
+    assert BartConfig().is_encoder_decoder
+
+
+def test_the_decoder_begins_as_the_checkpoint_says(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", documents(10))
+    config = {key: value for key, value in BART.items() if key != "decoder_start_token_id"}
+    model = model_of(tmp_path / "model", config)
+    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == EOS
+    (model / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 9}))
+    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 9
+    (model / "config.json").write_text(json.dumps(BART))
+    assert rows_of(calibration_batches(model, path, 20, seed=0), "decoder_input_ids")[0][0] == 2
+    t5 = model_of(tmp_path / "t5", {key: value for key, value in T5.items() if key != "decoder_start_token_id"})
+    assert rows_of(calibration_batches(t5, path, 20, seed=0), "decoder_input_ids")[0][0] == PAD
+
+
+def test_short_texts(tmp_path: Path) -> None:
+    model, path = model_of(tmp_path / "model", CAUSAL), tmp_path / "a.txt"
+    path.write_text("w5")
+    made = calibration_batches(model, path, 1000, seed=0)
+    assert rows_of(made) == [[8, EOS]]
+    assert "1 block of 2" in made.description
+    path.write_text("")
+    with pytest.raises(DataError, match="holds 0 tokens, calibration needs at least 2"):
+        calibration_batches(model, path, 1000, seed=0)
+    path.write_text("w5")
+    with pytest.raises(DataError, match="holds 1 tokens"):
+        calibration_batches(model_of(tmp_path / "t5", T5), path, 1000, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "says"),
+    [
+        (CAUSAL, {"tokens": 0}, OptionError, "on 0 tokens"),
+        (CAUSAL, {"batch_tokens": 0}, OptionError, "batches of 0"),
+        (CAUSAL, {"sequence_length": 1}, OptionError, "blocks of 1 tokens"),
+        (CAUSAL, {"sequence_length": 0}, OptionError, "blocks of 0 tokens"),
+        (CAUSAL, {"sequence_length": 101}, OptionError, "blocks of 101 tokens .* positions for 100"),
+        (T5, {"sequence_length": 2000}, DataError, "needs 111 sentinel tokens, the tokenizer has 100"),
+        (WHISPER, {}, OptionError, "gqa_whisper reads sound"),
+        (CAUSAL | {"vocab_size": 400}, {}, DataError, r"makes the token \d+, and the model has a vocabulary of 400"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], error: type[GQAConvertError], says: str
+) -> None:
+    model, path = model_of(tmp_path / "model", config), written(tmp_path / "a.jsonl", documents(200))
+    with pytest.raises(error, match=says) as caught:
+        calibration_batches(model, **{"source": path, "tokens": 1000, "seed": 0, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_text_uses(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", CAUSAL | {"vocab_size": 400})
+    path = written(tmp_path / "a.jsonl", [[number % 300 for number in range(50)]])
+    assert calibration_batches(model, path, 1000, seed=0).tokens == 51
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "bart", "mbart", "marian", "pegasus", "gqa_t5"])
+def test_no_tokenizer(tmp_path: Path, model_type: str) -> None:
+    """For several of these, transformers makes up a tokenizer without words."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(DataError, match="has no tokenizer") as caught:
+        calibration_batches(tmp_path, written(tmp_path / "a.jsonl", documents(20)), 100, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_end_of_text(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", CAUSAL, eos=None)
+    with pytest.raises(DataError, match="no end-of-text token"):
+        calibration_batches(model, written(tmp_path / "a.jsonl", documents(20)), 100, seed=0)

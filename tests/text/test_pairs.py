@@ -1,0 +1,285 @@
+"""Pairs of texts: what of them is read, in which order, and what a batch holds."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import MBart50Tokenizer, MBartTokenizer
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.framing import Frame, frames_of
+from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.pair_files import shortened
+from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
+from gqa_convert.text.tokenizing import tokenizer_state
+from tests.helpers.seq2seq import BOS, ENGLISH, EOS, GERMAN, MASK, PAD, bart_tokenizer, language_tokenizer, write_pairs
+
+PAIRS = {"source_field": "a", "target_field": "b"}
+
+
+def opened(source: Any, tokenizer: Any, cache: Path, **keys: Any) -> Samples:
+    given = {"objective": "pairs", "sequence_length": 32, "decoder_start": EOS, "cache": cache} | keys
+    return open_samples([source], tokenizer, **given)
+
+
+def rows_of(batch: dict[str, np.ndarray]) -> set[tuple[str, str]]:
+    """The pairs in a batch, as words again."""
+    mask = batch.get("attention_mask", np.ones_like(batch["input_ids"]))
+    found = set()
+    for ids, seen, labels in zip(batch["input_ids"], mask, batch["labels"], strict=True):
+        texts = [ids[seen == 1].tolist(), labels[labels != -100].tolist()]
+        for text in texts:
+            assert (text[0], text[-1]) == (BOS, EOS)
+        source, target = (" ".join(f"w{token - MASK - 1}" for token in text[1:-1]) for text in texts)
+        found.add((source, target))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "nested", "nested parquet", "hub"])
+def test_every_pair_comes_once_in_an_epoch(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = write_pairs(tmp_path / "p.jsonl", 23)
+    rows: list[dict[str, Any]] = [{"a": source, "b": target} for source, target in pairs]
+    keys: dict[str, Any] = PAIRS
+    if "nested" in kind:
+        rows, keys = [{"t": row} for row in rows], {"source_field": "t.a", "target_field": "t.b"}
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "p.jsonl")
+    if "parquet" in kind:
+        path = str(tmp_path / "p.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    if kind == "hub":
+        path, keys = "some/pairs", keys | {"revision": "0" * 40}
+        monkeypatch.setattr(HubText, "rows", lambda text, fields: iter(rows))
+    made = opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache")
+    assert made.epoch_samples == 23
+    epochs = [made.batch(range(first, first + 23)) for first in (0, 23)]
+    assert rows_of(epochs[0]) == rows_of(epochs[1]) == set(pairs)
+    assert not np.array_equal(epochs[0]["labels"], epochs[1]["labels"])  # in another order
+    tokens = sum(len(source.split()) + len(target.split()) + 4 for source, target in pairs)
+    assert made.tokens_per_sample == Fraction(tokens, 23)
+    assert made.longest == tuple(max(len(pair[side].split()) + 2 for pair in pairs) for side in (0, 1))
+    assert (epochs[0]["decoder_input_ids"][:, 0] == EOS).all()
+    again = opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache")
+    assert again.fingerprint == made.fingerprint
+    assert (
+        opened({"source": path, **keys}, bart_tokenizer(), tmp_path / "cache", seed=1).fingerprint != made.fingerprint
+    )
+
+
+@given(indices=st.lists(st.integers(0, 10**6), min_size=1, max_size=6))
+def test_samples_do_not_depend_on_how_they_are_asked_for(
+    indices: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "pairs-alone"
+    folder.mkdir(exist_ok=True)
+    if not (folder / "p.jsonl").exists():
+        write_pairs(folder / "p.jsonl", 50)
+    made = opened({"source": str(folder / "p.jsonl"), **PAIRS}, bart_tokenizer(), folder)
+    together = made.batch(indices)
+    for row, index in enumerate(indices):
+        alone = made.batch([index])
+        for name in ("input_ids", "labels", "decoder_input_ids"):
+            assert (together[name][row, : alone[name].shape[1]] == alone[name][0]).all()
+
+
+def test_sources_keep_their_share(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 1)):
+        write_pairs(tmp_path / f"{name}.jsonl", 10, longest=4 if name == "one" else 12, seed=seed)
+    sources = [
+        {"source": str(tmp_path / f"{name}.jsonl"), "weight": weight, **PAIRS}
+        for name, weight in (("one", 3), ("two", 1))
+    ]
+    common: dict[str, Any] = {"objective": "pairs", "sequence_length": 32, "decoder_start": EOS, "cache": tmp_path}
+    both = open_samples(sources, bart_tokenizer(), **common)
+    one, two = (open_samples([source], bart_tokenizer(), **common) for source in sources)
+    assert both.tokens_per_sample == Fraction(3, 4) * one.tokens_per_sample + Fraction(1, 4) * two.tokens_per_sample
+    count = sum(len(rows_of(both.batch([number])) & rows_of(one.batch(range(10)))) for number in range(40))
+    assert count == 30
+
+
+def test_long_texts_are_cut_before_what_closes_them(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"a": "w1 w2 w3 w4 w5 w6", "b": "w7 w8 w9"}) + "\n" + json.dumps({"a": "w1", "b": "w2"}) + "\n"
+    )
+    made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path, sequence_length=5)
+    assert rows_of(made.batch([0, 1])) == {("w1 w2 w3", "w7 w8 w9"), ("w1", "w2")}
+    assert made.notes == [f"1 of the 2 pairs of {tmp_path}/p.jsonl are cut to 5 tokens"]
+    assert made.tokens_per_sample == Fraction(5 + 5 + 3 + 3, 2)
+    assert shortened(np.arange(9), 4, 2).tolist() == [0, 1, 7, 8]
+    assert shortened(np.arange(3), 4, 2).tolist() == [0, 1, 2]
+    assert shortened(np.arange(9), 1, 2).tolist() == [8]
+
+
+def test_rows_with_an_empty_side_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"a": "w1", "b": "w2"}, {"a": "", "b": "w2"}, {"a": "w1", "b": None}, {"a": "w3", "b": "w\ud800"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path)
+    assert made.epoch_samples == 2
+    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl are left out, where the source or the target is empty"]
+
+
+def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "p.jsonl", 20)
+    sizes = np.cumsum([len(source.split()) + len(target.split()) + 4 for source, target in pairs])
+    keys: dict[str, Any] = {"objective": "pairs", "sequence_length": 32, "decoder_start": EOS, "cache": tmp_path}
+    for limit in (1, int(sizes[6]), int(sizes[6]) + 1, 10**6):
+        blocks = evaluation_blocks(
+            [{"source": str(tmp_path / "p.jsonl"), **PAIRS}], bart_tokenizer(), tokens=limit, **keys
+        )
+        assert len(blocks) == max(1, int((sizes <= limit).sum()))
+        assert rows_of(blocks.batch(range(len(blocks)))) == set(pairs[: len(blocks)])
+
+
+def test_frames_are_the_tokenizers_own() -> None:
+    none = None, None
+    assert frames_of(bart_tokenizer(), none) == (Frame([BOS], [EOS]), Frame([BOS], [EOS]))
+    assert frames_of(bart_tokenizer(framed=False), none) == (
+        Frame([], []),
+        Frame([], [EOS]),
+    )  # a decoder must learn to stop
+    assert frames_of(language_tokenizer(MBartTokenizer), ("en_XX", "de_DE")) == (
+        Frame([], [EOS, ENGLISH]),
+        Frame([], [EOS, GERMAN]),
+    )
+    assert frames_of(language_tokenizer(MBart50Tokenizer), ("de_DE", "en_XX")) == (
+        Frame([GERMAN], [EOS]),
+        Frame([ENGLISH], [EOS]),
+    )
+
+
+@pytest.mark.parametrize("kind", [MBartTokenizer, MBart50Tokenizer])
+def test_languages_are_marked_as_the_tokenizer_does(tmp_path: Path, kind: type) -> None:
+    pairs = write_pairs(tmp_path / "p.jsonl", 9)
+    source = {"source": str(tmp_path / "p.jsonl"), **PAIRS, "source_language": "de_DE", "target_language": "ro_RO"}
+    made = opened(source, language_tokenizer(kind), tmp_path / "cache", starts_with_last=kind is MBartTokenizer)
+    expected = language_tokenizer(kind)
+    expected.src_lang, expected.tgt_lang = "de_DE", "ro_RO"
+    wanted = {(tuple(expected(one).input_ids), tuple(expected(text_target=other).input_ids)) for one, other in pairs}
+    found = set()
+    for number in range(9):
+        batch = made.batch([number])
+        found.add((tuple(batch["input_ids"][0].tolist()), tuple(batch["labels"][0].tolist())))
+        assert batch["decoder_input_ids"][0, 0] == (batch["labels"][0, -1] if kind is MBartTokenizer else EOS)
+    assert found == wanted
+    other = opened(source | {"target_language": "de_DE"}, language_tokenizer(kind), tmp_path / "cache")
+    assert other.fingerprint != made.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"a": "x"}, PAIRS, r"line 1 has no 'b', found a: name the fields with `source_field` and `target_field`"),
+        ({"a": "x", "b": 3}, PAIRS, r"line 1: 'b' holds a int, expected text: name another field"),
+        ({"t": {"a": "x"}}, {"source_field": "t.a", "target_field": "t.b"}, r"line 1: 't' has no 'b', found a"),
+        ({"a": "", "b": ""}, PAIRS, r"holds no pair with text on both sides \(1 rows\)"),
+        ({"a": "x", "b": "y"}, {}, r"names no fields for them: add `source_field` and `target_field`"),
+        (
+            {"a": "x", "b": "y"},
+            PAIRS | {"source_language": "en", "target_language": "de"},
+            "the tokenizer marks no languages",
+        ),
+    ],
+)
+def test_what_is_no_pair(tmp_path: Path, row: dict[str, Any], keys: dict[str, Any], message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=message):
+        opened({"source": str(tmp_path / "p.jsonl"), **keys}, bart_tokenizer(), tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.pairs")) + list((tmp_path / "cache").glob("*.part"))
+
+
+def test_plain_text_and_columns_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("w1")
+    with pytest.raises(
+        DataError, match=r"is plain text, which has no fields a and b: .* leave `source_field` and `target_field` out"
+    ):
+        opened({"source": str(tmp_path / "p.txt"), **PAIRS}, bart_tokenizer(), tmp_path)
+    pq.write_table(pa.table({"a": ["x"]}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"has no 'b', found a: name the fields with `source_field` and `target_field`"):
+        opened({"source": str(tmp_path / "p.parquet"), **PAIRS}, bart_tokenizer(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("languages", "message"),
+    [
+        ({}, "marks the language of every text, and the data source does not name it: add source_language"),
+        ({"source_language": "en_XX", "target_language": "tlh"}, "does not know the language 'tlh': .* such as ar_AR"),
+        ({"source_language": "<unk>", "target_language": "de_DE"}, "does not know the language '<unk>'"),
+    ],
+)
+def test_languages_that_are_missing_or_unknown(tmp_path: Path, languages: dict[str, str], message: str) -> None:
+    write_pairs(tmp_path / "p.jsonl", 2)
+    with pytest.raises(DataError, match=message):
+        opened({"source": str(tmp_path / "p.jsonl"), **PAIRS, **languages}, language_tokenizer(), tmp_path / "cache")
+
+
+def test_the_state_of_a_tokenizer_in_python_is_that_of_its_files(tmp_path: Path) -> None:
+    """A model of another content under the same name is another tokenizer; the same content elsewhere is the same
+    one.
+    """
+
+    class Slow:
+        def __init__(self, folder: Path) -> None:
+            self.spm_files = [str(folder / "source.spm")]
+            self.init_kwargs = {"vocab": str(folder / "source.spm"), "lower": True}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    states = []
+    for name, content in (("one", b"1"), ("two", b"1"), ("two", b"2")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "source.spm").write_bytes(content)
+        states.append(tokenizer_state(Slow(tmp_path / name)))
+    assert states[0] == states[1] != states[2]
+
+
+def test_pad_is_the_tokenizers(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "p.jsonl", 9)
+    batch = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path).batch(range(9))
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == PAD).all()
+    assert (batch["input_ids"][batch["attention_mask"] == 1] != PAD).all()
+
+
+def test_languages_of_other_tokenizers() -> None:
+    """NLLB names its languages as tokens; M2M100 by codes that are no tokens, and raises for others."""
+    from transformers import NllbTokenizer
+
+    nllb = NllbTokenizer()
+    english, german = nllb.convert_tokens_to_ids(["eng_Latn", "deu_Latn"])
+    assert frames_of(nllb, ("eng_Latn", "deu_Latn")) == (Frame([english], [EOS]), Frame([german], [EOS]))
+    with pytest.raises(DataError, match="does not know the language 'german'"):
+        frames_of(nllb, ("eng_Latn", "german"))
+
+    class M2M100:
+        """The part of it that marks languages."""
+
+        eos_token_id, unk_token_id, tgt_lang = EOS, 3, None
+        lang_code_to_id: dict[str, int] = {"en": 40, "de": 41}  # noqa: RUF012
+
+        @property
+        def src_lang(self) -> str:
+            return self._source
+
+        @src_lang.setter
+        def src_lang(self, language: str) -> None:
+            self._source, self._code = language, self.lang_code_to_id[language]
+
+        def __call__(self, add_special_tokens: bool, **texts: Any) -> dict[str, list[int]]:
+            code = self.lang_code_to_id[str(self.tgt_lang)] if "text_target" in texts else self._code
+            return {"input_ids": [code, 7, EOS] if add_special_tokens else [7]}
+
+    tokenizer = M2M100()
+    tokenizer.src_lang = "en"
+    assert frames_of(tokenizer, ("de", "en")) == (Frame([41], [EOS]), Frame([40], [EOS]))
+    for languages in (("en", "xx"), ("xx", "en")):
+        with pytest.raises(
+            DataError, match="does not know the language 'xx': write it as the tokenizer does, such as en, de"
+        ):
+            frames_of(tokenizer, languages)

@@ -1,0 +1,370 @@
+"""Whole runs on several processes: what ends them, and how they go on."""
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.demo.run import CHECKPOINT
+from gqa_convert.errors import LaunchError
+from gqa_convert.training.distributed import check_environment, check_launch
+from tests.helpers.ranks import Job, free_port, uptrain, uptrain_on_a_full_disk
+
+STEPS = 8
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+"""What accelerate sets for fsdp2.yaml."""
+BY_TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a converted model, text and a recipe."""
+    folder = tmp_path_factory.mktemp("runs")
+    convert_checkpoint(CHECKPOINT, folder / "model", 3)
+    words = random.Random(0).choices([f"word{number}" for number in range(500)], k=20_000)
+    (folder / "text.txt").write_text(" ".join(words))
+    recipe = {
+        "model": str(folder / "model"),
+        "data": str(folder / "text.txt"),
+        "tokens": STEPS * 160,
+        "tokens_per_step": 160,
+        "sequence_length": 32,
+        "micro_batch_size": 2,
+        "learning_rate": 1e-3,
+        "precision": "no",
+        "save_every": 2,
+        "output": "o",
+        "keep_checkpoints": STEPS,
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def start(place: Path, output: Path, *overrides: str, processes: int = 2, **environment: str) -> Job:
+    arguments = (str(place / "recipe.yaml"), f"output={output}", *overrides)
+    logs = output.parent / f"{output.name}-logs"
+    return Job(uptrain, arguments, logs, processes, XDG_CACHE_HOME=str(place / "cache"), **environment)
+
+
+def result(output: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """The trained weights and the log without its times."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return (output / "model" / "model.safetensors").read_bytes(), [
+        {key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines
+    ]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def whole(request: pytest.FixtureRequest, place: Path) -> tuple[str, dict[str, str], Path]:
+    """A run that nothing interrupted."""
+    environment = FSDP if request.param == "fsdp" else {}
+    job = start(place, place / request.param, **environment)
+    assert job.wait() == [0, 0], job.text()
+    return request.param, environment, place / request.param
+
+
+def test_a_job_that_was_killed_goes_on_bit_for_bit(
+    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]
+) -> None:
+    """First everything is killed, then one process, whose partner must not wait for ever."""
+    _, environment, reference = whole
+    output = tmp_path / "out"
+    job = start(place, output, **environment)
+    job.wait_for(output / "checkpoints" / "step-000002")
+    time.sleep(random.random() * 0.1)
+    job.kill()
+    job.wait()
+    job = start(place, output, **environment)
+    job.wait_for(output / "checkpoints" / "step-000004")
+    job.kill(rank=1)
+    codes = job.wait(30)
+    assert codes in ([2, -signal.SIGKILL], [0, 0]), job.text()
+    assert codes == [0, 0] or "another process of this run has ended" in job.complaints()[0]
+    job = start(place, output, **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert result(output) == result(reference)
+
+
+def test_a_signal_to_one_process_stops_and_saves_all(
+    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]
+) -> None:
+    kind, environment, reference = whole
+    output = tmp_path / "out"
+    job = start(place, output, "save_every=100", **environment)
+    job.wait_for(output / "metrics.jsonl", filled=True)
+    job.kill(0 if kind == "ddp" else 1, signal.SIGUSR1)
+    assert job.wait() == [75, 75], job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "stopped by SIGUSR1 after step" in job.complaints()[0]
+    (saved,) = (output / "checkpoints").iterdir()
+    assert saved.name.startswith("step-")
+    job = start(place, output, **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert result(output) == result(reference)
+
+
+def test_documents_are_kept_apart_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
+    """The models are run once to see that they do so, which must leave parameters split as they were."""
+    documents = [f"def f{number}(x):\n    return {'x + ' * (number % 7)}{number}\n" for number in range(200)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    (tmp_path / "teacher").symlink_to(place / "model")
+    text = f"{tmp_path / 'text.jsonl'}"
+    keys = (
+        "document_mask=true",
+        f"teacher={tmp_path / 'teacher'}",
+        "teacher_dtype=float32",
+        "distillation_weight=0.5",
+        f"data={text}",
+        f"evaluation_data={text}",
+        "evaluation_tokens=300",
+        "tokens=320",
+    )
+    found = {}
+    for kind, processes, environment in (("one", 1, {}), ("ddp", 2, {}), ("fsdp", 2, FSDP)):
+        job = start(place, tmp_path / kind, *keys, processes=processes, **environment)
+        assert job.wait() == [0] * processes, job.text()
+        _, lines = result(tmp_path / kind)
+        found[kind] = [*(line["loss"] for line in lines), lines[-1]["evaluation_loss"]]
+    assert len(found["one"]) == 3
+    assert found["ddp"] == pytest.approx(found["one"], rel=1e-4)
+    assert found["fsdp"] == pytest.approx(found["one"], rel=1e-4)
+
+
+def test_a_file_that_lost_a_block_is_noticed_by_all(
+    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]
+) -> None:
+    """Whichever process reads it, and as many processes as there are: all go back to the checkpoint before."""
+    kind, environment, reference = whole
+    output = tmp_path / "out"
+    shutil.copytree(reference, output)
+    (output / "summary.json").unlink()
+    newest = output / "checkpoints" / "step-000008"
+    recorded = json.loads((newest / "run.json").read_bytes())["sha256"]
+    files = {path.name: path for path in newest.iterdir() if path.name != "run.json"}
+    assert recorded == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    last = max(path for path in files.values() if path.suffix == ".distcp")
+    assert last.name == "__1_0.distcp"
+    with last.open("r+b") as file:
+        file.seek(last.stat().st_size // 2)
+        file.write(bytes(512))
+    job = start(place, output, processes=2 if kind == "ddp" else 1, **(environment if kind == "ddp" else {}))
+    assert set(job.wait()) == {0}, job.text()
+    assert "damaged-step-000008" in job.text()
+    assert job.text().count("has changed since it was saved") == 1
+    assert "step-000006" in job.text()
+    if kind == "ddp":
+        assert result(output) == result(reference)
+
+
+def test_checkpoints_fit_other_numbers_of_processes(
+    place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path]
+) -> None:
+    """Half a run on two processes, the rest on one, and the other way round."""
+    kind, environment, reference = whole
+    losses = [line["loss"] for line in result(reference)[1]]
+    for number in (1, 2):
+        output = tmp_path / str(number)
+        shutil.copytree(reference, output)
+        shutil.rmtree(output / "model")
+        for step in (6, 8):
+            shutil.rmtree(output / "checkpoints" / f"step-{step:06d}")
+        if number == 1:
+            job = start(place, output, processes=1)
+        else:  # a sharded one on copies, and the other way round
+            job = start(place, output, **({} if kind == "fsdp" else FSDP))
+        assert set(job.wait()) == {0}, job.text()
+        assert "going on from" in job.text()
+        assert [line["loss"] for line in result(output)[1]] == pytest.approx(losses, rel=1e-5)
+    job = start(place, tmp_path / "one", "save_every=4", processes=1)
+    assert job.wait() == [0], job.text()
+    shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-000008")
+    job = start(place, tmp_path / "one", **environment)
+    assert job.wait() == [0, 0], job.text()
+    assert [line["loss"] for line in result(tmp_path / "one")[1]] == pytest.approx(losses, rel=1e-5)
+
+
+def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path) -> None:
+    """A locked output, and text that only the process that tokenises looks at: one line, exit code 2 everywhere."""
+    (tmp_path / "locked").mkdir()
+    with (tmp_path / "locked" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        job = start(place, tmp_path / "locked")
+        assert job.wait(30) == [2, 2], job.text()
+        assert len(job.complaints()) == 1, job.text()
+        assert "another process is training into" in job.complaints()[0]
+    job = start(place, tmp_path / "missing", "data=nowhere.txt")
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+
+
+def test_what_only_the_first_process_can_not_save_ends_all(place: Path, tmp_path: Path) -> None:
+    arguments = (str(place / "recipe.yaml"), f"output={tmp_path / 'out'}", "save_every=1")
+    job = Job(uptrain_on_a_full_disk, arguments, tmp_path / "logs", 2, XDG_CACHE_HOME=str(place / "cache"))
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "is full: make room" in job.complaints()[0]
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
+
+
+def test_a_changed_recipe_ends_all(place: Path, whole: tuple[str, dict[str, str], Path]) -> None:
+    _, environment, reference = whole
+    job = start(place, reference, "seed=1", **environment)
+    assert job.wait(30) == [2, 2], job.text()
+    assert len(job.complaints()) == 1, job.text()
+    assert "seed was 0 and is now 1" in job.complaints()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"RANK": "0"}, "WORLD_SIZE is not"),
+        ({"LOCAL_RANK": "0", "RANK": "0"}, "WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "two"}, "expected a whole number"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "accelerate starts one process so with --cpu"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 tasks were started"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks were started"),
+        (BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks were started"),
+        (BY_TORCHRUN | {"RANK": "2"}, "can't be"),
+        (BY_TORCHRUN | {"LOCAL_RANK": "2"}, "can't be"),
+        (BY_TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
+        (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed has an optimizer"),
+        (BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "keeps parameters on the GPUs"),
+        (BY_TORCHRUN | FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing"),
+    ],
+)
+def test_launches_that_are_not_what_they_look_like_are_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        check_environment(changes)
+
+
+def test_launches_that_make_sense_pass() -> None:
+    check_environment({})
+    check_environment({"SLURM_STEP_NUM_TASKS": "1"})
+    check_environment({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
+    check_environment(BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "false"})
+    check_environment(
+        BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "16", "RANK": "9"}
+    )
+    check_launch(BY_TORCHRUN, 2)
+    with pytest.raises(LaunchError, match="started 2 processes and this run has 1"):
+        check_launch(BY_TORCHRUN, 1)
+
+
+def command(place: Path, output: Path, launcher: list[str], **environment: str) -> "subprocess.Popen[str]":
+    variables = {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(place / "cache"),
+    } | environment
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "-m",
+            "gqa_convert",
+            "uptrain",
+            str(place / "recipe.yaml"),
+            f"output={output}",
+        ],
+        env={**_clean(), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _clean() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "PYTHONPATH", "HOME", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
+    }
+
+
+def test_two_machines_are_as_two_processes_of_one(place: Path, tmp_path: Path) -> None:
+    """Two torchruns that find each other over the loopback device."""
+    port = free_port()
+    launcher = [
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--rdzv_id",
+        "1",
+        "--rdzv_backend",
+        "c10d",
+    ]
+    nodes = [
+        command(place, tmp_path / "out", [*launcher, "--rdzv_endpoint", f"127.0.0.1:{port}", "--node_rank", str(rank)])
+        for rank in (0, 1)
+    ]
+    for node in nodes:
+        text, _ = node.communicate(timeout=90)
+        assert node.returncode == 0, text
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["processes"] == 2
+    assert summary["steps"] == STEPS
+
+
+def test_accelerates_silent_single_process_is_refused(place: Path, tmp_path: Path) -> None:
+    node = command(place, tmp_path / "out", ["accelerate.commands.launch", "--cpu", "--num_processes", "2"])
+    text, _ = node.communicate(timeout=60)
+    assert node.returncode == 1
+    assert "gqa-convert: MASTER_ADDR is set" in text
+    assert "exit status 2" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_and_infilling_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
+    """An odd number of samples of different lengths per step: one process has a filler, and labels are counted over all
+    of them.
+    """
+    from tests.helpers.seq2seq import bart_tokenizer, model, words, write_pairs
+
+    write_pairs(tmp_path / "pairs.jsonl", 40)
+    (tmp_path / "text.txt").write_text(words(np.random.default_rng(0), 900))
+    model(tmp_path / "bart", "bart", bart_tokenizer())
+    convert_checkpoint(tmp_path / "bart", tmp_path / "bart-gqa", 4, method="mean")
+    sources = {
+        "pairs": f"{{source: {tmp_path / 'pairs.jsonl'}, source_field: a, target_field: b}}",
+        "text_infilling": str(tmp_path / "text.txt"),
+    }
+    for objective, data in sources.items():
+        keys = (
+            f"model={tmp_path / 'bart-gqa'}",
+            f"data={data}",
+            f"objective={objective}",
+            "tokens_per_step=90",
+            "tokens=270",
+            "learning_rate=1e-4",
+        )
+        found = []
+        for processes in (1, 2):
+            job = start(place, tmp_path / f"{objective}-{processes}", *keys, processes=processes)
+            assert job.wait() == [0] * processes, job.text()
+            found.append(result(tmp_path / f"{objective}-{processes}")[1])
+        assert [line["tokens"] for line in found[0]] == [line["tokens"] for line in found[1]]
+        for name in ("loss", "gradient_norm"):
+            assert [line[name] for line in found[0]] == pytest.approx([line[name] for line in found[1]], rel=2e-4)

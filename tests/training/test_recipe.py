@@ -1,0 +1,586 @@
+"""Recipes: what they mean, what is refused and in which words, and that every shipped one can be read."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gqa_convert
+from gqa_convert.errors import RecipeError
+from gqa_convert.training.recipe import (
+    BOOKKEEPING,
+    BUDGET,
+    EXECUTION,
+    KEYS,
+    DataSource,
+    Recipe,
+    make_recipe,
+    read_recipe,
+)
+
+ROOT = Path(gqa_convert.__file__).parents[1]
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+BASE: dict[str, Any] = {"model": "m", "output": "o", "data": "d", "tokens": "10M"}
+LINES = "model: m\noutput: o\ndata: d\ntokens: 10M\n"
+
+
+def make(**keys: Any) -> Recipe:
+    return make_recipe({key: value for key, value in (BASE | keys).items() if value != "absent"})
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    """What a recipe's text is refused with, without the path in front."""
+    path = write(folder, text)
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message.removeprefix(str(path)).lstrip(":, ")
+
+
+def test_defaults() -> None:
+    recipe = make()
+    assert recipe.data == (DataSource("d"),)
+    assert recipe.budget_tokens == 10_000_000
+    assert (recipe.learning_rate, recipe.beta1, recipe.beta2, recipe.gradient_clipping) == (2e-4, 0.9, 0.95, 1.0)
+    assert (recipe.objective, recipe.schedule, recipe.optimizer, recipe.precision, recipe.trainable) == (
+        "auto",
+        "cosine",
+        "adamw",
+        "bf16",
+        "all",
+    )
+    assert recipe.distillation_weight is None
+    assert recipe.language_model_weight == 1.0
+
+
+def test_every_field_has_a_reader_and_a_meaning() -> None:
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    assert names == list(KEYS)
+    assert {*BUDGET, *BOOKKEEPING, *EXECUTION} < {*names}
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ("1000000", 10**6),
+        ("1_000_000", 10**6),
+        ("1e6", 10**6),
+        ("1.5e6", 1_500_000),
+        ("1E+6", 10**6),
+        ("10B", 10**10),
+        ("10G", 10**10),
+        ("500M", 5 * 10**8),
+        ("500 M", 5 * 10**8),
+        ("640k", 640_000),
+        ("640K", 640_000),
+        ("64Ki", 65536),
+        ("1Mi", 2**20),
+        ("2T", 2 * 10**12),
+        ("0.3B", 3 * 10**8),
+        ("1.1e10", 11 * 10**9),
+        ("'1M'", 10**6),
+        ("+1M", 10**6),
+    ],
+)
+def test_token_counts(written: str, number: int, tmp_path: Path) -> None:
+    path = write(tmp_path, LINES.replace("10M", written))
+    recipe = read_recipe(path, ["tokens_per_step=1k"])
+    assert recipe.tokens == number
+    assert recipe.tokens_per_step == 1000
+    assert isinstance(recipe.tokens, int)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["1.5", "ten", "10X", "1e3.5", "-5", "0", "1:30", "0x10", ".inf", "1e40", "true", "[1]", "1_000M M", "''"],
+)
+def test_what_is_no_token_count(written: str, tmp_path: Path) -> None:
+    assert re.match(
+        r"tokens is .*: it must be (a whole number|at least 1)", refusal(tmp_path, LINES.replace("10M", written))
+    )
+
+
+@pytest.mark.parametrize("written", ["2e-4", "2.0e-4", "0.0002", "2E-4", "'2e-4'", ".0002"])
+def test_learning_rates(written: str, tmp_path: Path) -> None:
+    assert read_recipe(write(tmp_path, f"{LINES}learning_rate: {written}\n")).learning_rate == 2e-4
+
+
+@given(st.integers(1, 10**15))
+def test_whole_numbers_are_read_exactly(number: int) -> None:
+    assert make(tokens=str(number), tokens_per_step=1).tokens == number
+
+
+@given(st.floats(1e-12, 1.0))
+def test_floats_are_read_exactly(number: float) -> None:
+    assert make(learning_rate=repr(number)).learning_rate == number == make(learning_rate=number).learning_rate
+
+
+def test_plain_words_stay_words(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: 123\noutput: on\ndata: 2024-01-01\ntokens: 10M\nprecision: no\n")
+    recipe = read_recipe(path)
+    assert (recipe.model, recipe.output, recipe.data[0].source, recipe.precision) == ("123", "on", "2024-01-01", "no")
+
+
+def test_data_in_all_its_forms(tmp_path: Path) -> None:
+    text = LINES.replace(
+        "data: d",
+        "data:\n  - a.txt\n  - {source: b, weight: 3, text_field: body}\n  - source: org/set\n    name: en\n    revision: main",
+    )
+    recipe = read_recipe(write(tmp_path, text))
+    assert recipe.data == (
+        DataSource("a.txt"),
+        DataSource("b", 3.0, "body"),
+        DataSource("org/set", name="en", revision="main"),
+    )
+    assert make(data={"source": "x", "split": "test"}).data == (DataSource("x", split="test"),)
+    assert make(data=[DataSource("x")]).data == (DataSource("x"),)
+
+
+BADKEYS = {
+    "lerning_rate: 1e-4": "unknown key 'lerning_rate': did you mean 'learning_rate'?",
+    "learning-rate: 1e-4": "unknown key 'learning-rate': did you mean 'learning_rate'?",
+    "lr: 1e-4": "unknown key 'lr': did you mean 'learning_rate'?",
+    "batch_size: 4": "unknown key 'batch_size': did you mean 'tokens_per_step'?",
+    "qwertz: 4": "unknown key 'qwertz': the keys are model, output, data",
+    "learning_rate: fast": "learning_rate is fast: it must be a number above 0 and at most 1",
+    "learning_rate: 2": "learning_rate is 2: it must be a number above 0 and at most 1",
+    "learning_rate: 0": "learning_rate is 0: it must be",
+    "learning_rate: .nan": "learning_rate is .nan: it must be",
+    "learning_rate: true": "learning_rate is true: it must be",
+    "learning_rate: null": "learning_rate is null: it must be",
+    "learning_rate: 1M": "learning_rate is 1M: it must be",
+    "warmup_steps: -1": "warmup_steps is -1: it must be at least 0",
+    "warmup_steps: 10k": "warmup_steps is 10k: it must be a whole number",
+    "micro_batch_size: 0": "micro_batch_size is 0: it must be at least 1",
+    "micro_batch_size: 1.5": "micro_batch_size is 1.5: it must be a whole number",
+    "micro_batch_size: yes": "micro_batch_size is yes: it must be a whole number",
+    "micro_batch_size: true": "micro_batch_size is true: it must be a whole number",
+    "seed: 4294967296": "seed is 4294967296: it must be at least 0 and at most 4294967295",
+    "schedule: linear": "schedule is linear: it must be constant, cosine, inverse_sqrt or wsd",
+    "optimizer: sgd": "optimizer is sgd: it must be adamw, adafactor or muon",
+    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2, text_infilling or pairs",
+    "precision: fp16": "precision is fp16: it must be bf16 or no",
+    "precision: false": "precision is false: it must be bf16 or no",
+    "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
+    "compile: yes": "compile is yes: it must be true or false",
+    "compile: 1": "compile is 1: it must be true or false",
+    "decay_share: 0": "decay_share is 0: it must be a number above 0 and at most 1",
+    "final_learning_rate: 1.1": "final_learning_rate is 1.1: it must be a number at least 0 and at most 1",
+    "beta2: 1": "beta2 is 1: it must be a number at least 0 and below 1",
+    "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number above 0",
+    "learning_rate: 1e-999": "learning_rate is 1e-999: it must be a number above 0",
+    f"seed: {'9' * 5000}": "seed is 999",
+    "gradient_clipping: 0": "gradient_clipping is 0: it must be a number above 0",
+    "trackers: [wandb, wnadb]": "trackers names wnadb: the trackers are aim",
+    "trackers: [wandb, wandb]": "trackers names a tracker twice",
+    "trackers: {wandb: 1}": "trackers is {'wandb': '1'}: it must be a list",
+    "temperature: 0\nteacher: t": "temperature is 0: it must be a number above 0",
+    "distillation_weight: 1.5\nteacher: t": "distillation_weight is 1.5: it must be a number at least 0 and at most 1",
+    "distillation_weight: 0.5": "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight",
+    "temperature: 2": "temperature is given without a teacher",
+    "teacher_top_k: 5": "teacher_top_k is given without a teacher",
+    "teacher_dtype: bf16": "teacher_dtype is given without a teacher",
+    "attention_matching: 0.1": "attention_matching is given without a teacher",
+    "alpha: 0.05": "tokens and alpha both state the budget: keep tokens, or alpha with pretraining_tokens",
+    "pretraining_tokens: 1T": "tokens and pretraining_tokens both state the budget",
+    "alpha: 1.5": "alpha is 1.5: it must be a number above 0 and at most 1",
+    "sequence_length: 1": "sequence_length is 1: it must be at least 2",
+    "sequence_length: 128k": "tokens_per_step is 65536 and sequence_length is 128000: a step must hold at least one sequence",
+    "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
+    "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
+    "evaluation_data: []": "evaluation_data is an empty list",
+    "document_mask: true\nobjective: ul2": "document_mask belongs to the causal objective, and objective is ul2",
+    "document_mask: true\nobjective: text_infilling": "document_mask belongs to the causal objective, and objective is text_infilling",
+    "objective: pairs": "objective is pairs and data names no fields for them: give it source_field and target_field",
+    "teacher: ./m": "teacher and model are both m",
+    "teacher: ''": "teacher is empty: it must be text",
+    "teacher: [a]": "teacher is ['a']: it must be text",
+}
+
+
+@pytest.mark.parametrize("lines", BADKEYS)
+def test_bad_keys(lines: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, LINES + lines + "\n").startswith(BADKEYS[lines])
+
+
+BAD_DATA = {
+    "[]": "data is an empty list: name at least one file",
+    "null": "data is null: it must be text",
+    "true": "data is true: it must be text",
+    "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
+    "{path: b}": "data has an unknown key 'path': did you mean 'source'?",
+    "{weight: 2}": "data has no key 'source'",
+    "[{source: b, weight: 0}]": "data[0].weight is 0: it must be a number above 0",
+    "[[a]]": "data[0] is ['a']: it must be text",
+    "[{source: b, split: null}]": "data[0].split is null: it must be text",
+    "{source: b, source_field: x}": "data names source_field without target_field: give both, or neither",
+    "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
+    "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
+    "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
+    "{source: b, target_language: de}": "data names target_language without source_language: give both, or neither",
+    "{source: b, source_language: en, target_language: de}": "data names target_language and is running text, in one language: leave it",
+    "{source: b, source_feild: x}": "data has an unknown key 'source_feild': did you mean 'source_field'?",
+    "{source: b, src_lang: en}": "data has an unknown key 'src_lang': did you mean 'source_language'?",
+}
+
+
+@pytest.mark.parametrize("written", BAD_DATA)
+def test_bad_data(written: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, LINES.replace("data: d", f"data: {written}")).startswith(BAD_DATA[written])
+
+
+def test_pairs_beside_other_keys() -> None:
+    pairs = {
+        "source": "p",
+        "source_field": "en",
+        "target_field": "de",
+        "source_language": "en_XX",
+        "target_language": "de_DE",
+    }
+    recipe = make(data=pairs, evaluation_data=pairs)
+    assert recipe.data[0].holds_pairs
+    assert make_recipe(recipe.resolved()) == recipe
+    assert make(data=pairs, objective="pairs").objective == "pairs"
+    assert (
+        make(data={"source": "t", "source_language": "en_XX"}, objective="text_infilling").data[0].source_language
+        == "en_XX"
+    )
+    for keys, message in (
+        (
+            {"objective": "causal"},
+            "objective is causal and data names source_field and target_field: leave objective out, or name the text",
+        ),
+        ({"objective": "text_infilling"}, "objective is text_infilling and data names source_field"),
+        ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
+        (
+            {"objective": "ul2", "data": {"source": "t", "source_language": "en"}},
+            "objective is ul2 and data names source_language",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            make(**{"data": pairs} | keys)
+
+
+def test_objectives_are_those_of_the_samples() -> None:
+    from gqa_convert.text.samples import OBJECTIVES
+
+    assert get_args(get_type_hints(Recipe)["objective"]) == ("auto", *OBJECTIVES)
+
+
+BAD_YAML = {
+    "": "is empty: a recipe has at least the keys",
+    "# nothing\n": "is empty",
+    "- a\n- b\n": "holds a list",
+    "words\n": "holds text",
+    f"{LINES}seed: 1\nseed: 2\n": "line 6: 'seed' is given twice, first in line 5",
+    f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": "line 5: 'data' is given twice, first in line 3",
+    "model: m\ndata: {source: a, source: b}\n": "line 2: 'source' is given twice, first in line 2",
+    "model: m\n  output: o\n": "line 2: mapping values are not allowed here",
+    "model: [m\noutput: o\n": "line 2: expected ',' or ']'",
+    "model: m\n\toutput: o\n": "line 2: found character '\\t'",
+    "model: &a m\noutput: *a\n": "line 1: anchors and aliases are not used here",
+    "model: !!python/name:os.system m\n": "line 1: tags such as tag:yaml.org,2002:python/name:os.system are not used here",
+    "<<: {model: m}\n": "unknown key '<<'",
+    "model: m\n---\nmodel: n\n": "line 2: but found another document",
+    "null: m\n": "line 1: a key must be a word, not null",
+    "[a]: m\n": "line 1: a key must be a word, not ['a']",
+    "model: m\x07\n": "is no YAML: unacceptable character",
+    "data: " + "[" * 5000: "is nested too deeply",
+}
+
+
+@pytest.mark.parametrize("text", BAD_YAML, ids=range(len(BAD_YAML)))
+def test_bad_yaml(text: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, text).startswith(BAD_YAML[text])
+
+
+@pytest.mark.parametrize("key", ["model", "output", "data"])
+def test_missing_keys(key: str) -> None:
+    with pytest.raises(RecipeError, match=f"no key '{key}'"):
+        make(**{key: "absent"})
+
+
+def test_missing_budgets() -> None:
+    for keys, message in (
+        ({}, "states no budget"),
+        ({"alpha": 0.1}, "alpha is given without pretraining_tokens"),
+        ({"pretraining_tokens": "1T"}, "pretraining_tokens is given without alpha"),
+        ({"tokens": None}, "states no budget"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            make(**{"tokens": "absent"} | keys)
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
+    (tmp_path / "big.yaml").write_bytes(b"#" * 2_000_000)
+    for path, message in (
+        (tmp_path / "none.yaml", "there is no recipe"),
+        (tmp_path, "can't be read: Is a directory"),
+        (tmp_path / "latin.yaml", "no UTF-8"),
+        (tmp_path / "big.yaml", "which is no recipe"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            read_recipe(path)
+
+
+def test_output_must_lie_apart(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "file").write_text("")
+    model = str(tmp_path / "model")
+    for output, message in (
+        (model, "output and model are the same folder"),
+        (f"{model}/../model/", "the same folder"),
+        (f"{model}/run", "one inside the other"),
+        (str(tmp_path), "one inside the other"),
+        (str(tmp_path / "file"), "is a file"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            make(model=model, output=output)
+    with pytest.raises(RecipeError, match="output and teacher are the same folder"):
+        make(teacher=model, output=model)
+    assert make(model=model, output=str(tmp_path / "run")).model == model
+
+
+def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    recipe = make(model="~/m", output="~/o", data=["~/d*.txt", {"source": "~/e"}], teacher="org/name")
+    assert (recipe.model, recipe.output, recipe.teacher) == ("/home/somebody/m", "/home/somebody/o", "org/name")
+    assert [source.source for source in recipe.data] == ["/home/somebody/d*.txt", "/home/somebody/e"]
+
+
+def test_paths_that_are_none() -> None:
+    for key in ("output", "model", "teacher"):
+        with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is no path"):
+            make(**{key: "x" * 5000})
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES + "learning_rate: 1e-3\n")
+    recipe = read_recipe(
+        path,
+        [
+            "learning_rate=5e-5",
+            "data=[a, {source: b, weight: 2}]",
+            "compile=true",
+            "gradient_clipping=null",
+            "output=x=y",
+        ],
+    )
+    assert recipe.learning_rate == 5e-5
+    assert recipe.data == (DataSource("a"), DataSource("b", 2.0))
+    assert recipe.compile
+    assert recipe.gradient_clipping is None
+    assert recipe.output == "x=y"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "has no key and value: write it as key=value"),
+        ("=3", "has no key and value"),
+        ("sead=3", "did you mean 'seed'?"),
+        ("--seed=3", "did you mean 'seed'?"),
+        ("data=[a", "the override 'data=[a': expected ',' or ']'"),
+        ("seed=x", "seed is x"),
+        ("data={a: 1, a: 2}", "'a' is given twice"),
+    ],
+)
+def test_bad_overrides(override: str, message: str, tmp_path: Path) -> None:
+    assert message in refusal(tmp_path, LINES, override)
+
+
+def test_an_override_is_given_once(tmp_path: Path) -> None:
+    assert "seed is given twice" in refusal(tmp_path, LINES, "seed=1", "seed=2")
+
+
+def test_a_budget_on_the_command_line_replaces_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES.replace("tokens: 10M", "alpha: 0.05\npretraining_tokens: 1T"))
+    assert read_recipe(path).budget_tokens == 50 * 10**9
+    assert read_recipe(path, ["tokens=1M"]).budget_tokens == 10**6
+    assert read_recipe(path, ["alpha=0.1"]).budget_tokens == 10**11
+    assert "both state the budget" in refusal(tmp_path, path.read_text(), "tokens=1M", "alpha=0.1")
+    path = write(tmp_path, LINES)
+    assert read_recipe(path, ["alpha=0.1", "pretraining_tokens=1B"]).budget_tokens == 10**8
+    assert "without pretraining_tokens" in refusal(tmp_path, LINES, "alpha=0.1", "tokens=null")
+
+
+def test_alpha_is_taken_as_it_is_written() -> None:
+    recipe = make(tokens=None, alpha=0.05, pretraining_tokens=1_163_264_000_000)
+    assert recipe.budget_tokens == 58_163_200_000
+    assert (
+        make(tokens=None, alpha=0.3, pretraining_tokens=10**16).budget_tokens == 3 * 10**15
+    )  # 0.3 * 10**16 as floats is not
+
+
+@given(st.integers(1, 10**7), st.integers(1, 10**5), st.integers(0, 10**10))
+def test_steps_are_the_fewest_that_hold_the_budget(tokens_per_step: int, tokens_per_sample: int, extra: int) -> None:
+    recipe = make(tokens=tokens_per_step + extra, tokens_per_step=tokens_per_step)
+    samples = recipe.samples_per_step(tokens_per_sample)
+    assert samples >= 1
+    assert samples == 1 or abs(samples * tokens_per_sample - tokens_per_step) * 2 <= tokens_per_sample
+    steps = recipe.steps(tokens_per_sample)
+    assert (steps - 1) * samples * tokens_per_sample < recipe.budget_tokens <= steps * samples * tokens_per_sample
+
+
+def test_warmup() -> None:
+    assert [make().warmup(steps) for steps in (1, 49, 50, 1000, 10**6)] == [0, 0, 1, 20, 1000]
+    assert make(warmup_steps=7).warmup(7) == 7
+    assert make(warmup_steps=0).warmup(7) == 0
+    with pytest.raises(RecipeError, match="warmup_steps is 7 and the budget lasts 6 steps"):
+        make(warmup_steps=7).warmup(6)
+
+
+def test_distillation_takes_over_with_a_teacher() -> None:
+    assert make(teacher="t").distillation_weight == 1.0
+    assert make(teacher="t").language_model_weight == 0.0
+    assert make(teacher="t", distillation_weight=0.25).language_model_weight == 0.75
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_resolved_recipes_make_themselves(path: Path) -> None:
+    recipe = read_recipe(path)
+    resolved = recipe.resolved()
+    assert list(resolved) == [field.name for field in dataclasses.fields(Recipe)]
+    assert make_recipe(resolved) == recipe
+    assert make_recipe(json.loads(json.dumps(resolved))) == recipe
+    assert make_recipe(yaml.safe_load(yaml.safe_dump(resolved))) == recipe
+
+
+def test_differences() -> None:
+    recipe = make(seed=1)
+    assert recipe.differences(recipe) == ()
+    assert recipe.differences(make(seed=2, document_mask=True)) == (
+        "seed was 1 and is now 2",
+        "document_mask was false and is now true",
+    )
+    assert (
+        recipe.differences(make(seed=1, save_every=7, trackers=["wandb"], output="elsewhere", evaluation_data="e"))
+        == ()
+    )
+    assert recipe.differences(make(seed=1, micro_batch_size=2, gradient_checkpointing=True, compile=True)) == ()
+    assert recipe.differences(make(seed=1, log_every=7), may_change=()) == ("log_every was 1 and is now 7",)
+    assert recipe.differences(make(seed=1, gradient_clipping=None)) == ("gradient_clipping was 1.0 and is now null",)
+    assert recipe.differences(make(seed=1, data=["d", "e"]))[0].startswith("data was d and is now [d, e]")
+
+
+def test_only_a_smaller_budget_is_a_difference() -> None:
+    recipe = make()
+    assert recipe.differences(make(tokens="20M")) == ()
+    assert recipe.differences(make(tokens=None, alpha=0.5, pretraining_tokens="40M")) == ()
+    assert recipe.differences(make(tokens="5M")) == ("the budget was 10000000 tokens and is now 5000000",)
+    assert recipe.differences(make(tokens="20M"), may_grow=()) == ("tokens was 10000000 and is now 20000000",)
+    assert recipe.differences(make(seed=3), may_grow=("seed",)) == ()
+    assert make(seed=3).differences(recipe, may_grow=("seed",)) == ("seed was 3 and is now 0",)
+
+
+# The recipes that are shipped, and the page about them
+
+HEADS = {
+    "t5-large-gqa8": (16, 8),
+    "t5-xxl-gqa8": (64, 8),
+    "flan-t5-xl-gqa8": (32, 8),
+    "llama-2-7b-gqa8": (32, 8),
+    "llama-2-13b-gqa8": (40, 8),
+    "pythia-1.4b-gqa4": (16, 4),
+    "opt-1.3b-gqa8": (32, 8),
+    "tiny": (12, 3),
+}
+
+
+def test_all_shipped_recipes_are_known_here() -> None:
+    assert {path.stem for path in SHIPPED} == {*HEADS}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_say_what_they_are(path: Path) -> None:
+    recipe, text = read_recipe(path), path.read_text(encoding="utf-8")
+    comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    for word in ("hardware", "memory", "time", "convert", "launch", "expected"):
+        assert re.search(rf"^# {word}  +\S", comments, re.MULTILINE), word
+    assert re.search(r"^# expected   (not run|run: )", comments, re.MULTILINE)
+    assert "estimate" in comments
+    heads, groups = HEADS[path.stem]
+    assert heads % groups == 0
+    convert = re.search(r"gqa-convert convert (\S+) (\S+) --groups (\d+)", comments)
+    assert convert is not None
+    assert convert[2] == recipe.model
+    assert int(convert[3]) == groups
+    assert recipe.teacher in (None, convert[1])
+    assert f"{heads} K/V heads" in comments
+    assert f"uptrain recipes/{path.name}" in comments
+    launch = re.search(r"--config_file (\S+)", comments)
+    assert launch is None or (ROOT / launch[1]).is_file()
+    assert max(map(len, text.splitlines())) <= 152
+
+
+@pytest.mark.parametrize("name", ["t5-large-gqa8", "t5-xxl-gqa8"])
+def test_the_papers_recipe_is_the_papers(name: str) -> None:
+    recipe = read_recipe(ROOT / "recipes" / f"{name}.yaml")
+    assert (recipe.alpha, recipe.optimizer, recipe.schedule, recipe.learning_rate) == (
+        0.05,
+        "adafactor",
+        "constant",
+        1e-3,
+    )
+    assert (recipe.samples_per_step(568), recipe.steps(568), recipe.warmup(50000)) == (2048, 50000, 0)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_the_launch_configurations(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(path)).num_machines == 1
+
+
+def shown_type(name: str) -> str:
+    """A key's kind, as the page writes it."""
+    hint = get_type_hints(Recipe)[name]
+    kinds = [hint, *get_args(hint)]
+    if any(DataSource in get_args(kind) for kind in kinds):
+        return "sources"
+    literal = [str(value) for kind in kinds for value in get_args(kind) if isinstance(value, str)]
+    if literal:
+        return ", ".join(literal)
+    plain = next(kind for kind in kinds if kind in (str, int, float, bool) or kind == tuple[str, ...])
+    return {str: "text", int: "whole number", float: "number", bool: "true or false"}.get(plain, "list")
+
+
+def shown_default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is dataclasses.MISSING:
+        return "must be given"
+    value = field.default
+    if value is None or value == ():
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_the_page_has_every_key_with_its_kind_and_default() -> None:
+    page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
+    found = {key: (kind, default) for key, kind, default, _ in rows if key in KEYS}
+    assert found == {field.name: (shown_type(field.name), shown_default(field)) for field in dataclasses.fields(Recipe)}
+
+
+def test_the_page_names_the_recipes_and_the_launch_configurations() -> None:
+    page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
+    for path in (
+        *SHIPPED,
+        *(ROOT / "recipes" / "accelerate").glob("*.yaml"),
+        ROOT / "recipes" / "slurm" / "uptrain.sbatch",
+    ):
+        assert path.name in page, path

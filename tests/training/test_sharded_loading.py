@@ -1,0 +1,129 @@
+"""Sharded models whose weights one process reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import LaunchError
+from gqa_convert.families.loading import load_model, outline_model
+from tests.helpers.ranks import Job
+from tests.helpers.tiny import make_checkpoint
+
+TYPES = ("llama", "gemma2", "phi", "mixtral", "starcoder2", "dots1")
+"""The last keeps a buffer in float32 whatever it is loaded in."""
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of many kinds: tied or not, stock or with a modelling file of ours, with buffers that no file
+    holds.
+    """
+    home = tmp_path_factory.mktemp("models")
+    made = [make_checkpoint(kind, home / kind, kv_heads=3, dtype=torch.bfloat16) for kind in TYPES]
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=12, n_positions=32)).save_pretrained(
+        home / "gpt2"
+    )
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=48, d_kv=6, d_ff=40, num_layers=2, num_heads=12))
+    t5.save_pretrained(home / "multihead")
+    convert_checkpoint(home / "multihead", home / "t5", 3, method="mean")
+    return [*made, home / "gpt2", home / "t5"]
+
+
+def load_all(record: str, *folders: str) -> None:
+    """On every process: each model in the type it is stored in and in float32, compared with what transformers
+    reads.
+    """
+    from gqa_convert.training import sharding
+    from gqa_convert.training.distributed import join, taking_part
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("another process than the first reads weights")
+
+    with taking_part():
+        accelerator = join()
+        found: dict[str, Any] = {}
+        for folder in map(Path, folders):
+            for dtype in (torch.float32, "auto"):
+                if accelerator.process_index:
+                    sharding.load_model = refused  # type: ignore[attr-defined]
+                model, missing = sharding.load(folder, dtype)
+                sharded = sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+                expected, _ = load_model(folder, dtype)
+                found[f"{folder.name} {dtype}"] = [*missing, *_differences(sharded, expected)]
+        Path(f"{record}-{accelerator.process_index}.json").write_text(json.dumps(found))
+
+
+def _differences(sharded: Any, expected: Any) -> list[str]:
+    found = []
+    pairs = zip(sharded.named_parameters(), expected.named_parameters(), strict=True)  # a tied parameter is named once
+    for (name, shard), (other, whole) in pairs:
+        full = shard.full_tensor()
+        if (
+            name != other
+            or full.dtype != whole.dtype
+            or not torch.equal(full, whole)
+            or shard.to_local().numel() == whole.numel() > 97
+        ):
+            found.append(name)
+    for (name, buffer), (other, whole) in zip(sharded.named_buffers(), expected.named_buffers(), strict=True):
+        if name != other or not torch.equal(buffer, whole):
+            found.append(name)
+    ids = torch.arange(2, 20)[None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if expected.config.is_encoder_decoder else {})
+    with torch.no_grad():
+        logits = [model.eval()(**inputs).logits for model in (sharded, expected)]
+    return found if torch.equal(*logits) else [*found, "logits"]
+
+
+def test_the_first_process_reads_and_all_have_its_numbers(folders: list[Path], tmp_path: Path) -> None:
+    job = Job(load_all, (str(tmp_path / "found"), *map(str, folders)), tmp_path / "logs", 2, **FSDP)
+    assert job.wait(120) == [0, 0], job.text()
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+        assert len(found) == 2 * len(folders)
+        assert not any(found.values()), found
+
+
+def share(folder: str) -> None:
+    from gqa_convert.training import sharding
+    from gqa_convert.training.distributed import join, taking_part
+
+    with taking_part():
+        accelerator = join()
+        model, _ = sharding.load(Path(folder), torch.float32)
+        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two apart"):
+            sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+
+
+def test_layers_that_share_parameters_are_not_trained_apart(tmp_path: Path) -> None:
+    job = Job(share, (str(make_checkpoint("zamba2", tmp_path / "zamba2")),), tmp_path / "logs", 2, **FSDP)
+    assert job.wait(120) == [0, 0], job.text()
+
+
+def test_an_outline_takes_no_memory_and_keeps_ties(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=4000, n_embd=768, n_layer=8, n_head=12)
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "gpt2")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size > 200e6
+    before = _anonymous()
+    outline = outline_model(tmp_path / "gpt2", torch.float32)
+    assert _anonymous() - before < size / 20
+    assert outline.lm_head.weight is outline.transformer.wte.weight
+    assert {name: tensor.shape for name, tensor in outline.state_dict().items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert sum(parameter.nbytes for parameter in outline.parameters()) == size
+
+
+def _anonymous() -> int:
+    """Bytes of this process's memory that are no file's."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -1,0 +1,371 @@
+"""Runs of a few steps with every objective and option, against transformers' own losses and against one another."""
+
+import hashlib
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gqa_convert import convert_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
+from gqa_convert.families.loading import load_model
+from gqa_convert.training.loop import Trainer
+from gqa_convert.training.summary import recovery
+from gqa_convert.training.utilisation import flops_per_token, peak
+from tests.helpers.data_helpers import span_tokenizer
+from tests.helpers.uptrain_runs import DEMO, STEPS, leftovers, losses, make_student, metrics, run, weights
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = make_student(tmp_path_factory.mktemp("home"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def t5(home: Path) -> Path:
+    """A tiny T5 with 2 K/V heads, its source, and words to train it on."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokenizer = span_tokenizer()
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=32,
+            d_kv=8,
+            d_ff=40,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.1,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+        )
+    )
+    model.save_pretrained(home / "t5")
+    tokenizer.save_pretrained(home / "t5")
+    convert_checkpoint(home / "t5", home / "t5-gqa", 2, method="mean")
+    rng = np.random.default_rng(0)
+    (home / "words.txt").write_text("\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100)))
+    return home / "t5-gqa"
+
+
+def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    summary = run(
+        home,
+        output,
+        evaluation_data=str(home / "other.txt"),
+        evaluation_tokens=256,
+        evaluate_every=3,
+        tokens=None,
+        alpha=0.1,
+        pretraining_tokens=3840,
+    )
+    assert {path.name for path in output.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "loss.png",
+        "metrics.jsonl",
+        "model",
+        "resolved_recipe.yaml",
+        "summary.json",
+    }
+    assert leftovers(output) == []
+    lines = metrics(output)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in lines] == [64, 128, 192, 256, 320, 384]
+    assert all({"loss", "learning_rate", "gradient_norm"} <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "evaluation_loss" in line] == [3, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (summary["kind"], summary["command"], summary["processes"]) == ("uptrain", None, 1)
+    assert summary["machine"]["versions"]["torch"] == torch.__version__
+    found = summary["evaluation"]
+    assert found["source"] < found["final"] < found["start"]
+    assert found["final"] == lines[-1]["evaluation_loss"]
+    assert found["recovered_share"] == pytest.approx(
+        (found["start"] - found["final"]) / (found["start"] - found["source"])
+    )
+    assert (summary["alpha"], summary["final_loss"], summary["steps"]) == (0.1, lines[-1]["loss"], STEPS)
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    # at the usual 1e-3 six steps are half a unit of bfloat16 for gains near 2, and rounding may hide them
+    run(home, tmp_path / "run", learning_rate=1e-2)
+    student, made = home / "student", tmp_path / "run" / "model"
+    for path in student.iterdir():
+        if path.name not in ("model.safetensors", "gqa_conversion.json"):
+            assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in made.iterdir()} == {path.name for path in student.iterdir()}
+    with safe_open(student / "model.safetensors", "pt") as before, safe_open(made / "model.safetensors", "pt") as after:
+        assert set(before.keys()) == set(after.keys())
+        for name in before.keys():  # noqa: SIM118
+            old, new = before.get_tensor(name), after.get_tensor(name)
+            assert (old.dtype, old.shape) == (new.dtype, new.shape)
+            assert not torch.equal(old, new), name
+    model = AutoModelForCausalLM.from_pretrained(made)
+    assert AutoTokenizer.from_pretrained(made)("hello").input_ids
+    assert model.config.num_key_value_heads == 3
+    record = json.loads((made / "gqa_conversion.json").read_text())
+    assert (record["uptraining_tokens"], record["groups"]) == (384, 3)
+    assert record["uptraining"][0]["recipe"]["learning_rate"] == 1e-2
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in made.iterdir())
+
+    run(home, tmp_path / "second", model=str(made), tokens=64, save_every=1)
+    again = json.loads((tmp_path / "second" / "model" / "gqa_conversion.json").read_text())
+    assert (again["uptraining_tokens"], [each["tokens"] for each in again["uptraining"]]) == (448, [384, 64])
+    for folder, written in ((made, record), (tmp_path / "second" / "model", again)):
+        raw = (folder / "model.safetensors").read_bytes()
+        assert written["result"] == {
+            "files": {"model.safetensors": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
+        }
+
+
+def test_a_broken_record_of_the_conversion_is_found_before_training(home: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(home / "student", tmp_path / "student")
+    (student / "gqa_conversion.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match=r"gqa_conversion\.json"):
+        run(home, tmp_path / "run", model=str(student))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
+    """On the same tokens; the first step's, before any change."""
+    from gqa_convert.text.samples import open_samples
+
+    run(home, tmp_path / "run", tokens=64)
+    tokenizer = AutoTokenizer.from_pretrained(home / "student")
+    samples = open_samples([str(home / "text.txt")], tokenizer, objective="causal", sequence_length=32)
+    batch = samples.batch([0, 1])
+    whole = torch.from_numpy(np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1))
+    model, _ = load_model(home / "student", torch.float32)
+    with torch.no_grad():
+        expected = model(input_ids=whole, labels=whole).loss.item()
+    assert losses(tmp_path / "run") == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
+    """A short last one (5 = 2 + 2 + 1 = 4 + 1) counts by its tokens; with masked labels in it, too."""
+    keys = {"tokens_per_step": 160, "tokens": 480, "document_mask": True, "learning_rate": 1e-4}
+    expected: list[float] = []
+    for size in (1, 2, 4):
+        output = tmp_path / f"micro-{size}"
+        run(home, output, **keys, micro_batch_size=size)
+        expected = expected or losses(output)
+        assert losses(output) == pytest.approx(expected, rel=2e-5)
+    assert len(expected) == 3
+
+
+def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
+    student = home / "student"
+    (tmp_path / "teacher").symlink_to(student)
+    run(home, tmp_path / "run", teacher=str(tmp_path / "teacher"), teacher_dtype="float32")
+    for line in metrics(tmp_path / "run"):
+        assert line["loss"] == line["kl"] == pytest.approx(0, abs=1e-6)
+        assert line["gradient_norm"] < 1e-6
+    before, _ = load_model(student, torch.float32)
+    after, _ = load_model(tmp_path / "run" / "model", torch.float32)
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(old, new), name
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "attention": {"trainable": "attention"},
+    "kv": {"trainable": "kv"},
+    "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
+    "muon": {"optimizer": "muon"},
+    "bf16": {"precision": "bf16"},
+    "document mask": {"document_mask": True},
+    "sources": {"data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}]},
+    "teacher": {"teacher": str(DEMO), "distillation_weight": 0.7, "temperature": 2.0},
+    "teacher's first tokens": {"teacher": str(DEMO), "teacher_top_k": 8},
+    "teacher's attention": {"teacher": str(DEMO), "attention_matching": 0.5, "document_mask": True},
+    "all at once": {
+        "teacher": str(DEMO),
+        "attention_matching": 1.0,
+        "distillation_weight": 0.5,
+        "teacher_top_k": 16,
+        "gradient_checkpointing": True,
+        "optimizer": "muon",
+        "trainable": "attention",
+        "precision": "bf16",
+        "schedule": "wsd",
+        "weight_decay": 0.1,
+        "micro_batch_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_trains_and_resumes_bit_for_bit(
+    home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    keys = {"warmup_steps": 1, "schedule": "constant", **OPTIONS[name]}
+    if keys["schedule"] == "constant":
+        run(home, tmp_path / "run", **keys, tokens=192)
+    run(home, tmp_path / "run", **keys)
+    run(home, tmp_path / "whole", **keys)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    lines = metrics(tmp_path / "run")
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert ("kl" in lines[0]) == ("teacher" in keys)
+    assert ("attention" in lines[0]) == ("attention_matching" in keys)
+    assert ("lm" in lines[0]) == (keys.get("distillation_weight") is not None or "teacher" not in keys)
+    if "trainable" in keys:
+        before, _ = load_model(home / "student", torch.float32)
+        after, _ = load_model(tmp_path / "run" / "model", torch.float32)
+        trained = {
+            key
+            for (key, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
+            if not torch.equal(old, new)
+        }
+        parts = ("k_proj", "v_proj") if keys["trainable"] == "kv" else ("q_proj", "k_proj", "v_proj", "o_proj")
+        assert trained == {key for key, _ in before.named_parameters() if any(part in key for part in parts)}
+
+
+def test_gradient_checkpointing_changes_no_loss(home: Path, tmp_path: Path) -> None:
+    run(home, tmp_path / "plain", tokens=128)
+    run(home, tmp_path / "saving", tokens=128, gradient_checkpointing=True)
+    assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["auto", "ul2"])
+def test_encoder_decoders(home: Path, t5: Path, tmp_path: Path, objective: str) -> None:
+    keys = {
+        "model": str(t5),
+        "data": str(home / "words.txt"),
+        "objective": objective,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "evaluation_data": str(home / "words.txt"),
+        "evaluation_tokens": 256,
+    }
+    run(home, tmp_path / "run", **keys, tokens=100)
+    summary = run(home, tmp_path / "run", **keys, tokens=300)
+    run(home, tmp_path / "whole", **keys, tokens=300)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
+    assert summary["evaluation"]["final"] < summary["evaluation"]["start"]
+    made = tmp_path / "run" / "model"
+    assert (made / "gqa_t5.py").is_file()
+    model, missing = load_model(made, torch.float32, run_code=True)
+    assert not missing
+    assert model.config.model_type == "gqa_t5"
+
+
+def test_an_encoder_decoder_learns_from_its_source(home: Path, t5: Path, tmp_path: Path) -> None:
+    run(
+        home,
+        tmp_path / "run",
+        model=str(t5),
+        data=str(home / "words.txt"),
+        teacher=str(home / "t5"),
+        attention_matching=0.1,
+    )
+    assert all(line["kl"] > 0 and line["attention"] > 0 for line in metrics(tmp_path / "run"))
+
+
+def test_mistakes_are_found_before_anything_is_trained(
+    home: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecipeError, match=r"objective is span_corruption .* is a decoder alone"):
+        run(home, tmp_path / "run", objective="span_corruption")
+    with pytest.raises(RecipeError, match=r"objective is causal .* is an encoder-decoder"):
+        run(home, tmp_path / "run", model=str(t5), objective="causal")
+    with pytest.raises(RecipeError, match=r"sequence_length is 1000000 .* has positions for \d+: lower it"):
+        run(home, tmp_path / "run", sequence_length=1_000_000, tokens_per_step=1_000_000, tokens=1_000_000)
+    with pytest.raises(RecipeError, match="distillation needs a teacher with the student's vocabulary"):
+        run(home, tmp_path / "run", teacher=str(t5))
+    missing = next(name for name in ("aim", "swanlab", "clearml") if importlib.util.find_spec(name) is None)
+    with pytest.raises(
+        MissingExtraError, match=f"trackers names {missing}, which is not installed: pip install {missing}"
+    ):
+        run(home, tmp_path / "run", trackers=[missing])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((home / "student" / name).read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"the tokenizer of .*bare can't be loaded by transformers"):
+        run(home, tmp_path / "run", model=str(bare))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "losses", full)
+    with pytest.raises(DeviceMemoryError, match="out of memory: lower micro_batch_size"):
+        run(home, tmp_path / "run")
+
+
+def test_new_evaluation_data_are_measured_from_the_start(home: Path, tmp_path: Path) -> None:
+    keys = {"schedule": "constant", "warmup_steps": 0}
+    run(home, tmp_path / "run", **keys, tokens=192)
+    summary = run(home, tmp_path / "run", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
+    run(home, tmp_path / "whole", **keys, evaluation_data=str(home / "other.txt"), evaluation_tokens=256)
+    assert summary["evaluation"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["evaluation"]
+
+
+def test_large_models_come_in_several_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gqa_convert.training import export
+
+    run(home, tmp_path / "one", tokens=64)
+    monkeypatch.setattr(export, "_SHARD", "1MB")
+    run(home, tmp_path / "many", tokens=64)
+    made = tmp_path / "many" / "model"
+    assert (made / "model.safetensors.index.json").is_file()
+    assert not (made / "model.safetensors").exists()
+    one, many = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("one", "many")
+    )
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak(torch.device("cpu")) is None
+    for name, flops in {
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A40": 150e12,
+        "T4": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak(torch.device("cuda", 0)) == flops
+    assert flops_per_token(7_000_000_000, 32, 4096, 2048) == pytest.approx(6 * 7e9 + 12 * 32 * 4096 * 2048)
+
+
+def test_recovery() -> None:
+    assert recovery({}, 1.0) is None
+    assert recovery({"start": 3.0}, None) is None
+    assert recovery({"start": 3.0}, 2.0) == {"start": 3.0, "source": None, "final": 2.0, "recovered_share": None}
+    assert recovery({"start": 3.0, "source": 1.0}, 1.5) == {
+        "start": 3.0,
+        "source": 1.0,
+        "final": 1.5,
+        "recovered_share": 0.75,
+    }
+    assert recovery({"start": 1.0, "source": 1.0}, 0.5) == {
+        "start": 1.0,
+        "source": 1.0,
+        "final": 0.5,
+        "recovered_share": None,
+    }

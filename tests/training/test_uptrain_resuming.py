@@ -1,0 +1,403 @@
+"""Runs that are killed, stopped, changed or finished, and the same command again."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.errors import DivergedError, LaunchError, OutputError, ResumeError, StoppedError
+from gqa_convert.training.checkpoints import Checkpoints
+from gqa_convert.training.distributed import OutputLock
+from gqa_convert.training.run import Run
+from gqa_convert.training.uptrain import uptrain_checkpoint
+from tests.helpers.checkpoints import digests
+from tests.helpers.uptrain_runs import (
+    STEPS,
+    AtFileEvent,
+    die,
+    in_child,
+    leftovers,
+    losses,
+    make_student,
+    metrics,
+    run,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = make_student(tmp_path_factory.mktemp("home"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """A run without any interruption."""
+    run(home, home / "whole")
+    return home / "whole"
+
+
+def assert_same(output: Path, whole: Path) -> None:
+    assert metrics(output) == metrics(whole)
+    assert weights(output) == weights(whole)
+    assert leftovers(output) == []
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (STEPS, STEPS * 64)
+
+
+def events(home: Path, output: Path) -> int:
+    """How often a run touches its files."""
+    count = home / "count"
+
+    def counted() -> None:
+        watch = AtFileEvent(output, 0, die)
+        run(home, output)
+        count.write_text(str(watch.seen))
+
+    assert in_child(counted) == (0, "")
+    return int(count.read_text())
+
+
+POINTS = int(os.environ.get("GQA_KILL_POINTS", "7"))
+"""How many moments a run is killed at; a number above that of its file events means each of them."""
+
+
+def test_killed_at_any_file_event_and_run_again(home: Path, whole: Path, tmp_path: Path) -> None:
+    total = events(home, tmp_path / "counted")
+    assert total > 60
+    stride = max(1, total // POINTS)
+    for number in range(stride // 2 + 1, total + 1, stride):
+        output = tmp_path / f"killed-{number}"
+
+        def killed(output: Path = output, number: int = number) -> None:
+            AtFileEvent(output, number, die)
+            run(home, output)
+
+        assert in_child(killed) == (-signal.SIGKILL, "")
+        if (output / "model").exists():
+            assert weights(output) == weights(whole)
+        assert in_child(lambda output=output: run(home, output)) == (0, "")
+        assert_same(output, whole)
+        shutil.rmtree(output)
+
+
+def test_killed_again_and_again(home: Path, whole: Path, tmp_path: Path) -> None:
+    """Each time after a few more file events, so that nothing depends on a run that died only once."""
+    output = tmp_path / "run"
+    for number in (30, 31, 33):
+
+        def killed(number: int = number) -> None:
+            AtFileEvent(output, number, die)
+            run(home, output)
+
+        assert in_child(killed) == (-signal.SIGKILL, "")
+    assert in_child(lambda: run(home, output)) == (0, "")
+    assert_same(output, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+    output = tmp_path / "run"
+
+    def signalled() -> None:
+        original = Run._log
+
+        def log(self: Any, metrics: Any, result: Any, *rest: Any) -> None:
+            original(self, metrics, result, *rest)
+            if result.step == 1:
+                os.kill(os.getpid(), number)
+
+        Run._log = log  # type: ignore[method-assign]  # in the child only
+        run(home, output, save_every=100)
+
+    code, message = in_child(signalled)
+    assert (code, number.name in message) == (75, True)
+    assert "run the same command again" in message
+    assert leftovers(output) == []
+    run(home, output)
+    assert metrics(output) == metrics(whole)
+    assert weights(output) == weights(whole)
+
+
+def test_signals_before_and_between_the_steps(
+    home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def during(name: str, *, again: bool = False) -> Any:
+        original = getattr(Run, name)
+
+        def interrupted(self: Any, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            if again:
+                os.kill(os.getpid(), signal.SIGINT)
+            return original(self, *arguments)
+
+        return interrupted
+
+    output = tmp_path / "run"
+    for name in ("_data", "_publish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, name, during(name))
+            with pytest.raises(StoppedError, match="SIGINT between two stages"):
+                run(home, output)
+        assert not (output / "model").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_log", during("_log", again=True))
+        code, message = in_child(lambda: run(home, tmp_path / "twice"))
+        assert (code, "second Ctrl-C" in message) == (130, True)
+    run(home, output)
+    assert_same(output, whole)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_run_again_after_the_end(whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
+    said: list[str] = []
+    summary = uptrain_checkpoint(whole.with_suffix(".yaml"), [], on_message=said.append)
+    assert summary == json.loads((whole / "summary.json").read_text())
+    assert said == [f"{whole} is complete already; a larger budget or another output would train on"]
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
+
+
+def test_a_file_beside_the_model_is_no_run_s_to_delete(home: Path, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "model" / "thesis.tex").write_text("mine")
+    before = digests(output, ignore=(".lock",))
+    with pytest.raises(OutputError, match=r"thesis\.tex"):
+        run(home, output, tokens=(STEPS + 2) * 64)
+    assert digests(output, ignore=(".lock",)) == before
+
+
+def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    keys = {"schedule": "constant", "warmup_steps": 0}
+    run(home, output, **keys, tokens=192)
+    run(home, output, **keys)
+    run(home, tmp_path / "at once", **keys)
+    assert weights(output) == weights(tmp_path / "at once")
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["changes"] == ["from step 4: tokens was 192 and is now 384"]
+    assert json.loads((output / "model" / "gqa_conversion.json").read_text())["uptraining_tokens"] == 384
+    with pytest.raises(ResumeError, match="the budget was 384 tokens and is now 192"):
+        run(home, output, **keys, tokens=192)
+    shutil.rmtree(output / "checkpoints")
+    assert run(home, output, **keys)["tokens"] == 384
+    with pytest.raises(ResumeError, match="its checkpoints are gone"):
+        run(home, output, **keys, tokens=512)
+
+
+def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    with pytest.raises(
+        ResumeError, match=r"learning_rate was 0.001 and is now 0.002; seed was 0 and is now 1; restore"
+    ):
+        run(home, output, learning_rate=2e-3, seed=1)
+    text = tmp_path / "text.txt"
+    text.write_text((home / "text.txt").read_text())
+    run(home, tmp_path / "own", data=str(text), tokens=128)
+    text.write_text((home / "text.txt").read_text()[:-100])
+    with pytest.raises(ResumeError, match="the training text or the tokenizer is not what it was"):
+        run(home, tmp_path / "own", data=str(text))
+
+
+def zero_a_block(path: Path, nbytes: int = 512) -> None:
+    """What a disk that lost a block returns; in the middle of a file of tensors are their numbers."""
+    at = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(at)
+        assert file.read(nbytes).strip(b"\0")  # there is something to lose
+        file.seek(at)
+        file.write(bytes(nbytes))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "record", "emptied", "zeroed", "names"])
+def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, damage: str) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    newest = output / "checkpoints" / "step-000006"
+    tensors = next(newest.glob("*.distcp"))
+    if damage == "truncated":
+        os.truncate(tensors, tensors.stat().st_size - 1000)
+    elif damage == "missing":
+        tensors.unlink()
+    elif damage == "record":
+        os.truncate(newest / "run.json", 100)
+    elif damage == "zeroed":
+        zero_a_block(tensors)
+    elif damage == "names":
+        zero_a_block(newest / ".metadata", 8)
+    else:
+        (newest / "run.json").write_text("[]")
+    said: list[str] = []
+    uptrain_checkpoint(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
+    assert any("damaged-step-000006" in line for line in said)
+    assert any("going on from" in line and "step-000004" in line for line in said)
+    assert weights(output) == weights(whole)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["damaged-step-000006", "step-000006"]
+
+
+def test_when_every_checkpoint_is_damaged(home: Path, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    for path in (output / "checkpoints").glob("*/*.distcp"):
+        os.truncate(path, 10)
+    with pytest.raises(ResumeError, match=r"every checkpoint .* is damaged .* has 10 bytes, expected"):
+        run(home, output)
+    assert (output / "model").is_dir()
+
+
+def test_a_zeroed_block_in_every_checkpoint(home: Path, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    for path in (output / "checkpoints").glob("*/*.distcp"):
+        zero_a_block(path)
+    with pytest.raises(
+        ResumeError, match=r"every checkpoint .* is damaged .*step-000006/__0_0.distcp has changed since it was saved"
+    ):
+        run(home, output)
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_recorded_digests_are_those_of_the_files(whole: Path) -> None:
+    for folder in (whole / "checkpoints").iterdir():
+        recorded = json.loads((folder / "run.json").read_bytes())["sha256"]
+        assert recorded == {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.iterdir()
+            if path.name != "run.json"
+        }
+
+
+def test_a_checkpoint_without_digests(home: Path, whole: Path, tmp_path: Path) -> None:
+    """As earlier versions saved it: resumed as before, and only what can't be loaded at all is noticed."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "summary.json").unlink()
+    record = output / "checkpoints" / "step-000006" / "run.json"
+    record.write_text(
+        json.dumps({key: value for key, value in json.loads(record.read_bytes()).items() if key != "sha256"})
+    )
+    run(home, output)
+    assert weights(output) == weights(whole)
+    (output / "summary.json").unlink()
+    for path in (output / "checkpoints" / "step-000006").glob("*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ResumeError, match=r"step-000006 cannot be loaded .*: remove it"):
+        run(home, output)
+
+
+def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0) -> None:
+    """Losses are not finite at these steps, unless the learning rate is small."""
+    from gqa_convert.training.loop import Trainer
+
+    original = Trainer.losses
+
+    def losses(self: Any, batch: Any) -> Any:
+        loss, parts = original(self, batch)
+        bad = self.progress.step + 1 in steps and self.recipe.learning_rate > above
+        return (loss * float("nan"), parts * float("nan")) if bad else (loss, parts)
+
+    monkeypatch.setattr(Trainer, "losses", losses)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])  # the latter has an AdamW in it
+def test_a_checkpoint_before_the_first_update_changes_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """Its moments are zero, and count no step."""
+    nan_at(monkeypatch, {1, 2})
+    run(home, tmp_path / "unsaved", optimizer=optimizer, tokens=256, save_every=100)
+    run(home, tmp_path / "saved", optimizer=optimizer, tokens=256, save_every=2)
+    assert metrics(tmp_path / "saved") == metrics(tmp_path / "unsaved")
+    assert weights(tmp_path / "saved") == weights(tmp_path / "unsaved")
+
+
+def test_a_step_without_a_finite_loss_is_skipped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nan_at(monkeypatch, {3, 4})
+    said: list[str] = []
+    output = tmp_path / "run"
+    run(home, output, tokens=64, keep_checkpoints=1)
+    uptrain_checkpoint(output.with_suffix(".yaml"), ["tokens=384"], on_message=said.append)
+    lines = metrics(output)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert ["loss" in line for line in lines] == [True, True, False, False, True, True]
+    assert [line.get("skipped", False) for line in lines] == [False, False, True, True, False, False]
+    assert json.loads((output / "summary.json").read_text())["skipped_steps"] == 2
+    assert sum("not finite" in line for line in said) == 2
+
+
+def test_divergence_ends_a_run_that_can_go_on_otherwise(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_at(monkeypatch, set(range(4, 100)), above=5e-4)
+    output = tmp_path / "run"
+    keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
+    with pytest.raises(
+        DivergedError, match=r"5 steps in a row up to step 8 .* is intact: run again with a lower learning_rate"
+    ):
+        run(home, output, **keys)
+    saved = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert saved == ["step-000002", "step-000004", "step-000006"]  # of a streak nothing is removed
+    with pytest.raises(ResumeError, match="seed was 0 and is now 1"):
+        run(home, output, **keys, seed=1)
+    summary = run(home, output, **keys, learning_rate=1e-4)
+    assert summary["changes"] == ["from step 7: learning_rate was 0.001 and is now 0.0001"]
+    assert not (output / "diverged.json").exists()
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000012"]
+    with pytest.raises(ResumeError, match=r"learning_rate was 0.0001 "):
+        run(home, output, **keys, learning_rate=1e-3)
+
+
+def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:
+    output = tmp_path / "foreign"
+    (output / "model").mkdir(parents=True)
+    (output / "model" / "config.json").write_text("{}")
+    with pytest.raises(OutputError, match="model exists and is of no run of this program"):
+        run(home, output)
+    lock = OutputLock(tmp_path / "locked")
+    with pytest.raises(LaunchError, match="another process is training into"):
+        run(home, tmp_path / "locked")
+    lock.release()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "readme.txt").write_text("mine")
+    (tmp_path / "notes" / "recipe.yaml").write_text("mine")
+    run(home, tmp_path / "notes", tokens=64)
+    assert {(tmp_path / "notes" / name).read_text() for name in ("readme.txt", "recipe.yaml")} == {"mine"}
+
+
+def test_text_that_fails_on_the_way_costs_no_step(
+    home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gqa_convert.errors import DataError
+    from gqa_convert.text.samples import Samples
+
+    original = Samples.batch
+
+    def batch(self: Any, indices: Any) -> Any:
+        if max(indices) >= 6:
+            raise DataError("the stream broke off: check the network")
+        return original(self, indices)
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "batch", batch)
+        with pytest.raises(DataError, match="the stream broke off"):
+            run(home, output, save_every=100)
+    assert Checkpoints(output / "checkpoints", 2, main=True).steps() == [3]
+    run(home, output)
+    assert losses(output) == losses(whole)
+    assert weights(output) == weights(whole)

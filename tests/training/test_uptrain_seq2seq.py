@@ -1,0 +1,297 @@
+"""Runs of encoder-decoders on pairs and on text infilling, against transformers' own losses and against one another."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from gqa_convert import convert_checkpoint
+from gqa_convert.errors import RecipeError
+from gqa_convert.families.loading import load_model
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.text.samples import OBJECTIVES, open_samples
+from gqa_convert.training.objectives import check_input, choose_objective, possible_objectives, sample_length
+from gqa_convert.training.recipe import make_recipe
+from tests.helpers.data_helpers import span_tokenizer
+from tests.helpers.own_files import SIZES
+from tests.helpers.seq2seq import bart_tokenizer, language_tokenizer, model, words, write_pairs
+from tests.helpers.uptrain_runs import losses, metrics, run, weights
+
+SEQ2SEQ = sorted(kind for kind, sizes in SIZES.items() if "encoder_layers" in sizes or "d_kv" in sizes)
+LANGUAGE_CODES = ("mbart", "plbart")
+"""Whose targets end with their language, with which the decoder begins."""
+LANGUAGES = {"source_language": "en_XX", "target_language": "de_DE"}
+STEADY: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Pairs, running text, and a converted BART beside its source."""
+    folder = tmp_path_factory.mktemp("home")
+    write_pairs(folder / "pairs.jsonl", 120)
+    write_pairs(folder / "held-out.jsonl", 12, seed=1)
+    random = np.random.default_rng(0)
+    (folder / "text.txt").write_text("\n".join(words(random, 40) for _ in range(60)), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        converted(folder, "bart", bart_tokenizer())
+        yield folder
+
+
+def converted(home: Path, kind: str, tokenizer: Any) -> Path:
+    model(home / kind, kind, tokenizer)
+    convert_checkpoint(home / kind, home / f"{kind}-gqa", 4, method="mean")
+    return home / f"{kind}-gqa"
+
+
+def pairs(home: Path, name: str = "pairs", **keys: Any) -> dict[str, Any]:
+    return {"source": str(home / f"{name}.jsonl"), "source_field": "a", "target_field": "b", **keys}
+
+
+def tokenizer_for(kind: str) -> Any:
+    """As the family's own: with language codes, with sentinels, with a mask token or without any of them."""
+    if kind in LANGUAGE_CODES:
+        return language_tokenizer()
+    if "d_kv" in SIZES[kind]:
+        return span_tokenizer()
+    return bart_tokenizer(mask=kind in ("bart", "pegasus", "blenderbot"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SEQ2SEQ if kind != "whisper"])
+def test_the_loss_on_pairs_is_that_of_transformers(home: Path, tmp_path: Path, kind: str) -> None:
+    """`model(input_ids, attention_mask, labels)`, which shifts the labels by itself; also for the converted model's own
+    file.
+    """
+    folder = home / "bart-gqa" if kind == "bart" else converted(tmp_path, kind, tokenizer_for(kind))
+    languages = LANGUAGES if kind in LANGUAGE_CODES else {}
+    data = pairs(home, **languages)
+    run(home, tmp_path / "run", model=str(folder), data=data, tokens=300, tokens_per_step=200, micro_batch_size=3)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    own, _ = load_model(folder, torch.float32)
+    stock = AutoModelForSeq2SeqLM.from_pretrained(folder.parent / kind)
+    config = stock.config
+    start, last = config.decoder_start_token_id, kind in LANGUAGE_CODES
+    samples = open_samples(
+        [data], tokenizer, objective="pairs", sequence_length=64, decoder_start=start, starts_with_last=last
+    )
+    count = round(200 / float(samples.tokens_per_sample))
+    batch = {name: torch.from_numpy(array) for name, array in samples.batch(range(count)).items()}
+    shifted = batch.pop("decoder_input_ids")
+    real = batch["labels"] != -100
+    with torch.no_grad():
+        assert losses(tmp_path / "run")[0] == pytest.approx(float(own.eval()(**batch).loss), rel=2e-5)
+        assert torch.equal(shifted_by_transformers(stock, batch["labels"])[real], shifted[real])
+
+
+def shifted_by_transformers(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        found: torch.Tensor = model.prepare_decoder_input_ids_from_labels(labels)
+        return found
+    shift = sys.modules[type(model).__module__].shift_tokens_right
+    moved: torch.Tensor = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    return moved
+
+
+def test_the_loss_of_text_infilling_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
+    run(home, tmp_path / "run", model=str(home / "bart-gqa"), objective="text_infilling", tokens=90, tokens_per_step=90)
+    tokenizer = AutoTokenizer.from_pretrained(home / "bart-gqa")
+    samples = open_samples(
+        [str(home / "text.txt")], tokenizer, objective="text_infilling", sequence_length=32, decoder_start=1
+    )
+    assert samples.tokens_per_sample == 30
+    batch = {
+        name: torch.from_numpy(array) for name, array in samples.batch(range(3)).items() if name != "decoder_input_ids"
+    }
+    student, _ = load_model(home / "bart-gqa", torch.float32)
+    with torch.no_grad():
+        assert losses(tmp_path / "run") == [pytest.approx(float(student.eval()(**batch).loss), rel=1e-5)]
+
+
+def objective_keys(home: Path, objective: str) -> dict[str, Any]:
+    data: Any = pairs(home) if objective == "pairs" else str(home / "text.txt")
+    held_out: Any = pairs(home, "held-out") if objective == "pairs" else str(home / "text.txt")
+    return {
+        "model": str(home / "bart-gqa"),
+        "data": data,
+        "objective": objective,
+        "evaluation_data": held_out,
+        "evaluation_tokens": 200,
+    }
+
+
+@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
+@pytest.mark.parametrize("distilled", [False, True])
+def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, objective: str, distilled: bool) -> None:
+    keys = objective_keys(home, objective) | STEADY | {"evaluate_every": 1}
+    if distilled:
+        keys |= {"teacher": str(home / "bart"), "attention_matching": 0.5, "distillation_weight": 0.5, "dropout": 0.1}
+    run(home, tmp_path / "run", **keys, tokens=192)
+    summary = run(home, tmp_path / "run", **keys)
+    run(home, tmp_path / "whole", **keys)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    lines = metrics(tmp_path / "run")
+    assert all("evaluation_loss" in line for line in lines)
+    assert ("kl" in lines[0], "attention" in lines[0]) == (distilled, distilled)
+    assert summary["evaluation"]["final"] < summary["evaluation"]["start"]
+    samples = open_samples(
+        [keys["data"]],
+        AutoTokenizer.from_pretrained(home / "bart-gqa"),
+        objective=objective,
+        sequence_length=32,
+        decoder_start=1,
+    )
+    per_step = round(64 / float(samples.tokens_per_sample))
+    assert [line["tokens"] for line in lines] == [
+        int(line["step"] * per_step * samples.tokens_per_sample) for line in lines
+    ]
+    assert lines[-1]["tokens"] >= 384 > lines[-2]["tokens"]
+
+
+@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
+def test_micro_batches_do_not_matter(home: Path, tmp_path: Path, objective: str) -> None:
+    """Labels are counted over the step, however it is cut: texts of different lengths, and a last micro-batch that is
+    short.
+    """
+    expected: list[float] = []
+    for size in (1, 2, 4):
+        keys = objective_keys(home, objective) | {
+            "tokens_per_step": 150,
+            "tokens": 450,
+            "learning_rate": 1e-4,
+            "evaluation_data": None,
+        }
+        run(home, tmp_path / f"{size}", **keys, micro_batch_size=size)
+        expected = expected or losses(tmp_path / "1")
+        assert losses(tmp_path / f"{size}") == pytest.approx(expected, rel=2e-5)
+    norms = [[line["gradient_norm"] for line in metrics(tmp_path / f"{size}")] for size in (1, 2, 4)]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-4)
+    assert norms[0] == pytest.approx(norms[2], rel=2e-4)
+
+
+@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
+def test_a_short_run_lowers_the_loss(home: Path, tmp_path: Path, objective: str) -> None:
+    keys = (
+        objective_keys(home, objective)
+        | STEADY
+        | {"tokens": 60 * 256, "tokens_per_step": 256, "micro_batch_size": 8, "save_every": 100}
+    )
+    run(home, tmp_path / "run", **keys)
+    found = losses(tmp_path / "run")
+    assert np.mean(found[-5:]) < np.mean(found[:5]) - 0.5
+
+
+def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "teacher").symlink_to(home / "bart-gqa")
+    keys = objective_keys(home, "pairs") | {"teacher": str(tmp_path / "teacher"), "teacher_dtype": "float32"}
+    run(home, tmp_path / "run", **keys)
+    for line in metrics(tmp_path / "run"):
+        assert line["loss"] == line["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_what_is_left_out_and_cut_is_said(home: Path, tmp_path: Path) -> None:
+    from gqa_convert.training.uptrain import uptrain_checkpoint
+    from tests.helpers.uptrain_runs import recipe
+
+    rows = [{"a": "w1 w2 w3 w4 w5 w6", "b": "w1"}, {"a": "w1", "b": ""}, {"a": "w1", "b": "w2"}]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    keys = {"model": str(home / "bart-gqa"), "data": pairs(tmp_path, "some"), "sequence_length": 6}
+    uptrain_checkpoint(recipe(home, tmp_path / "run", **keys), [], on_message=said.append)
+    assert f"1 of the 2 pairs of {tmp_path}/some.jsonl are cut to 6 tokens" in said
+    assert f"1 rows of {tmp_path}/some.jsonl are left out, where the source or the target is empty" in said
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    return {"model_type": kind, "is_encoder_decoder": True, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", SEQ2SEQ)
+@pytest.mark.parametrize("tokenizer", ["own", "bare", "masked", "sentinels"])
+@pytest.mark.parametrize("converted_type", [False, True])
+def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer: str, converted_type: bool) -> None:
+    made = {
+        "own": lambda: tokenizer_for(kind),
+        "bare": lambda: bart_tokenizer(mask=False),
+        "masked": bart_tokenizer,
+        "sentinels": span_tokenizer,
+    }[tokenizer]()
+    family = FAMILIES[kind]
+    assert family.modeling is not None
+    config = config_of(family.modeling.model_type if converted_type else kind)
+    if kind == "whisper":
+        with pytest.raises(
+            RecipeError, match=r"^m reads sound, and uptrain trains on text: use the conversion as it is, or train it"
+        ):
+            check_input("m", config)
+        return
+    check_input("m", config)
+    base = {"model": "m", "output": "o", "tokens": "10M"}
+    fields = {"source": "d", "source_field": "a", "target_field": "b"}
+    for objective in ("auto", *OBJECTIVES):
+        data: Any = fields if objective == "pairs" else "d"
+        refused = ""
+        try:
+            chosen = choose_objective(make_recipe(base | {"data": data, "objective": objective}), config, made)
+            assert objective in ("auto", chosen)
+            assert chosen in possible_objectives(config, made)
+        except RecipeError as refusal:
+            refused = str(refusal)
+        if refused:
+            named = [word for word in re.findall(r"\w+", refused.split(": ", 1)[1]) if word in OBJECTIVES]
+            assert named, refused
+            assert ("pairs" in named) == ("source_field and target_field" in refused)
+            for name in named:
+                given = fields if name == "pairs" else "d"
+                assert choose_objective(make_recipe(base | {"data": given, "objective": name}), config, made) == name
+    assert choose_objective(make_recipe(base | {"data": fields}), config, made) == "pairs"
+
+
+def test_document_mask_is_for_decoders() -> None:
+    recipe = make_recipe({"model": "m", "output": "o", "tokens": "10M", "data": "d", "document_mask": True})
+    with pytest.raises(
+        RecipeError, match="document_mask is for decoders alone, and m is an encoder-decoder: leave document_mask out"
+    ):
+        choose_objective(recipe, config_of("bart"), bart_tokenizer())
+    assert choose_objective(recipe, {"model_type": "llama"}, bart_tokenizer()) == "causal"
+
+
+def test_decoders_are_told_what_they_can_do() -> None:
+    base = {"model": "m", "output": "o", "tokens": "10M", "data": "d"}
+    config, tokenizer = {"model_type": "llama"}, bart_tokenizer()
+    assert choose_objective(make_recipe(base), config, tokenizer) == "causal"
+    for objective in ("span_corruption", "ul2", "text_infilling"):
+        with pytest.raises(
+            RecipeError, match=f"objective is {objective} and m is a decoder alone: use the objective causal"
+        ):
+            choose_objective(make_recipe(base | {"objective": objective}), config, tokenizer)
+    fields = {"source": "d", "source_field": "a", "target_field": "b"}
+    with pytest.raises(
+        RecipeError,
+        match="names source_field and target_field, and m is a decoder alone: name the text with text_field",
+    ):
+        choose_objective(make_recipe(base | {"data": fields}), config, tokenizer)
+
+
+def test_the_usual_length_is_no_more_than_the_model_reads() -> None:
+    recipe = make_recipe({"model": "m", "output": "o", "tokens": "10M", "data": "d"})
+    assert sample_length(recipe, config_of("bart")) == 64
+    assert sample_length(recipe, config_of("bart") | {"max_position_embeddings": 1024}) == 512
+    assert sample_length(recipe, {"model_type": "t5", "is_encoder_decoder": True, "n_positions": 64}) == 512
+    assert sample_length(recipe, {"model_type": "llama", "max_position_embeddings": 4096}) == 2048
+
+
+def test_sound_is_refused_before_a_tokenizer_is_looked_for(home: Path, tmp_path: Path) -> None:
+    from tests.helpers.own_files import make_source
+
+    make_source("whisper", tmp_path / "whisper")
+    with pytest.raises(RecipeError, match="reads sound"):
+        run(home, tmp_path / "run", model=str(tmp_path / "whisper"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

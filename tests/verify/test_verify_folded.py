@@ -1,0 +1,637 @@
+"""The verifier on methods whose maps queries and outputs absorb: good conversions pass, and whatever only claims to be
+one fails.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, Qwen3Config
+
+import gqa_convert.verify
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.table import FAMILIES, find_family
+from gqa_convert.verify import VerificationReport, distances, verify_checkpoint
+from gqa_convert.verify.folding_constraints import rotary_pairs, rotated_rows
+from gqa_convert.verify.functions import score_loss, value_loss
+from gqa_convert.verify.heads import Heads
+from tests.helpers.own_files import SIZES as OWN_SIZES
+from tests.helpers.own_files import make_source
+from tests.verify import test_verify, test_verify_translated
+from tests.verify.test_verify import SIZES, edit, edit_json, failed, save_source, save_tokenizer
+from tests.verify.test_verify_own_files import modules_cache  # noqa: F401 - a fixture for every test here
+
+Made = Callable[..., tuple[Path, Path]]
+Damage = Callable[[Path, Path], object]
+
+SOURCES: dict[str, Callable[[Path], object]] = {
+    **test_verify.SOURCES,
+    "llama, float32": lambda folder: save_source(LlamaConfig(**SIZES, num_key_value_heads=12, head_dim=12), folder),
+    "qwen3": lambda folder: save_source(Qwen3Config(**SIZES, num_key_value_heads=12, head_dim=12), folder),
+    "gpt2, Conv1D": lambda folder: make_source("gpt2", folder, dtype=torch.bfloat16),
+    "gpt2, cross": lambda folder: make_source("gpt2", folder, n_layer=2, add_cross_attention=True),
+    "own neox": lambda folder: make_source("gpt_neox", folder, rope_parameters=HALF),
+    "t5": lambda folder: make_source("t5", folder, num_layers=1),
+    "falcon": lambda folder: make_source("falcon", folder, bias=True),
+    "codegen": lambda folder: make_source("codegen", folder),
+}
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+NATIVE = set(test_verify.SOURCES) | {"llama, float32", "qwen3"}
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
+    root = tmp_path_factory.mktemp("verify-absorbed")
+    done: dict[tuple[str, int, str], Path] = {}
+
+    def make(name: str, groups: int, method: str) -> tuple[Path, Path]:
+        source = root / name
+        translated = name in test_verify_translated.SOURCES
+        if not source.exists():
+            if translated:
+                model_type, changes, dtype, shards = test_verify_translated.SOURCES[name]
+                make_source(model_type, source, dtype=dtype, shards=shards, **changes)
+            else:
+                SOURCES[name](source)
+            save_tokenizer(source)
+            edit_json(source / "tokenizer_config.json", eos_token="w2")
+        key = (name, groups, method)
+        if key not in done:
+            done[key] = root / f"{name}-{groups}-{method}"
+            text: dict[str, Any] = {}
+            if method == "fit":
+                text = {
+                    "calibration": write_text(root / "text.txt"),
+                    "calibration_tokens": 1000,
+                    "calibration_length": 30,
+                }
+            native = None if name in NATIVE else translated
+            convert_checkpoint(source, done[key], groups, method=method, native=native, **text)
+        return done[key], source
+
+    return make
+
+
+def write_text(path: Path) -> Path:
+    numbers = torch.randint(0, 47, (40, 60), generator=torch.Generator().manual_seed(3)).tolist()
+    path.write_text("\n".join(" ".join(f"w{number}" for number in line) for line in numbers))
+    return path
+
+
+def details(report: VerificationReport) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks}
+
+
+# Good conversions
+# -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["align", "factor"])
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("llama, float32", 3),
+        ("llama", 4),
+        ("llama_one_file", 1),
+        ("llama_gqa", 2),
+        ("qwen2", 3),
+        ("phi3", 4),
+        ("olmo2", 3),
+        ("qwen3", 4),
+        ("cohere", 3),
+        ("stablelm", 3),
+        ("gpt2, Conv1D", 3),
+        ("gpt2, cross", 4),
+        ("own neox", 4),
+        ("t5", 3),
+        ("falcon", 3),
+        ("codegen", 3),
+    ],
+)
+def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) -> None:
+    out, source = made(name, groups, method)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    found = details(report)
+    assert "as claimed" in found["attention functions"]
+    assert ("means" in found["merged tensors"]) == (name in ("olmo2", "qwen3", "cohere", "stablelm"))
+    assert " 0 parameters" not in found["logits"]
+    assert f"{groups} heads in each" in found["cache heads"]
+
+
+@pytest.mark.parametrize("method", ["align", "factor"])
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("neox", 3),
+        ("neox, half", 4),
+        ("neox, tied", 3),
+        ("serial", 3),
+        ("gptj, half", 3),
+        ("codegen, half", 4),
+        ("gpt2", 1),
+        ("gpt2, half", 1),
+    ],
+)
+def test_good_translations_pass(made: Made, name: str, groups: int, method: str) -> None:
+    out, source = made(name, groups, method)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert "as claimed" in details(report)["attention functions"]
+
+
+@pytest.mark.parametrize(("name", "groups"), [("qwen2", 3), ("neox", 3)])
+def test_fitted_conversions_pass(made: Made, name: str, groups: int, tmp_path: Path) -> None:
+    out, source = made(name, groups, "fit")
+    text = write_text(tmp_path / "text.txt") if name == "neox" else None
+    report = verify_checkpoint(out, source, text=text, max_text_tokens=300)
+    assert failed(report) == {}
+    found = details(report)
+    assert "no more is known" in found["attention functions"]
+    assert ("tokens of the text" if text else "random tokens") in found["better than mean"]
+    assert json.loads(json.dumps(report.summary()))["passed"] is True
+
+
+def test_a_fit_that_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, source = made("qwen2", 3, "fit")
+    out = shutil.copytree(made("qwen2", 3, "fit")[0], tmp_path / "out")
+    for layer in (0, 1):
+        edit(out, f"model.layers.{layer}.self_attn.o_proj.weight", lambda tensor: -3 * tensor)
+    assert set(failed(verify_checkpoint(out, source))) == {"better than mean"}
+    monkeypatch.setattr(distances.Predictions, "logits", lambda *_: 1 / 0)
+    assert "can't be run" in failed(verify_checkpoint(out, source))["better than mean"]
+
+
+def test_nothing_is_shared_with_the_converter() -> None:
+    for file in Path(gqa_convert.verify.__file__).parent.glob("*.py"):
+        assert not re.search(r"gqa_convert\.(absorbing|fitting|geometry|calibration|merging)\b", file.read_text()), (
+            file.name
+        )
+
+
+# The measures, against sums over everything
+# ----------------------------------------------------------------------------------------
+
+
+def random_heads(heads: int, times: int, seed: int) -> Heads:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    noise = {"query": (heads, times, 6), "key": (heads, 6), "value": (heads, 5), "output": (heads, times, 5)}
+    return Heads(
+        draw(heads, times, 6, 9),
+        draw(heads, 6, 8),
+        draw(heads, 5, 8),
+        draw(heads, times, 7, 5),
+        {role: torch.zeros(shape, dtype=torch.float64) for role, shape in noise.items()},
+    )
+
+
+@pytest.mark.parametrize(("turning", "interleaved"), [(0, False), (6, False), (6, True), (4, False), (4, True)])
+def test_the_measures_are_those_of_whole_products(turning: int, interleaved: bool) -> None:
+    source, merged = random_heads(4, 3, 0), random_heads(2, 6, 1).regrouped(4)
+    real, imaginary = rotary_pairs(turning, interleaved=interleaved)
+    lost = total = 0.0
+    for head in range(4):
+        for query in range(3):
+            scores = []
+            for heads in (source, merged):
+                asked, seen = heads.queries[head, query], heads.keys[head]
+                pairs = [
+                    torch.outer(torch.complex(asked[a], -asked[b]), torch.complex(seen[a], seen[b]))
+                    for a, b in zip(real, imaginary, strict=True)
+                ]
+                still = sum(
+                    (torch.outer(asked[row], seen[row]) for row in range(turning, 6)),
+                    torch.zeros(9, 8, dtype=torch.float64),
+                )
+                scores.append(
+                    torch.stack([*pairs, 2**0.5 * still.to(torch.complex128)])
+                )  # a pair has half its square in the mean
+            lost += float((scores[0] - scores[1]).abs().square().sum())
+            total += float(scores[0].abs().square().sum())
+    assert score_loss(source, merged, (real, imaginary)).error() == pytest.approx((lost / total) ** 0.5, rel=1e-12)
+    products = [torch.einsum("krDw,kwe->krDe", heads.outputs, heads.values) for heads in (source, merged)]
+    expected = float((products[0] - products[1]).norm() / products[0].norm())
+    assert value_loss(source, merged).error() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["gpt_neox", "gptj", "codegen", "persimmon", "falcon", "phi", "stablelm", "glm", "llama", "zamba2", "mpt", "bamba"],
+)
+def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](**OWN_SIZES.get(model_type, {}))
+    expected = {
+        "gpt_neox": 16,
+        "gptj": 4,
+        "codegen": 4,
+        "persimmon": 32,
+        "falcon": 64,
+        "phi": 32,
+        "stablelm": 16,
+        "glm": 32,
+        "llama": 64,
+        "zamba2": 0,
+        "mpt": 0,
+        "bamba": 32,
+    }[model_type]
+    config = {
+        key: value
+        for key, value in json.loads(config.to_json_string()).items()
+        if key not in ("hidden_size", "num_attention_heads", "head_dim")
+    }
+    config |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64} | (
+        {} if model_type == "falcon" else {"head_dim": 64}
+    )
+    assert rotated_rows(FAMILIES[model_type], config, 64) == expected
+
+
+# What only claims to be one
+# --------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(folder: Path, name: str) -> torch.Tensor:
+    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
+
+
+STEM = "model.layers.1.self_attn"
+WIDTH = 12  # of a head of "llama, float32", with 12 heads in 3 groups
+
+
+def rows(part: str, change: Callable[[torch.Tensor], torch.Tensor], kind: str = "weight") -> Damage:
+    """Change a projection as heads [heads, rows, ...]."""
+    return lambda out, _: edit(
+        out, f"{STEM}.{part}.{kind}", lambda tensor: change(tensor.unflatten(0, (-1, WIDTH))).flatten(0, 1).contiguous()
+    )
+
+
+def columns(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """The same of the output projection, [heads, columns, d]."""
+    return lambda out, _: edit(
+        out,
+        f"{STEM}.o_proj.weight",
+        lambda tensor: change(tensor.T.unflatten(0, (-1, WIDTH))).flatten(0, 1).T.contiguous(),
+    )
+
+
+def swapped(heads: torch.Tensor, a: int = 0, b: int = 1) -> torch.Tensor:
+    order = list(range(len(heads)))
+    order[a], order[b] = b, a
+    return heads[order]
+
+
+def negated(heads: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-heads[:1], heads[1:]])
+
+
+def nudged(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[2] += 0.02 * tensor.norm() / tensor.numel() ** 0.5
+    return tensor
+
+
+def merged_with_mean(out: Path, source: Path, layers: tuple[int, ...] = (0, 1), parts: str = "qkvo") -> None:
+    for stem in (f"model.layers.{layer}.self_attn" for layer in layers):
+        for part in parts:
+            theirs = tensor_of(source, f"{stem}.{part}_proj.weight")
+            if part in "kv":
+                theirs = theirs.unflatten(0, (3, 4, WIDTH)).mean(1).flatten(0, 1)
+            edit(out, f"{stem}.{part}_proj.weight", lambda _, theirs=theirs: theirs)  # type: ignore[misc]
+
+
+def wrongly_paired(out: Path, source: Path) -> None:
+    """Keys and queries turned by one angle in the pairs of neighbouring rows, where rows half a head apart are
+    pairs.
+    """
+    angle = torch.linspace(0.5, 1.5, WIDTH // 2)
+
+    def turn(heads: torch.Tensor) -> torch.Tensor:
+        a, b = heads[:, 0::2], heads[:, 1::2]
+        cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
+        return torch.stack([cos * a - sin * b, sin * a + cos * b], 2).flatten(1, 2)
+
+    rows("q_proj", turn)(out, source)
+    rows("k_proj", turn)(out, source)
+
+
+FUNCTIONS = {"attention functions"}
+DAMAGE: dict[str, tuple[Damage, set[str]]] = {
+    "two key heads exchanged": (rows("k_proj", swapped), FUNCTIONS),
+    "two value heads exchanged": (rows("v_proj", swapped), FUNCTIONS),
+    "two query heads exchanged": (rows("q_proj", swapped), FUNCTIONS),
+    "queries of two groups exchanged": (rows("q_proj", lambda heads: swapped(heads, 1, 7)), FUNCTIONS),
+    "a query's sign": (rows("q_proj", negated), FUNCTIONS),
+    "a value's sign": (rows("v_proj", negated), FUNCTIONS),
+    "output columns of two heads exchanged": (columns(swapped), FUNCTIONS),
+    "an output head's sign": (columns(negated), FUNCTIONS),
+    "a query row nudged": (lambda out, _: edit(out, f"{STEM}.q_proj.weight", nudged), FUNCTIONS),
+    "a value row nudged": (lambda out, _: edit(out, f"{STEM}.v_proj.weight", nudged), FUNCTIONS),
+    "an output row nudged": (lambda out, _: edit(out, f"{STEM}.o_proj.weight", nudged), FUNCTIONS),
+    "the mean": (merged_with_mean, FUNCTIONS),
+    "the mean in one layer": (lambda out, source: merged_with_mean(out, source, (1,)), FUNCTIONS),
+    "the mean of values": (lambda out, source: merged_with_mean(out, source, (0, 1), "vo"), FUNCTIONS),
+    "the mean of keys": (lambda out, source: merged_with_mean(out, source, (0, 1), "qk"), FUNCTIONS),
+    "the source's queries": (lambda out, source: merged_with_mean(out, source, (1,), "q"), FUNCTIONS),
+    "the source's output": (lambda out, source: merged_with_mean(out, source, (1,), "o"), FUNCTIONS),
+    "wrong rotary pairs": (wrongly_paired, FUNCTIONS),
+    "NaN in a key": (
+        lambda out, _: edit(out, f"{STEM}.k_proj.weight", lambda tensor: tensor.fill_(torch.nan)),
+        {"merged tensors", *FUNCTIONS},
+    ),
+    "NaN in a query": (
+        lambda out, _: edit(out, f"{STEM}.q_proj.weight", lambda tensor: tensor.fill_(torch.nan)),
+        {"merged tensors", *FUNCTIONS},
+    ),
+    "another shape": (
+        lambda out, _: edit(out, f"{STEM}.q_proj.weight", lambda tensor: tensor[:-WIDTH].contiguous()),
+        {"merged tensors", "index", *FUNCTIONS},
+    ),
+    "another type": (
+        lambda out, _: edit(out, f"{STEM}.o_proj.weight", lambda tensor: tensor.double()),
+        {"merged tensors", "index"},
+    ),
+    "an MLP changed": (lambda out, _: edit(out, "model.layers.0.mlp.down_proj.weight", nudged), {"untouched tensors"}),
+    "a norm changed": (
+        lambda out, _: edit(out, "model.layers.0.input_layernorm.weight", nudged),
+        {"untouched tensors"},
+    ),
+}
+
+
+def claim_what_is_true(out: Path, source: Path) -> None:
+    """Let the provenance claim the errors that the damaged tensors have: the claims alone must not save them."""
+    provenance = json.loads((out / "gqa_conversion.json").read_text())
+    config = json.loads((source / "config.json").read_text())
+    from gqa_convert.verify.checkpoint_reader import Weights
+    from gqa_convert.verify.folded_tensors import FoldedComparison
+    from gqa_convert.verify.geometry import read_geometry
+    from gqa_convert.verify.report import Failure
+
+    family = find_family(config["model_type"])
+    ours, theirs = Weights(out, Failure), Weights(source, Failure)
+    comparison = FoldedComparison(
+        theirs, ours, read_geometry(family, config, theirs, ours), "factor", family, config, lambda _: None
+    )
+    for module, before, after, constraints, _ in comparison._read_modules():
+        after = after.regrouped(before.count)
+        before = before.ordered(provenance["head_order"].get(module, list(range(before.count))))
+        provenance["merge_error"][f"{module}.keys"] = score_loss(before, after, constraints.pairs).error()
+        provenance["merge_error"][f"{module}.values"] = value_loss(before, after).error()
+    (out / "gqa_conversion.json").write_text(json.dumps(provenance))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found(made: Made, tmp_path: Path, name: str) -> None:
+    damage, checks = DAMAGE[name]
+    out, source = made("llama, float32", 3, "factor")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    damage(bad, source)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
+    if checks == FUNCTIONS:
+        claim_what_is_true(bad, source)
+        assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
+        assert (
+            "which is not what factor makes"
+            in failed(verify_checkpoint(bad, source, logits=False))["attention functions"]
+        )
+
+
+@pytest.mark.parametrize("name", [name for name, (_, checks) in DAMAGE.items() if checks == FUNCTIONS])
+def test_damaged_alignments_are_found_too(made: Made, tmp_path: Path, name: str) -> None:
+    out, source = made("llama, float32", 3, "align")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    DAMAGE[name][0](bad, source)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
+
+
+@pytest.mark.parametrize(("groups", "method"), [(1, "factor"), (2, "factor"), (6, "factor"), (3, "align")])
+def test_a_layer_of_another_conversion_is_found(made: Made, tmp_path: Path, groups: int, method: str) -> None:
+    """Three of its K/V heads, whichever are nearest."""
+    out, source = made("llama, float32", 3, "factor")
+    other, _ = made("llama, float32", groups, method)
+    bad = shutil.copytree(out, tmp_path / "bad")
+    for part in "qkvo":
+        tensor = tensor_of(other, f"{STEM}.{part}_proj.weight")
+        if part in "kv":
+            tensor = tensor.unflatten(0, (groups, WIDTH))[torch.arange(3) * groups // 3].flatten(0, 1)
+        edit(bad, f"{STEM}.{part}_proj.weight", lambda _, tensor=tensor: tensor)  # type: ignore[misc]
+    claim_what_is_true(bad, source)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
+
+
+def test_what_changes_no_function_passes(made: Made, tmp_path: Path) -> None:
+    """Another basis of values and outputs, and a turn of rotary pairs: the same layer in other numbers."""
+    out, source = made("llama, float32", 3, "factor")
+    same = shutil.copytree(out, tmp_path / "same")
+    basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))).Q
+    rows("v_proj", lambda heads: torch.einsum("ab,hbe->hae", basis, heads))(same, source)
+    columns(lambda heads: torch.einsum("ab,hbd->had", basis, heads))(same, source)
+    angle = torch.linspace(0.3, 2.0, WIDTH // 2)[:, None]
+
+    def turn(heads: torch.Tensor) -> torch.Tensor:
+        a, b = heads[:, : WIDTH // 2], heads[:, WIDTH // 2 :]
+        return torch.cat([angle.cos() * a - angle.sin() * b, angle.sin() * a + angle.cos() * b], 1)
+
+    rows("q_proj", turn)(same, source)
+    rows("k_proj", turn)(same, source)
+    assert failed(verify_checkpoint(same, source)) == {}
+
+
+# Biases, norms, layouts and translations
+# -------------------------------------------------------------------------------------------
+
+
+def zero(name: str) -> Damage:
+    return lambda out, _: edit(out, name, torch.zeros_like)
+
+
+def scale(name: str, by: float = 1.05, first: int = 0, last: int | None = None, axis: int = 0) -> Damage:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.narrow(axis, first, (tensor.shape[axis] if last is None else last) - first).mul_(by)
+        return tensor
+
+    return lambda out, _: edit(out, name, change)
+
+
+def exchange(name: str, a: int, b: int, width: int, axis: int = 0) -> Damage:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        one, other = tensor.narrow(axis, a * width, width), tensor.narrow(axis, b * width, width)
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+        return tensor
+
+    return lambda out, _: edit(out, name, change)
+
+
+QWEN2, OLMO2, GPT2, NEOX, T5, FALCON = (
+    "model.layers.0.self_attn",
+    "model.layers.0.self_attn",
+    "transformer.h.0.attn",
+    "gpt_neox.layers.0.attention",
+    "decoder.block.0.layer.1.EncDecAttention",
+    "transformer.h.1.self_attention",
+)
+
+ELSEWHERE: dict[str, tuple[str, int, Damage, set[str]]] = {
+    "a value bias forgotten": ("qwen2", 3, zero(f"{QWEN2}.v_proj.bias"), FUNCTIONS),
+    "a key bias forgotten": ("qwen2", 3, zero(f"{QWEN2}.k_proj.bias"), FUNCTIONS),
+    "a query bias forgotten": ("qwen2", 3, zero(f"{QWEN2}.q_proj.bias"), FUNCTIONS),
+    "normalised keys absorbed": ("olmo2", 3, scale(f"{OLMO2}.q_proj.weight", 1.01), {"untouched tensors"}),
+    "normalised keys not the mean": ("olmo2", 3, scale(f"{OLMO2}.k_proj.weight", 1.01), {"merged tensors"}),
+    "gains not averaged": ("olmo2", 3, exchange(f"{OLMO2}.k_norm.weight", 0, 1, 8), {"merged tensors"}),
+    "one gain per head exchanged": (
+        "stablelm",
+        3,
+        scale("model.layers.0.self_attn.k_layernorm.norms.1.weight"),
+        {"merged tensors"},
+    ),
+    "Conv1D queries exchanged": ("gpt2, Conv1D", 3, exchange(f"{GPT2}.c_attn.weight", 0, 5, 8, 1), FUNCTIONS),
+    "Conv1D keys and values exchanged": ("gpt2, Conv1D", 3, exchange(f"{GPT2}.c_attn.weight", 13, 16, 8, 1), FUNCTIONS),
+    "Conv1D outputs exchanged": ("gpt2, Conv1D", 3, exchange(f"{GPT2}.c_proj.weight", 2, 3, 8), FUNCTIONS),
+    "Conv1D bias forgotten": ("gpt2, Conv1D", 3, zero(f"{GPT2}.c_attn.bias"), FUNCTIONS),
+    "an output bias changed": ("gpt2, Conv1D", 3, scale(f"{GPT2}.c_proj.bias"), {"untouched tensors"}),
+    "fused heads left as they lay": ("own neox", 4, exchange(f"{NEOX}.query_key_value.weight", 1, 12, 8), FUNCTIONS),
+    "cross-attention's keys exchanged": ("t5", 3, exchange(f"{T5}.k.weight", 0, 2, 16), FUNCTIONS),
+    "cross-attention's outputs exchanged": ("t5", 3, exchange(f"{T5}.o.weight", 0, 4, 16, 1), FUNCTIONS),
+    "an encoder changed": ("t5", 3, scale("encoder.block.0.layer.0.SelfAttention.q.weight"), {"untouched tensors"}),
+    "falcon's fused values scaled": (
+        "falcon",
+        3,
+        scale(f"{FALCON}.query_key_value.weight", 1.05, 15 * 8, 18 * 8),
+        FUNCTIONS,
+    ),
+    "a group of GQA exchanged": (
+        "llama_gqa",
+        2,
+        exchange("model.layers.0.self_attn.q_proj.weight", 0, 3, 8),
+        FUNCTIONS,
+    ),
+    "bf16, a query's sign": ("llama", 4, scale("model.layers.0.self_attn.q_proj.weight", -1.0, 0, 8), FUNCTIONS),
+    "bf16, a tenth": ("llama", 4, scale("model.layers.0.self_attn.v_proj.weight", 1.1, 0, 8), FUNCTIONS),
+    "translated, outputs exchanged": (
+        "neox",
+        3,
+        exchange("model.layers.0.self_attn.dense.weight", 0, 1, 8, 1),
+        FUNCTIONS,
+    ),
+    "translated, a query's sign": ("neox", 3, scale("model.layers.1.self_attn.q_proj.weight", -1.0, 0, 8), FUNCTIONS),
+    "translated, a bias forgotten": ("neox", 3, zero("model.layers.1.self_attn.v_proj.bias"), FUNCTIONS),
+    "translated, keys exchanged": (
+        "codegen, half",
+        4,
+        exchange("model.layers.1.self_attn.k_proj.weight", 0, 1, 8),
+        FUNCTIONS,
+    ),
+    "translated, a bias that SOURCE has not": (
+        "codegen, half",
+        4,
+        lambda out, _: edit(out, "model.layers.1.self_attn.q_proj.bias", torch.ones_like),
+        {"rewritten tensors", *FUNCTIONS},
+    ),
+    "translated, an output bias": ("neox", 3, scale("model.layers.1.self_attn.dense.bias"), {"rewritten tensors"}),
+    "translated, unscaled queries": ("gpt2", 1, scale("transformer.h.1.attn.c_attn.weight", 2.0, 0, 96), FUNCTIONS),
+    "translated, an MLP": ("neox", 3, scale("model.layers.1.mlp.fc2.weight"), {"rewritten tensors"}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_damage_is_found_in_other_layouts(made: Made, tmp_path: Path, name: str) -> None:
+    source_name, groups, damage, checks = ELSEWHERE[name]
+    out, source = made(source_name, groups, "factor")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    damage(bad, source)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
+
+
+@pytest.mark.parametrize("value", [None, {}, {f"{STEM}.keys": 0.5}, "changed", "nan", "extra", "negative"])
+def test_claimed_errors_are_checked(made: Made, tmp_path: Path, value: Any) -> None:
+    out, source = made("llama, float32", 3, "factor")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    claims = json.loads((bad / "gqa_conversion.json").read_text())["merge_error"]
+    changes = {
+        "changed": {f"{STEM}.values": claims[f"{STEM}.values"] + 1e-4},
+        "nan": {f"{STEM}.keys": float("nan")},
+        "negative": {f"{STEM}.keys": -0.1},
+        "extra": {"model.layers.7.self_attn.keys": 0.0},
+    }
+    edit_json(bad / "gqa_conversion.json", merge_error=claims | changes[value] if isinstance(value, str) else value)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
+
+
+@pytest.mark.parametrize(
+    ("claimed", "checks"),
+    [("mean", {"untouched tensors", "merged tensors"}), ("align", FUNCTIONS), ("fit", {"provenance"})],
+)
+def test_another_method_cannot_be_claimed(made: Made, tmp_path: Path, claimed: str, checks: set[str]) -> None:
+    out, source = made("llama, float32", 3, "factor")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    edit_json(bad / "gqa_conversion.json", method=claimed)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
+
+
+@pytest.mark.parametrize(
+    "order", [{STEM: [0, 0, *range(2, 12)]}, {STEM: list(range(11))}, {STEM: 5}, {"model.layers.7.self_attn": [0]}, [1]]
+)
+def test_claimed_orders_are_checked(made: Made, tmp_path: Path, order: Any) -> None:
+    out, source = made("llama, float32", 3, "factor")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    edit_json(bad / "gqa_conversion.json", head_order=order)
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
+
+
+def test_alignment_claims_neither_text_nor_order(made: Made, tmp_path: Path) -> None:
+    out, source = made("llama, float32", 3, "align")
+    bad = shutil.copytree(out, tmp_path / "bad")
+    edit_json(bad / "gqa_conversion.json", calibration={"tokens": 5}, head_order={STEM: [1, 0, *range(2, 12)]})
+    assert set(failed(verify_checkpoint(bad, source, logits=False))) == {"provenance", *FUNCTIONS}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "neox"])
+@pytest.mark.parametrize("method", ["factor", "fit"])
+def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, name: str, method: str) -> None:
+    """No other check sees it; the hash that was recorded does."""
+    good, source = made(name, 3, method)
+    out = shutil.copytree(good, tmp_path / "out")
+    record = json.loads((out / "gqa_conversion.json").read_text())["result"]["files"]
+    assert set(record) == {path.name for path in out.glob("*.safetensors")}
+    for file in out.glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        if output := next(
+            (entry for key, entry in header.items() if key.endswith(("o_proj.weight", "self_attn.dense.weight"))), None
+        ):
+            break
+    assert output is not None
+    raw[8 + length + output["data_offsets"][0]] ^= 1
+    file.write_bytes(raw)
+    found = failed(verify_checkpoint(out, source, logits=False))
+    assert set(found) == {"hashes"}
+    assert (
+        f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()} where {record[file.name]['sha256']} was written"
+        in found["hashes"]
+    )
+
+
+@pytest.mark.parametrize(
+    "result",
+    [[], {"files": [1]}, {"files": {"model.safetensors": 3}}, {"files": {"other.safetensors": {"sha256": "0"}}}],
+)
+def test_records_of_files_that_are_odd(made: Made, tmp_path: Path, result: object) -> None:
+    good, source = made("qwen2", 3, "factor")
+    out = shutil.copytree(good, tmp_path / "out")
+    edit_json(out / "gqa_conversion.json", result=result)
+    assert set(failed(verify_checkpoint(out, source, logits=False))) == {"hashes"}

@@ -1,0 +1,168 @@
+"""The verifier on what lies on the Hub: configs without special tokens, copies of types that repeat K/V heads, numbers
+near a type's limits.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.verify import behaviour, verify_checkpoint
+from gqa_convert.verify.geometry import Counts, Geometry
+from gqa_convert.verify.replacing import _made
+from gqa_convert.verify.report import Failure
+from tests.helpers.own_files import CASES, make_source, make_source_model
+from tests.helpers.tiny import make_config, make_model
+from tests.verify.test_verify import edit, failed, flip
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+DECODERS = ("opt", "biogpt", "gpt2", "gpt_neo", "gptj", "codegen", "gpt_neox", "persimmon", "bloom", "falcon", "mpt")
+
+
+def without_tokens(folder: Path) -> Path:
+    """Drop special tokens from a config, as the Hub's have none of what their class does not need."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in _TOKENS}))
+    return folder
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_configs_without_special_tokens(tmp_path: Path, model_type: str, native: bool) -> None:
+    """Some classes, CodeGen's among them, have no pad_token_id unless a config states it."""
+    if native and model_type not in ("gptj", "codegen", "gpt_neox"):
+        native = False
+    source = without_tokens(make_source(model_type, tmp_path / "source", **dict.fromkeys(_TOKENS)))
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean", native=native)
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+@pytest.mark.parametrize("pad", [-1, 10_000])
+def test_padding_tokens_outside_the_vocabulary(tmp_path: Path, pad: int) -> None:
+    source = tmp_path / "source"
+    make_model(make_config("llama")).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    findings = failed(verify_checkpoint(tmp_path / "out", source))
+    assert findings == {} if pad < 0 else set(findings) <= {"loads"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [CASES["falcon, 40B"][1], CASES["falcon, 40B with 4"][1], {"new_decoder_architecture": True, "num_kv_heads": 2}],
+)
+def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """transformers' Falcon keeps as many keys as it has query heads, in OUT as in SOURCE."""
+    source = make_source("falcon", tmp_path / "source", **changes)
+    convert_checkpoint(source, tmp_path / "out", changes["num_kv_heads"], method="mean")
+    report = verify_checkpoint(tmp_path / "out", source)
+    assert failed(report) == {}
+    assert "12 heads" in next(check.detail for check in report.checks if check.name == "cache heads")
+    edit(tmp_path / "out", "transformer.h.1.self_attention.query_key_value.weight", flip(20))
+    assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
+
+
+def test_the_cache_of_a_copy_is_that_of_the_source() -> None:
+    def layers(heads: int, count: int = 2) -> behaviour.Caches:
+        cache = SimpleNamespace(
+            layers=[SimpleNamespace(keys=torch.zeros(1, heads, 4, 8), values=torch.zeros(1, heads, 4, 8))] * count
+        )
+        return {"self": behaviour.cache_shapes(cache)}
+
+    copy = Geometry({"decoder": Counts(12, 2, 2)}, {})
+    assert "2 heads in each" in behaviour.judge_caches(layers(2), layers(2), copy, "")
+    assert "12 heads" in behaviour.judge_caches(layers(12), layers(12), copy, "")
+    merged = Geometry({"decoder": Counts(12, 6, 2)}, {})
+    for ours, theirs, geometry in (
+        (layers(12), layers(2), copy),
+        (layers(6), layers(12), copy),
+        (layers(12, 1), layers(12), copy),
+        (layers(0, 0), layers(12), copy),
+        (layers(12), layers(12), merged),
+        (layers(6), layers(6), merged),
+    ):
+        with pytest.raises(Failure):
+            behaviour.judge_caches(ours, theirs, geometry, "")
+
+
+# Small and large numbers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> Path:
+    """A checkpoint whose value projections are scaled."""
+    model = make_source_model(model_type) if model_type in ("opt", "gptj") else make_model(make_config(model_type))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".v_proj." in name:
+                parameter.mul_(scale)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random", "factor", "align"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "scale"),
+    [
+        ("llama", torch.float16, 1e-6),
+        ("qwen2", torch.float16, 1e-6),
+        ("opt", torch.float16, 1e-6),
+        ("gptj", torch.float16, 1e-6),
+        ("llama", torch.float16, 1e4),
+        ("llama", torch.bfloat16, 1e-6),
+        ("llama", torch.float32, 1e4),
+    ],
+)
+def test_values_near_the_limits_of_their_type(
+    tmp_path: Path, model_type: str, dtype: torch.dtype, scale: float, method: str
+) -> None:
+    source = scaled(tmp_path / "source", model_type, dtype, scale)
+    if dtype == torch.float16 and scale < 1:
+        values = [
+            tensor for name, tensor in load_file(source / "model.safetensors").items() if name.endswith("v_proj.weight")
+        ]
+        assert (
+            0 < max(float(tensor.abs().max()) for tensor in values) < torch.finfo(torch.float16).tiny
+        )  # the test is about subnormal numbers
+    convert_checkpoint(source, tmp_path / "out", 3, method=method, seed=1)
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_a_flipped_subnormal_is_found(tmp_path: Path, method: str) -> None:
+    """Where every bit is recomputed, the smallest number of float16 counts."""
+    source = scaled(tmp_path / "source", "llama", torch.float16, 1e-6)
+    convert_checkpoint(source, tmp_path / "out", 3, method=method, seed=1)
+    edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(17))
+    assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
+
+
+def test_subnormals_of_other_heads_are_found_in_the_loaded_model(tmp_path: Path) -> None:
+    """Merged heads of the loaded OUT may be off by half a unit of float16, and no more."""
+    source = scaled(tmp_path / "source", "llama", torch.float16, 3e-5)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", lambda tensor: tensor.roll(16, 0))
+    assert {"merged tensors", "logits"} == set(failed(verify_checkpoint(tmp_path / "out", source)))
+
+
+def test_half_a_unit_of_the_type_on_disk_is_allowed() -> None:
+    unit = 2.0**-24
+    heads = [
+        torch.tensor([unit, 4 * unit]),
+        torch.tensor([2 * unit, 5 * unit]),
+    ]  # their mean lies between two numbers of float16
+    for rounded in ([2 * unit, 4 * unit], [unit, 5 * unit]):
+        assert torch.equal(_made(heads, "mean", torch.tensor(rounded), unit), torch.tensor(rounded))
+    for wrong in ([3 * unit, 4 * unit], [2 * unit, 6 * unit]):
+        with pytest.raises(Failure, match="not the merge"):
+            _made(heads, "mean", torch.tensor(wrong), unit)
+    with pytest.raises(Failure, match="not the merge"):
+        _made(heads, "mean", torch.tensor([2 * unit, 4 * unit]), 0.0)

@@ -1,0 +1,619 @@
+"""The verifier on families without a native K/V-head count: good conversions pass, damage is found, and no foreign code
+runs.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import auto_class, load_causal_lm, load_model
+from gqa_convert.verify import VerificationReport, behaviour, layout, verify_checkpoint
+from gqa_convert.verify.geometry import Counts, Geometry
+from gqa_convert.verify.report import Failure
+from gqa_convert.verify.tokenizers import check_tokenizer
+from tests.families.test_chatglm import write_source as write_chatglm
+from tests.helpers.own_files import make_source
+from tests.verify.test_verify import claim, edit, edit_json, failed, flip, save_tokenizer
+
+Made = Callable[..., tuple[Path, Path]]
+
+T5 = {"num_layers": 1, "num_decoder_layers": 2, "num_heads": 12}
+
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", T5),
+    "switch": ("switch_transformers", {}),
+    "bart": ("bart", {"encoder_attention_heads": 8}),
+    "bart, decoder alone": ("bart", {}),
+    "whisper": ("whisper", {"encoder_attention_heads": 6}),
+    "opt": ("opt", {}),
+    "gpt2": ("gpt2", {"n_layer": 2}),
+    "gpt2, cross": ("gpt2", {"n_layer": 2, "add_cross_attention": True}),
+    "gpt_neo": ("gpt_neo", {}),
+    "gptj": ("gptj", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "codegen": ("codegen", {}),
+    "bloom": ("bloom", {}),
+    "mpt": ("mpt", {}),
+    "falcon": ("falcon", {"multi_query": False, "bias": True}),
+    "falcon, 7B": ("falcon", {"multi_query": True}),
+    "falcon, 40B": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 6}),
+}
+HALF = ("codegen", "gpt2", "t5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """transformers copies the code of checkpoints to a folder and imports it from there."""
+    from transformers import dynamic_module_utils
+
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.setattr(sys, "path", list(sys.path))
+        yield folder
+
+
+def save_source(name: str, folder: Path) -> Path:
+    model_type, changes = SOURCES[name]
+    make_source(model_type, folder, dtype=torch.bfloat16 if name in HALF else torch.float32, **changes)
+    if name == "bart, decoder alone":
+        model = transformers.BartForCausalLM.from_pretrained(folder)
+        shutil.rmtree(folder)
+        model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
+    root = tmp_path_factory.mktemp("verify-own")
+    done: dict[tuple[str, int, str, bool], Path] = {}
+
+    def make(name: str, groups: int, method: str = "mean", encoder: bool = False) -> tuple[Path, Path]:
+        source = root / name
+        if not source.exists():
+            save_source(name, source)
+        key = (name, groups, method, encoder)
+        if key not in done:
+            done[key] = root / f"{name}-{groups}-{method}-{encoder}"
+            convert_checkpoint(source, done[key], groups, method=method, seed=7, encoder=encoder, native=False)
+        return done[key], source
+
+    return make
+
+
+def details(report: VerificationReport) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "method", "encoder"),
+    [
+        ("t5", 3, "mean", False),
+        ("t5", 4, "random", True),
+        ("switch", 3, "mean", True),
+        ("bart", 4, "mean", False),
+        ("bart", 4, "first", True),
+        ("bart, decoder alone", 3, "mean", False),
+        ("whisper", 3, "mean", True),
+        ("opt", 3, "random", False),
+        ("gpt2", 3, "mean", False),
+        ("gpt2", 4, "random", False),
+        ("gpt2, cross", 3, "mean", False),
+        ("gpt_neo", 4, "mean", False),
+        ("gptj", 3, "mean", False),
+        ("gpt_neox", 4, "mean", False),
+        ("gpt_neox", 3, "random", False),
+        ("codegen", 3, "mean", False),
+        ("codegen", 1, "random", False),
+        ("bloom", 6, "first", False),
+        ("mpt", 4, "mean", False),
+        ("falcon", 3, "mean", False),
+        ("falcon, 7B", 4, "mean", False),
+        ("falcon, 40B", 2, "mean", False),
+        ("falcon, 40B", 12, "mean", False),
+    ],
+)
+def test_good_conversions_pass(made: Made, name: str, groups: int, method: str, encoder: bool) -> None:
+    out, source = made(name, groups, method, encoder)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    found = details(report)
+    assert "the package's own" in found["modelling file"]
+    assert "of its own modelling file" in found["loads"]
+    crosses = name.startswith(("t5", "switch", "bart", "whisper", "gpt2, cross"))
+    assert ("cross-attention" in found["cache heads"]) == crosses
+    assert f"{groups} heads in each" in found["cache heads"]
+    assert ("layers of the encoder" in found["heads"]) == encoder
+    repeated = groups > {"falcon, 7B": 1, "falcon, 40B": 6}.get(name, 12)
+    assert (" 0 parameters of SOURCE replaced" in found["logits"]) == repeated
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "gpt_neox"])
+def test_at_the_sources_own_count_stock_classes_load_it(made: Made, name: str) -> None:
+    out, source = made(name, 12)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    assert "modelling file" not in details(report)
+    config = json.loads((out / "config.json").read_text())
+    assert "num_key_value_heads" not in config
+
+
+def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
+    """What it is made from has a modelling file already, which the new result brings along in its place."""
+    for name, encoder in (("bart", True), ("codegen", False), ("gpt2", False)):
+        first, _ = made(name, 4, "mean", encoder)
+        for groups, more in ((2, False), (4, False), (4, True), (12, False)):
+            if more and not encoder:
+                continue
+            out = tmp_path / f"{name}-{groups}-{more}"
+            convert_checkpoint(first, out, groups, encoder=more, native=False, method="mean")
+            assert failed(verify_checkpoint(out, first)) == {}
+
+
+def test_chatglm_is_proven_by_its_data_alone(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_chatglm(source)
+    convert_checkpoint(source, out, 3, method="mean")
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    found = details(report)
+    assert "no class of type chatglm" in found["behaviour"]
+    assert not {"loads", "logits", "cached decoding", "cache heads"} & set(found)
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2")
+    with pytest.raises(OptionError, match="leave the text out"):
+        verify_checkpoint(out, source, text=text)
+    name = "transformer.encoder.layers.1.self_attention.query_key_value"
+    for tensor, row in ((f"{name}.weight", 3), (f"{name}.weight", -1), (f"{name}.bias", 12 * 16)):
+        bad = shutil.copytree(out, tmp_path / "bad", dirs_exist_ok=True)
+        edit(bad, tensor, flip(row))
+        assert set(failed(verify_checkpoint(bad, source))) == {"merged tensors"}
+    bad = shutil.copytree(out, tmp_path / "bad", dirs_exist_ok=True)
+    edit_json(bad / "config.json", multi_query_group_num=6)
+    assert set(failed(verify_checkpoint(bad, source))) == {"config"}
+
+
+def blocks(tensor: torch.Tensor, *heads: int) -> list[torch.Tensor]:
+    """The heads of [q | k | v], 8 rows each."""
+    return list(tensor.split([8 * count for count in heads]))
+
+
+def swap_query_heads(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[8:16], tensor[:8], tensor[16:]])
+
+
+def swap_keys_and_values(tensor: torch.Tensor) -> torch.Tensor:
+    query, key, value = blocks(tensor, 12, 3, 3)
+    return torch.cat([query, value, key])
+
+
+def source_tensor(source: Path, name: str) -> torch.Tensor:
+    return load_file(source / "model.safetensors")[name]
+
+
+def left_interleaved(out: Path, source: Path) -> None:
+    """Heads merged well, but left in the source's order: per K/V head its query heads, its key, its value."""
+    rows = source_tensor(source, NEOX).reshape(12, 3, 8, -1)
+    merged = rows.reshape(4, 3, 3, 8, -1)
+    query, key, value = (merged[:, :, part] for part in range(3))
+    together = torch.cat([query, key.double().mean(1, True).float(), value.double().mean(1, True).float()], 1)
+    edit(out, NEOX, lambda tensor: together.reshape(tensor.shape))
+
+
+def not_interleaved(out: Path, source: Path) -> None:
+    """The first rows of the source taken for its queries."""
+    edit(out, NEOX, lambda tensor: torch.cat([source_tensor(source, NEOX)[:96], tensor[96:]]))
+
+
+def merged_by_rows(out: Path, source: Path) -> None:
+    """A transposed weight cut into heads along the wrong axis, [in, out] taken for [out, in]."""
+    weight = source_tensor(source, GPT2).float().T.contiguous().reshape(96, 288)
+    key, value = (weight[:, start : start + 96].reshape(96, 4, 3, 8).mean(2).reshape(96, 32) for start in (96, 192))
+    edit(out, GPT2, lambda tensor: torch.cat([weight[:, :96], key, value], 1).to(tensor.dtype))
+
+
+def cut_bias(out: Path, source: Path) -> None:
+    """A bias of the right length, its heads dropped and not merged."""
+    edit(out, OPT, lambda tensor: source_tensor(source, OPT)[: len(tensor)])
+
+
+def edit_map(out: Path, **changes: Any) -> None:
+    auto_map = json.loads((out / "config.json").read_text())["auto_map"]
+    edit_json(out / "config.json", auto_map=auto_map | changes)
+
+
+def drop(out: Path, key: str) -> None:
+    config = json.loads((out / "config.json").read_text())
+    del config[key]
+    (out / "config.json").write_text(json.dumps(config))
+
+
+NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
+CODEGEN = "transformer.h.1.attn.qkv_proj.weight"
+GPT2 = "transformer.h.0.attn.c_attn.weight"
+OPT = "model.decoder.layers.0.self_attn.v_proj.bias"
+BART = "model.encoder.layers.0.self_attn.k_proj"
+
+DAMAGE: dict[str, tuple[str, dict[str, Any], Callable[[Path, Path], object], set[str]]] = {
+    "query heads swapped": ("gpt_neox", {}, lambda out, _: edit(out, NEOX, swap_query_heads), {"merged tensors"}),
+    "left interleaved": ("gpt_neox", {}, left_interleaved, {"merged tensors"}),
+    "queries not taken apart": ("gpt_neox", {}, not_interleaved, {"merged tensors"}),
+    "one bit of a query head": (
+        "falcon, 40B",
+        {"groups": 2},
+        lambda out, _: edit(out, "transformer.h.0.self_attention.query_key_value.weight", flip(40)),
+        {"merged tensors"},
+    ),
+    "keys and values swapped": (
+        "codegen",
+        {"groups": 3},
+        lambda out, _: edit(out, CODEGEN, swap_keys_and_values),
+        {"merged tensors"},
+    ),
+    "bias not merged": (
+        "opt",
+        {},
+        lambda out, source: edit(out, OPT, lambda _: source_tensor(source, OPT)),
+        {"merged tensors"},
+    ),
+    "bias cut": ("opt", {}, cut_bias, {"merged tensors"}),
+    "bias missing": ("opt", {}, lambda out, _: edit(out, OPT, lambda _: None), {"tensor names", "merged tensors"}),
+    "transposed weight": ("gpt2", {}, merged_by_rows, {"merged tensors"}),
+    "one bit of a column": ("gpt2", {"method": "random"}, lambda out, _: edit(out, GPT2, flip(40)), {"merged tensors"}),
+    "one bit of a bias": (
+        "gpt2",
+        {},
+        lambda out, _: edit(out, "transformer.h.1.attn.c_attn.bias", flip(96)),
+        {"merged tensors"},
+    ),
+    "cross-attention": (
+        "gpt2, cross",
+        {"groups": 3},
+        lambda out, _: edit(
+            out, "transformer.h.1.crossattention.c_attn.weight", lambda t: torch.cat([t[:, 24:], t[:, :24]], 1)
+        ),
+        {"merged tensors"},
+    ),
+    "queries of cross-attention": (
+        "gpt2, cross",
+        {"groups": 3},
+        lambda out, _: edit(out, "transformer.h.1.crossattention.q_attn.weight", flip(0)),
+        {"untouched tensors"},
+    ),
+    "encoder left alone, changed": (
+        "bart",
+        {},
+        lambda out, _: edit(out, f"{BART}.weight", flip(95)),
+        {"untouched tensors"},
+    ),
+    "encoder converted, changed": (
+        "bart",
+        {"encoder": True},
+        lambda out, _: edit(out, f"{BART}.bias", flip(0)),
+        {"merged tensors"},
+    ),
+    "encoder converted to another count": (
+        "bart",
+        {"encoder": True},
+        lambda out, _: edit(out, "model.encoder.layers.0.self_attn.v_proj.weight", lambda t: t[:24]),
+        {"heads"},
+    ),
+    "values of cross-attention": (
+        "bart",
+        {},
+        lambda out, _: edit(out, "model.decoder.layers.1.encoder_attn.v_proj.weight", flip(0)),
+        {"merged tensors"},
+    ),
+    "encoder said to be converted": ("bart", {}, lambda out, _: claim(out, encoder=True), {"provenance"}),
+    "encoder said to be left alone": (
+        "bart",
+        {"encoder": True},
+        lambda out, _: claim(out, encoder=False),
+        {"provenance"},
+    ),
+    "encoder's count in the config": (
+        "bart",
+        {},
+        lambda out, _: edit_json(out / "config.json", encoder_num_key_value_heads=4),
+        {"config"},
+    ),
+    "encoder's count missing": (
+        "bart",
+        {"encoder": True},
+        lambda out, _: drop(out, "encoder_num_key_value_heads"),
+        {"config"},
+    ),
+    "heads in the cross-attention cache": (
+        "t5",
+        {"groups": 3},
+        lambda out, _: claim(out, cross_kv_bytes_per_encoder_token={"before": 1536, "after": 1536}),
+        {"provenance"},
+    ),
+    "no cross-attention cache": (
+        "t5",
+        {"groups": 3},
+        lambda out, _: claim(out, cross_kv_bytes_per_encoder_token=None),
+        {"provenance"},
+    ),
+    "a cross-attention cache": (
+        "gpt2",
+        {},
+        lambda out, _: claim(out, cross_kv_bytes_per_encoder_token={"before": 1536, "after": 384}),
+        {"provenance"},
+    ),
+    "another route": ("gpt2", {}, lambda out, _: claim(out, route="native"), {"provenance"}),
+    "translated": ("gpt2", {}, lambda out, _: claim(out, route="translated"), {"route"}),
+    "more bytes": (
+        "codegen",
+        {"groups": 3},
+        lambda out, _: claim(out, kv_bytes_per_token={"before": 1, "after": 1}),
+        {"provenance"},
+    ),
+    "stock type": ("t5", {"groups": 3}, lambda out, _: edit_json(out / "config.json", model_type="t5"), {"config"}),
+    "stock class": (
+        "t5",
+        {"groups": 3},
+        lambda out, _: edit_json(out / "config.json", architectures=["T5ForConditionalGeneration"]),
+        {"config"},
+    ),
+    "no auto_map": ("t5", {"groups": 3}, lambda out, _: drop(out, "auto_map"), {"config", "modelling file"}),
+    "another file": (
+        "gpt_neo",
+        {},
+        lambda out, _: edit_map(out, AutoModelForCausalLM="evil.Model"),
+        {"config", "modelling file"},
+    ),
+    "one file more": (
+        "gpt_neo",
+        {},
+        lambda out, _: edit_map(out, AutoModelForVision="evil.Model"),
+        {"config", "modelling file"},
+    ),
+    "a tokenizer's code": ("gpt_neo", {}, lambda out, _: edit_map(out, AutoTokenizer="evil.Tokenizer"), {"config"}),
+    "another count": ("mpt", {}, lambda out, _: edit_json(out / "config.json", num_key_value_heads=3), {"config"}),
+    "no tokenizer class": ("mpt", {}, lambda out, _: drop(out, "tokenizer_class"), {"config"}),
+    "no modelling file": ("mpt", {}, lambda out, _: (out / "gqa_mpt.py").unlink(), {"modelling file"}),
+    "a modelling file cut short": (
+        "mpt",
+        {},
+        lambda out, _: (out / "gqa_mpt.py").write_text("import torch\n"),
+        {"modelling file"},
+    ),
+    "another file of code": (
+        "mpt",
+        {},
+        lambda out, _: (out / "gqa_opt.py").write_text("import torch\n"),
+        {"carried files"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found(made: Made, tmp_path: Path, kind: str) -> None:
+    name, options, damage, checks = DAMAGE[kind]
+    good, source = made(name, **({"groups": 4} | options))
+    out = shutil.copytree(good, tmp_path / "out")
+    damage(out, source)
+    report = verify_checkpoint(out, source, logits=False)
+    assert set(failed(report)) == checks
+    assert all("\n" not in check.detail for check in report.checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change"),
+    [
+        ("codegen", CODEGEN, swap_keys_and_values),
+        ("gpt_neox", NEOX, swap_query_heads),
+        ("t5", "decoder.block.1.layer.1.EncDecAttention.v.weight", lambda t: torch.cat([t[16:], t[:16]])),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.v.weight", lambda t: torch.cat([t[16:], t[:16]])),
+        ("gpt2, cross", "transformer.h.0.crossattention.c_attn.weight", lambda t: torch.cat([t[:, 24:], t[:, :24]], 1)),
+    ],
+)
+def test_damaged_tensors_fail_the_logits_too(
+    made: Made, tmp_path: Path, name: str, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    good, source = made(name, 4 if name == "gpt_neox" else 3)
+    out = shutil.copytree(good, tmp_path / "out")
+    edit(out, tensor, change)
+    assert "logits" in failed(verify_checkpoint(out, source))
+
+
+def test_the_cache_of_cross_attention_is_counted() -> None:
+    counts = Counts(heads=12, before=12, after=3)
+    few, many = [((2, 3, 24, 8), (2, 3, 24, 8))] * 2, [((2, 12, 24, 8), (2, 12, 24, 8))] * 2
+    alone, pair = Geometry({"decoder": counts}, {}), Geometry({"decoder": counts, "cross": counts}, {})
+    source = {"self": many, "cross": many}
+    assert "2 cross-attention layers" in behaviour.judge_caches({"self": few, "cross": few}, source, pair, "")
+    assert "cross-attention" not in behaviour.judge_caches({"self": few}, {"self": many}, alone, "")
+    for bad in (
+        {"self": few, "cross": many},
+        {"self": few, "cross": few[:1]},
+        {"self": few},
+        {"self": many, "cross": few},
+    ):
+        with pytest.raises(Failure):
+            behaviour.judge_caches(bad, source, pair, "")
+
+
+EVIL = "from pathlib import Path\nPath({!r}).touch()\n"
+
+
+def test_a_modelling_file_that_was_edited_never_runs(made: Made, tmp_path: Path, modules_cache: Path) -> None:
+    good, source = made("opt", 4)
+    out = shutil.copytree(good, tmp_path / "out")
+    marker = tmp_path / "ran"
+    file = out / "gqa_opt.py"
+    code = file.read_text()
+    file.write_text(code + EVIL.format(str(marker)))
+    needing = {"loads", "logits", "cache heads", "cached decoding"}
+    findings = failed(verify_checkpoint(out, source))
+    assert set(findings) == {"modelling file", *needing}
+    assert all("not executed" in findings[name] for name in needing)
+    assert not marker.exists()
+    with pytest.MonkeyPatch.context() as patch:  # the same code does run where it is vouched for
+        patch.setattr(transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {})
+        load_model(out, torch.float32, run_code=True)
+    assert marker.exists()
+    copies = set(modules_cache.rglob("gqa_opt.py"))
+    file.write_text(code.replace("OPT", "0PT", 1))  # one byte of a comment
+    findings = failed(verify_checkpoint(out, source))
+    assert set(findings) == {"modelling file", *needing}
+    assert f"from byte {code.encode().index(b'OPT')} on" in findings["modelling file"]
+    assert set(modules_cache.rglob("gqa_opt.py")) == copies
+
+
+def test_no_other_code_in_the_folder_runs(made: Made, tmp_path: Path) -> None:
+    """transformers would run a checkpoint's own generation loop too, and code that its auto_map names for a
+    tokenizer.
+    """
+    marker = tmp_path / "ran"
+    source = shutil.copytree(made("opt", 4)[1], tmp_path / "source")
+    (source / "custom_generate").mkdir()
+    (source / "custom_generate" / "generate.py").write_text(EVIL.format(str(marker)))
+    (source / "evil.py").write_text(EVIL.format(str(marker)))
+    edit_json(source / "config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None], "AutoModel": "evil.Model"})
+    convert_checkpoint(source, tmp_path / "out", 4, native=False, method="mean")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoTokenizer"] == [
+        "evil.Tokenizer",
+        None,
+    ]
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+    assert not marker.exists()
+
+
+def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
+    good, source = made("mpt", 4)
+    out = shutil.copytree(good, tmp_path / "out")
+    path = out / "tokenizer.json"
+    path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
+    assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
+    path.unlink()
+    assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
+
+
+def test_the_loss_of_a_language_model(made: Made, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
+    out, source = made("gpt_neox", 4)
+    report = verify_checkpoint(out, source, text=text)
+    assert report.passed
+    assert report.losses is not None
+    with pytest.raises(OptionError, match="leave the text out"):
+        verify_checkpoint(*made("t5", 3), text=text)
+
+
+def test_results_load_through_the_packages_own_copy(made: Made, tmp_path: Path) -> None:
+    """Outside verification, code in a checkpoint never runs, but results load without it."""
+    out = shutil.copytree(made("gpt_neox", 4)[0], tmp_path / "out")
+    (out / "gqa_gpt_neox.py").write_text("raise AssertionError('this must never run')\n")
+    model, missing = load_causal_lm(out, torch.float32)
+    assert missing == []
+    assert type(model).__module__ == "gqa_convert.families.modeling.gqa_gpt_neox"
+    model, missing = load_model(made("bart", 4)[0], torch.float32)
+    assert missing == []
+    assert type(model).__name__ == "GQABartForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architectures": ["GQABartForCausalLM"], "model_type": "gqa_bart"}, "AutoModelForCausalLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": True}, "AutoModelForSeq2SeqLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": False}, "AutoModelForCausalLM"),
+        ({"architectures": ["BartModel"], "model_type": "bart"}, "AutoModelForSeq2SeqLM"),
+        ({"model_type": "t5"}, "AutoModelForSeq2SeqLM"),
+        ({"model_type": "gqa_whisper"}, "AutoModelForSpeechSeq2Seq"),
+        ({"model_type": "gpt2"}, "AutoModelForCausalLM"),
+        ({"architectures": ["GQAMarianMTModel"], "model_type": "gqa_marian"}, "AutoModelForSeq2SeqLM"),
+        (
+            {"architectures": ["GQAWhisperModel"], "model_type": "gqa_whisper", "is_encoder_decoder": True},
+            "AutoModelForSpeechSeq2Seq",
+        ),
+        ({"architectures": None, "model_type": "llama"}, "AutoModelForCausalLM"),
+        ({}, "AutoModelForCausalLM"),
+    ],
+)
+def test_the_auto_class_of_a_checkpoint(config: dict[str, Any], expected: str) -> None:
+    assert auto_class(config) == expected
+
+
+def test_layouts_are_those_of_the_models() -> None:
+    """Each row number says whose it is: cut as transformers reshapes the projection."""
+    heads, kv_heads, width = 12, 4, 2
+    rows = torch.arange((heads + 2 * kv_heads) * width)
+    view = rows.view(kv_heads, heads // kv_heads + 2, width)  # Falcon's _split_heads
+    parts = {run.part: run.starts for run in layout.fused("grouped", heads, kv_heads, width)}
+    assert parts["query"] == tuple(view[:, :-2, 0].flatten().tolist())
+    assert parts["key"] == tuple(view[:, -2, 0].tolist())
+    assert parts["value"] == tuple(view[:, -1, 0].tolist())
+    rows = torch.arange(3 * heads * width).reshape(4, -1)  # CodeGen's forward
+    query, value, key = (
+        part.reshape(heads, width)[:, 0].tolist() for part in torch.split(rows, heads * width // 4, dim=-1)
+    )
+    parts = {run.part: run.starts for run in layout.fused("quarters", heads, heads, width)}
+    assert parts == {"query": tuple(query), "key": tuple(key), "value": tuple(value)}
+
+
+def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
+    """Whether it was converted is the same to its tensors; config and provenance must agree on it."""
+    source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
+    for encoder in (False, True):
+        out = tmp_path / f"out-{encoder}"
+        convert_checkpoint(source, out, 4, encoder=encoder, method="mean")
+        assert failed(verify_checkpoint(out, source, logits=encoder)) == {}
+        claim(out, encoder=not encoder)
+        assert set(failed(verify_checkpoint(out, source, logits=False))) == {"config"}
+
+
+def test_old_configs_name_their_heads_otherwise(tmp_path: Path) -> None:
+    source = make_source("gpt2", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["num_attention_heads"] = config.pop("n_head")
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, tmp_path / "out", 3, native=False, method="mean")
+    assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
+
+
+def test_whisper_without_its_encoder(tmp_path: Path) -> None:
+    """Distilled Whisper's decoder alone reads an encoder's states given to it in another way."""
+    whole = make_source("whisper", tmp_path / "whole")
+    transformers.WhisperForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, method="mean")
+    report = verify_checkpoint(tmp_path / "out", tmp_path / "source")
+    assert failed(report) == {}
+    assert "states of an encoder" in details(report)["logits"]
+
+
+def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of more than three billion parameters run."""
+    monkeypatch.setattr(behaviour, "FLOAT32_LIMIT", 0)
+    for name in HALF:
+        report = verify_checkpoint(*made(name, 3))
+        assert failed(report) == {}
+        assert "in bfloat16" in details(report)["loads"]
+
+
+def test_two_files_of_weights_are_compared(made: Made, tmp_path: Path) -> None:
+    """`.bin` sources have columns to read too."""
+    _, source = made("gpt2", 4)
+    old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(source / "model.safetensors"), old / "pytorch_model.bin")
+    convert_checkpoint(old, tmp_path / "out", 3, method="random", native=False, max_shard_size=60_000)
+    assert failed(verify_checkpoint(tmp_path / "out", old, logits=False)) == {}
+    file = next(file for file in (tmp_path / "out").glob("*.safetensors") if GPT2 in load_file(file))
+    tensors = load_file(file)
+    tensors[GPT2][5, 100] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}

@@ -1,0 +1,505 @@
+"""The verifier on results that were translated to another stock type: good ones pass, planted damage is found."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gqa_convert.verify
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import ConfigError
+from gqa_convert.verify import VerificationReport, behaviour, verify_checkpoint
+from tests.helpers.own_files import make_source
+from tests.verify.test_verify import claim, edit, edit_json, failed, save_tokenizer
+
+Made = Callable[..., tuple[Path, Path]]
+Damage = Callable[[Path, Path], object]
+
+
+def turning(part: float, theta: float = 500.0, **scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part} | scaling}
+
+
+SERIAL: dict[str, Any] = {"use_parallel_residual": False} | turning(1.0)
+
+# Type, config, weights, shards.
+SOURCES: dict[str, tuple[str, dict[str, Any], torch.dtype, str]] = {
+    "neox": ("gpt_neox", {"layer_norm_eps": 1e-3} | turning(0.5), torch.float32, "50GB"),
+    "neox, half": ("gpt_neox", {}, torch.bfloat16, "40KB"),
+    "neox, tied": (
+        "gpt_neox",
+        {"tie_word_embeddings": True, "attention_bias": False} | turning(0.5, rope_type="linear", factor=3.0),
+        torch.float16,
+        "50GB",
+    ),
+    "serial": ("gpt_neox", SERIAL, torch.float32, "60KB"),
+    "serial, half": (
+        "gpt_neox",
+        SERIAL | {"tie_word_embeddings": True, "attention_bias": False},
+        torch.bfloat16,
+        "50GB",
+    ),
+    "gptj": ("gptj", {}, torch.float32, "70KB"),
+    "gptj, half": ("gptj", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": None}, torch.bfloat16, "50GB"),
+    "codegen": ("codegen", {"activation_function": "relu"}, torch.float32, "50GB"),
+    "codegen, half": ("codegen", {}, torch.float16, "50GB"),
+    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, torch.float32, "50GB"),
+    "gpt2, half": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}, torch.bfloat16, "60KB"),
+}
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
+    root = tmp_path_factory.mktemp("verify-translated")
+    done: dict[tuple[str, int, str], Path] = {}
+
+    def make(name: str, groups: int | None = None, method: str = "mean") -> tuple[Path, Path]:
+        source = root / name
+        model_type, changes, dtype, shards = SOURCES[name]
+        groups = groups or (1 if model_type == "gpt2" else 3)
+        if not source.exists():
+            make_source(model_type, source, dtype=dtype, shards=shards, **changes)
+            save_tokenizer(source)
+        key = (name, groups, method)
+        if key not in done:
+            done[key] = root / f"{name}-{groups}-{method}"
+            convert_checkpoint(source, done[key], groups, method=method, seed=7, native=True)
+        return done[key], source
+
+    return make
+
+
+def details(report: VerificationReport) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "method"),
+    [
+        ("neox", 3, "mean"),
+        ("neox", 12, "mean"),
+        ("neox", 4, "random"),
+        ("neox", 1, "first"),
+        ("neox, half", 3, "mean"),
+        ("neox, half", 4, "random"),
+        ("neox, half", 12, "mean"),
+        ("neox, tied", 3, "mean"),
+        ("neox, tied", 4, "random"),
+        ("serial", 3, "mean"),
+        ("serial", 12, "mean"),
+        ("serial", 4, "random"),
+        ("serial, half", 3, "mean"),
+        ("gptj", 3, "mean"),
+        ("gptj", 12, "mean"),
+        ("gptj", 4, "random"),
+        ("gptj, half", 4, "first"),
+        ("gptj, half", 3, "random"),
+        ("codegen", 3, "mean"),
+        ("codegen", 12, "mean"),
+        ("codegen", 6, "random"),
+        ("codegen, half", 4, "mean"),
+        ("gpt2", 1, "mean"),
+        ("gpt2", 1, "random"),
+        ("gpt2, half", 1, "mean"),
+        ("gpt2, half", 1, "random"),
+    ],
+)
+def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) -> None:
+    out, source = made(name, groups, method)
+    report = verify_checkpoint(out, source)
+    assert failed(report) == {}
+    found = details(report)
+    home = {"serial": "starcoder2", "gpt2": "gpt_bigcode"}.get(name.split(",")[0], "phi")
+    assert found["route"].endswith(f"translated to {home}")
+    assert f"{groups} heads in each" in found["cache heads"]
+    assert (" 0 parameters of SOURCE replaced" in found["logits"]) == (groups == 12)
+    assert ("judged as half precision" in found["logits"]) == (name in ("neox, half", "neox, tied", "gpt2, half"))
+    assert ("within a rounding" in found["rewritten tensors"]) == name.startswith("neox")
+
+
+def test_nothing_is_shared_with_the_converter() -> None:
+    for file in Path(gqa_convert.verify.__file__).parent.glob("*.py"):
+        assert not re.search(r"gqa_convert\.(translation|merging|plan|writing|layouts|convert\b)", file.read_text()), (
+            file.name
+        )
+
+
+# Damage
+# ---------------------------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(folder: Path, name: str) -> torch.Tensor:
+    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
+
+
+def put(out: Path, name: str, value: torch.Tensor) -> None:
+    edit(out, name, lambda old: value.to(old.dtype).reshape(old.shape).contiguous())
+
+
+def nudge(name: str, row: int, by: float) -> Damage:
+    """Change one number by a share of it."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[row] *= 1 + by
+        return tensor
+
+    return lambda out, _: edit(out, name, change)
+
+
+PHI, STAR, BIG = "model.layers.1.", "model.layers.0.", "transformer.h.1."
+NEOX, GPTJ = "gpt_neox.layers.1.", "transformer.h.1."
+
+
+def without_gain(projection: str, norm: str) -> Damage:
+    def damage(out: Path, source: Path) -> None:
+        gain = tensor_of(source, f"{NEOX}{norm}.weight").double()
+        put(out, f"{PHI}{projection}.weight", tensor_of(out, f"{PHI}{projection}.weight").double() / gain)
+
+    return damage
+
+
+def own_bias_alone(out: Path, source: Path) -> None:
+    put(out, f"{PHI}mlp.fc1.bias", tensor_of(source, f"{NEOX}mlp.dense_h_to_4h.bias"))
+
+
+def norms_exchanged(out: Path, source: Path) -> None:
+    """The MLP's weight with the gain of the attention's norm."""
+    gain = tensor_of(source, f"{NEOX}input_layernorm.weight").double()
+    put(out, f"{PHI}mlp.fc1.weight", tensor_of(source, f"{NEOX}mlp.dense_h_to_4h.weight").double() * gain)
+
+
+def unturned_query(out: Path, source: Path) -> None:
+    put(out, f"{PHI}self_attn.q_proj.weight", tensor_of(source, f"{GPTJ}attn.q_proj.weight"))
+
+
+def unturned_key(out: Path, source: Path) -> None:
+    heads = tensor_of(source, f"{GPTJ}attn.k_proj.weight").double().view(3, 4, 8, 96)
+    put(out, f"{PHI}self_attn.k_proj.weight", heads.mean(1))
+
+
+def exchange(first: str, second: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        one, other = tensor_of(out, first), tensor_of(out, second)
+        put(out, first, other)
+        put(out, second, one)
+
+    return damage
+
+
+def wrong_neighbours(out: Path, source: Path) -> None:
+    """Heads 0, 3, 6, 9 share a group, where 0, 1, 2, 3 should."""
+    heads = tensor_of(source, "gpt_neox.layers.0.attention.query_key_value.weight").double().view(12, 3, 8, 96)[:, 2]
+    put(out, f"{STAR}self_attn.v_proj.weight", heads.view(4, 3, 8, 96).mean(0))
+
+
+def thirds_for_heads(out: Path, source: Path) -> None:
+    """NeoX's rows cut as if all queries came first."""
+    put(
+        out,
+        f"{STAR}self_attn.q_proj.weight",
+        tensor_of(source, "gpt_neox.layers.0.attention.query_key_value.weight")[:96],
+    )
+
+
+def thirds_for_quarters(out: Path, source: Path) -> None:
+    """CodeGen's rows cut as if all queries came first."""
+    rows = tensor_of(source, f"{GPTJ}attn.qkv_proj.weight")[96:192].double().view(3, 4, 8, 96)
+    put(out, f"{PHI}self_attn.v_proj.weight", rows.mean(1))
+
+
+def not_transposed(out: Path, source: Path) -> None:
+    put(out, f"{BIG}attn.c_proj.weight", tensor_of(source, f"{BIG}attn.c_proj.weight"))
+
+
+def unscaled(out: Path, _: Path) -> None:
+    """Queries without SOURCE's scale of its second layer."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[:96] *= 2
+        return tensor
+
+    edit(out, f"{BIG}attn.c_attn.weight", change)
+
+
+def add(out: Path, name: str) -> None:
+    file = sorted(out.glob("*.safetensors"))[0]
+    save_file(load_file(file) | {name: torch.ones(2)}, file, metadata={"format": "pt"})
+
+
+def rotary(key: str, value: Any, *, both: bool = True) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        nested = json.loads((out / "config.json").read_text())["rope_parameters"] | {key: value}
+        edit_json(out / "config.json", rope_parameters=nested, **({key: value} if both else {}))
+
+    return damage
+
+
+def config(**changes: Any) -> Damage:
+    return lambda out, _: edit_json(out / "config.json", **changes)
+
+
+def drop(key: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        stated = json.loads((out / "config.json").read_text())
+        del stated[key]
+        (out / "config.json").write_text(json.dumps(stated))
+
+    return damage
+
+
+MERGED, REWRITTEN, NAMES = {"merged tensors"}, {"rewritten tensors"}, {"tensor names"}
+
+DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
+    "gain not in the queries": ("neox", without_gain("self_attn.q_proj", "input_layernorm"), REWRITTEN),
+    "gain not in the keys": ("neox", without_gain("self_attn.k_proj", "input_layernorm"), MERGED),
+    "gain not in the MLP": ("neox, half", without_gain("mlp.fc1", "post_attention_layernorm"), REWRITTEN),
+    "the other norm's gain": ("neox", norms_exchanged, REWRITTEN),
+    "norm's bias not folded": ("neox", own_bias_alone, REWRITTEN),
+    "folded bias off": ("neox", nudge(f"{PHI}mlp.fc1.bias", 5, 3e-7), REWRITTEN),
+    "folded bias of the values off": ("neox", nudge(f"{PHI}self_attn.v_proj.bias", 5, 3e-7), MERGED),
+    "folded bias off in half precision": ("neox, half", nudge(f"{PHI}mlp.fc1.bias", 5, 0.016), REWRITTEN),
+    "folded bias not finite": ("neox", nudge(f"{PHI}mlp.fc1.bias", 5, float("nan")), REWRITTEN),
+    "gain of the neutral norm": ("neox", nudge(f"{PHI}input_layernorm.weight", 3, 1e-3), REWRITTEN),
+    "bias of the neutral norm": (
+        "neox",
+        lambda out, _: put(out, f"{PHI}input_layernorm.bias", torch.full((96,), 1e-3)),
+        REWRITTEN,
+    ),
+    "norm of another layer": (
+        "gptj",
+        exchange(f"{STAR}input_layernorm.weight", f"{PHI}input_layernorm.weight"),
+        REWRITTEN,
+    ),
+    "bias of the logits": ("neox", lambda out, _: put(out, "lm_head.bias", torch.full((64,), 0.1)), REWRITTEN),
+    "bias of the logits lost": ("gptj", lambda out, _: put(out, "lm_head.bias", torch.zeros(64)), REWRITTEN),
+    "queries not turned": ("gptj", unturned_query, REWRITTEN),
+    "keys not turned": ("gptj", unturned_key, MERGED),
+    "keys and values exchanged": (
+        "gptj",
+        exchange(f"{PHI}self_attn.k_proj.weight", f"{PHI}self_attn.v_proj.weight"),
+        MERGED,
+    ),
+    "biases exchanged": ("serial", exchange(f"{PHI}self_attn.k_proj.bias", f"{PHI}self_attn.v_proj.bias"), MERGED),
+    "a bias missing": (
+        "serial",
+        lambda out, _: edit(out, f"{STAR}self_attn.o_proj.bias", lambda _: None),
+        NAMES | REWRITTEN | {"files", "index"},
+    ),
+    "a bias zero": ("serial", lambda out, _: put(out, f"{STAR}mlp.c_fc.bias", torch.zeros(40)), REWRITTEN),
+    "a bias where none was": (
+        "serial, half",
+        lambda out, _: put(out, f"{STAR}self_attn.o_proj.bias", torch.ones(96)),
+        REWRITTEN,
+    ),
+    "values missing": (
+        "serial",
+        lambda out, _: edit(out, f"{STAR}self_attn.v_proj.weight", lambda _: None),
+        {"files", "heads"},
+    ),
+    "other heads merged": ("serial", wrong_neighbours, MERGED),
+    "heads cut otherwise": ("serial", thirds_for_heads, REWRITTEN),
+    "quarters cut otherwise": ("codegen", thirds_for_quarters, MERGED),
+    "one number of a random head": ("codegen, random", nudge(f"{PHI}self_attn.k_proj.weight", 50, 5e-7), MERGED),
+    "not transposed": ("gpt2", not_transposed, REWRITTEN),
+    "queries not scaled": ("gpt2", unscaled, MERGED),
+    "other type": (
+        "gptj",
+        lambda out, _: edit(out, "model.final_layernorm.bias", lambda t: t.double()),
+        REWRITTEN | {"index"},
+    ),
+    "other shape": (
+        "gptj",
+        lambda out, _: edit(out, "model.final_layernorm.bias", lambda t: t[:-1].clone()),
+        REWRITTEN | {"index"},
+    ),
+    "one layer with all heads": (
+        "gptj",
+        lambda out, _: edit(out, f"{PHI}self_attn.k_proj.weight", lambda t: t.repeat(4, 1)),
+        MERGED | {"index"},
+    ),
+    "a tensor more": ("neox", lambda out, _: add(out, "model.layers.0.self_attn.rotary_emb.inv_freq"), NAMES),
+    "a layer more": ("neox", lambda out, _: add(out, "model.layers.2.mlp.fc1.weight"), NAMES),
+    "rotary base": ("neox", rotary("rope_theta", 501.0), {"config"}),
+    "rotary base for new clients": ("gptj", rotary("rope_theta", 501.0, both=False), {"config"}),
+    "rotary base for old clients": ("serial", config(rope_theta=10000.0), {"config"}),
+    "rotary rows": ("neox", rotary("partial_rotary_factor", 0.25), {"config"}),
+    "rotary rows for old clients": ("gptj", config(partial_rotary_factor=1.0), {"config"}),
+    "rotary scaling": ("neox, tied", rotary("factor", 4.0, both=False), {"config"}),
+    "rotary scaling for old clients": ("neox, tied", config(rope_scaling=None), {"config"}),
+    "rotary scaling where none was": ("serial", rotary("rope_type", "linear", both=False), {"config"}),
+    "epsilon": ("neox", config(layer_norm_eps=1e-5), {"config"}),
+    "epsilon of starcoder2": ("serial", config(norm_epsilon=1e-6), {"config"}),
+    "epsilon missing": ("gpt2", drop("layer_norm_epsilon"), {"config"}),
+    "activation": ("codegen", config(hidden_act="gelu_new"), {"config"}),
+    "activation missing": ("gpt2", drop("activation_function"), {"config"}),
+    "tied": ("neox", config(tie_word_embeddings=True), {"config"}),
+    "multi-query": ("gpt2", config(multi_query=False), {"config"}),
+    "scores unscaled": ("gpt2", config(scale_attn_weights=False), {"config"}),
+    "width of a head": ("neox", config(head_dim=16), {"config"}),
+    "window": ("serial", config(sliding_window=4), {"config"}),
+    "key norm": ("gptj", config(qk_layernorm=True), {"config"}),
+    "layers": ("gptj", config(num_hidden_layers=1), {"config"}),
+    "K/V heads": ("neox", config(num_key_value_heads=12), {"config"}),
+    "a key of SOURCE's": ("neox", config(use_parallel_residual=True), {"config"}),
+    "a key more": ("neox", config(quantization_config={}), {"config"}),
+    "another class": ("neox", config(architectures=["PhiForSequenceClassification"]), {"config"}),
+    "another type": ("neox", config(model_type="llama"), {"route"}),
+    "SOURCE's type": ("neox", config(model_type="gpt_neox"), {"route"}),
+    "the other home": ("neox", config(model_type="starcoder2"), {"route"}),
+    "another route claimed": ("neox", lambda out, _: claim(out, route="own file"), {"provenance"}),
+    "no error claimed": ("neox", lambda out, _: claim(out, merge_error={}), {"provenance"}),
+    "other bytes claimed": (
+        "gpt2",
+        lambda out, _: claim(out, kv_bytes_per_token={"before": 4, "after": 1}),
+        {"provenance"},
+    ),
+    "another method claimed": ("gptj", lambda out, _: claim(out, method="first"), {"merged tensors"}),
+    "no claims": ("gptj", lambda out, _: (out / "gqa_conversion.json").unlink(), {"provenance"}),
+    "tokenizer": ("gptj", lambda out, _: edit_json(out / "tokenizer_config.json", unk_token="w1"), {"carried files"}),
+    "tokenizer of GPT-2": (
+        "gpt2",
+        lambda out, _: edit_json(out / "tokenizer_config.json", unk_token="w1"),
+        {"tokenizer config"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_in_the_files(made: Made, tmp_path: Path, name: str) -> None:
+    source_name, damage, checks = DAMAGE[name]
+    good, source = made(
+        source_name.removesuffix(", random"), method="random" if source_name.endswith("random") else "mean"
+    )
+    out = shutil.copytree(good, tmp_path / "out")
+    damage(out, source)
+    assert set(failed(verify_checkpoint(out, source, logits=False))) == checks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gain not in the queries",
+        "gain not in the MLP",
+        "norm's bias not folded",
+        "gain of the neutral norm",
+        "queries not turned",
+        "keys and values exchanged",
+        "a bias zero",
+        "other heads merged",
+        "quarters cut otherwise",
+        "queries not scaled",
+        "rotary base",
+        "epsilon",
+        "activation",
+    ],
+)
+def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: str) -> None:
+    source_name, damage, checks = DAMAGE[name]
+    good, source = made(source_name)
+    out = shutil.copytree(good, tmp_path / "out")
+    damage(out, source)
+    assert set(failed(verify_checkpoint(out, source))) == checks | {"logits"}
+
+
+# Sources of other kinds
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """No prefix, no tied head, masks that nothing reads; and a tensor that nothing is known of is not passed over."""
+    source = make_source("gpt2", tmp_path / "source")
+    file = source / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
+    convert_checkpoint(source, tmp_path / "out", 1, method="mean")
+    report = verify_checkpoint(tmp_path / "out", source)
+    assert failed(report) == {}
+    assert "1 buffers" in details(report)["tensor names"]
+    claims = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
+    save_file(tensors | {"h.0.attn.extra": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
+    claims["source"]["files"]["model.safetensors"]["bytes"] = file.stat().st_size
+    claim(tmp_path / "out", source=claims["source"])
+    found = failed(verify_checkpoint(tmp_path / "out", source, logits=False))
+    assert set(found) == {"tensor names"}
+    assert "h.0.attn.extra" in found["tensor names"]
+
+
+def test_old_words_and_bin_files(made: Made, tmp_path: Path) -> None:
+    """Pythia's config knows no rope_parameters; the result may be cut into files of its own."""
+    _, source = made("neox, half")
+    old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
+    state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    torch.save(state | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1)}, old / "pytorch_model.bin")
+    stated = json.loads((old / "config.json").read_text())
+    del stated["rope_parameters"], stated["dtype"]
+    stated |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "bfloat16"}
+    (old / "config.json").write_text(json.dumps(stated))
+    out = tmp_path / "out"
+    convert_checkpoint(old, out, 4, max_shard_size=40_000, method="mean")
+    assert failed(verify_checkpoint(out, old)) == {}
+    edit_json(out / "config.json", torch_dtype="float32")
+    assert set(failed(verify_checkpoint(out, old, logits=False))) == {"config"}
+
+
+def test_biases_that_stock_classes_pass_over(tmp_path: Path) -> None:
+    """A config without them beside a file with them: nobody can tell which is right."""
+    source = make_source("gpt_neox", tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    edit_json(source / "config.json", attention_bias=False)
+    assert {"tensor names", "logits"} <= set(failed(verify_checkpoint(tmp_path / "out", source)))
+    with pytest.raises(ConfigError, match="do not belong together"):
+        convert_checkpoint(source, tmp_path / "other", 3, method="mean")
+
+
+def bpe(folder: Path, **stated: Any) -> None:
+    """A tokenizer in GPT-2's manner."""
+    import tokenizers
+
+    words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30, "Ġ": 31, "Ġ!": 32}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("Ġ", "!")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if stated:
+        (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("gpt_neox", 3), ("gptj", 3), ("codegen", 3), ("gpt2", 1)])
+def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
+    """The same ids and texts, whatever class transformers has for OUT's type."""
+    source, out = make_source(model_type, tmp_path / "source"), tmp_path / "out"
+    for stated in ({}, {"model_max_length": 64}):
+        bpe(source, **stated)
+        convert_checkpoint(source, out, groups, overwrite=True, method="mean")
+        report = verify_checkpoint(out, source)
+        assert failed(report) == {}
+        assert ("in the place of GPT2Tokenizer" in details(report)["tokenizer"]) == (model_type == "gpt2")
+    if model_type == "gpt2":
+        (out / "tokenizer_config.json").unlink()
+        assert set(failed(verify_checkpoint(out, source))) == {"tokenizer config", "tokenizer"}
+
+
+def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of more than three billion parameters run."""
+    monkeypatch.setattr(behaviour, "FLOAT32_LIMIT", 0)
+    for name in ("neox, half", "serial, half", "gptj, half", "codegen, half", "gpt2, half"):
+        report = verify_checkpoint(*made(name))
+        assert failed(report) == {}
+        assert "float16" in details(report)["loads"]
+
+
+def test_the_loss_of_a_text(made: Made, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
+    for name in ("neox", "gpt2"):
+        report = verify_checkpoint(*made(name), text=text)
+        assert report.passed
+        assert report.losses is not None
