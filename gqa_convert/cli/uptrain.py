@@ -32,7 +32,7 @@ def uptrain(
     from gqa_convert.cli.console.progress import training_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.cli.console.training import show_training
-    from gqa_convert.training.uptrain import uptrain as run
+    from gqa_convert.training.uptrain import uptrain_checkpoint as run
 
     with training_progress(quiet=quiet) as screen:
         summary = run(

@@ -31,7 +31,7 @@ class StockPlan:
     shards: tuple[OutputShard, ...]
     config: dict[str, Any]
     notes: tuple[str, ...]
-    home: None = None
+    target_architecture: None = None
     modeling: None = None
     seed: int = 0
 
