@@ -32,6 +32,8 @@ NOT_RUN = {
     r"^(\S*/)?gqa-convert demo$": "takes six minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
     r"^sbatch ": "needs Slurm",
+    r"^hf download": "fetches a model from the Hub",
+    r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
     r"^python recipes/paper/figures.py": "test_the_papers_figures_are_those_of_the_measurements draws them",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/training/test_uptrain_resuming.py has one",
@@ -68,7 +70,7 @@ TEXTS = {"python-stdlib": "text.txt", "python-stdlib:held-out": "held-out.txt"}
 """All of Python's own sources take some seconds to tokenise, each time."""
 
 HUB_RECIPES = {
-    "model": "demo-gqa3",
+    "model": "demo-gqa3-mean",
     "teacher": "gqa_convert/demo_checkpoint",
     "data": "text.txt",
     "evaluation_data": "held-out.txt",
@@ -91,6 +93,19 @@ def _llama(path: Path) -> None:
     causal(path, **sizes, num_hidden_layers=2)
 
 
+def _llama3(path: Path) -> None:
+    """Grouped-query already, as Llama 3.1 8B is."""
+    causal(
+        path,
+        hidden_size=32,
+        head_dim=4,
+        num_attention_heads=HEADS,
+        kv_heads=8,
+        max_position_embeddings=64,
+        num_hidden_layers=2,
+    )
+
+
 def _t5(path: Path) -> None:
     tokenizer = span_tokenizer()
     torch.manual_seed(0)
@@ -109,7 +124,7 @@ def _t5(path: Path) -> None:
 
 
 def _recipe(path: Path) -> None:
-    keys = {"model": "demo-gqa3", "data": "text.txt", "evaluation_data": "held-out.txt", "output": "runs/recipe"}
+    keys = {"model": "demo-gqa3-mean", "data": "text.txt", "evaluation_data": "held-out.txt", "output": "runs/recipe"}
     path.write_text(yaml.safe_dump(keys | SMALL), encoding="utf-8")
 
 
@@ -121,9 +136,12 @@ def _shrunk(path: Path, original: Path = ROOT / "recipes" / "paper" / "t5-xxl.js
 
 FILES: dict[str, Callable[[Path], object]] = {
     "Llama-2-7b": _llama,
+    "meta-llama/Llama-2-7b-hf": _llama,
+    "meta-llama/Llama-3.1-8B": _llama3,
     "SOURCE": _llama,
     "MODEL": _llama,
     "flan-t5-xl": _t5,
+    "google/flan-t5-xl": _t5,
     "text.txt": _text,
     "TEXT": _text,
     "test.txt": lambda path: _text(path, 40_000),
@@ -138,7 +156,8 @@ RESULTS = {
     "Llama-2-7b-gqa8": ["gqa-convert convert Llama-2-7b Llama-2-7b-gqa8 --groups 8 --method mean"],
     "flan-t5-xl-gqa8": ["gqa-convert convert flan-t5-xl flan-t5-xl-gqa8 --groups 8 --method mean"],
     "OUT": ["gqa-convert convert SOURCE OUT --groups 8"],
-    "demo-gqa3": ["gqa-convert convert gqa_convert/demo_checkpoint demo-gqa3 --groups 3 --method mean"],
+    "demo-gqa3": ["gqa-convert convert gqa_convert/demo_checkpoint demo-gqa3 --groups 3"],
+    "demo-gqa3-mean": ["gqa-convert convert gqa_convert/demo_checkpoint demo-gqa3-mean --groups 3 --method mean"],
     "runs": [
         "gqa-convert convert SOURCE runs/gqa8 --groups 8 --method mean",
         "gqa-convert evaluate SOURCE runs/gqa8 --data text.txt --json > runs/evaluate.json",

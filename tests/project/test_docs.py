@@ -294,6 +294,21 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
 
 
+def test_the_readmes_figure_shows_the_measurements(tmp_path: Path) -> None:
+    """Both variants are drawn anew, with a panel for each model and a mark for each loss."""
+    command = [sys.executable, "-m", "benchmarks.quality.figure", "--folder", tmp_path]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert made.stderr == ""
+    models = json.loads((ROOT / "docs" / "results" / "quality.json").read_text())["models"]
+    for theme in ("light", "dark"):
+        name = f"loss-against-cache-{theme}.svg"
+        drawn = (tmp_path / name).read_text()
+        assert drawn.count('<g id="axes_') == len(models)
+        for size in ("7,680 B", "1,920 B", "640 B"):
+            assert size in drawn
+            assert size in (ROOT / "docs" / "results" / name).read_text()
+
+
 def test_the_papers_figures_are_those_of_the_measurements(tmp_path: Path) -> None:
     """Each is drawn anew from docs/results, with all its series."""
     script = ROOT / "recipes" / "paper" / "figures.py"
