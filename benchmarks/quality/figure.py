@@ -42,9 +42,8 @@ def cache_bytes(name: str, kv_heads: int) -> int:
 def loss(data: dict[str, Any], name: str, kv_heads: int, method: str) -> float:
     """Nats per token after conversion, averaged over seeds."""
     wanted = (name, kv_heads, method)
-    return statistics.mean(
-        cell["loss"] for cell in data["cells"] if (cell["model"], cell["groups"], cell["method"]) == wanted
-    )
+    losses = [cell["loss"] for cell in data["cells"] if (cell["model"], cell["groups"], cell["method"]) == wanted]
+    return float(statistics.mean(losses))
 
 
 def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: dict[str, str]) -> Figure:

@@ -136,8 +136,7 @@ def evaluate(
 
       gqa-convert evaluate ./Llama-2-7b ./Llama-2-7b-gqa8 --data test.txt
 
-      gqa-convert evaluate ./Llama-2-7b-gqa8 --reference ./Llama-2-7b --data test.jsonl --stride 1024 --output
-      results.json
+      gqa-convert evaluate ./Llama-2-7b-gqa8 --reference ./Llama-2-7b --data test.jsonl --stride 1024 -o results.json
 
       gqa-convert evaluate ./bart-gqa4 --data pairs.jsonl --source-field article --target-field summary
 
