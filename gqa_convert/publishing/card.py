@@ -1,13 +1,15 @@
-"""The text of a model card."""
+"""What a model card states: the facts, chosen and worded for `card.md.jinja`, which holds the sentences."""
 
 from dataclasses import dataclass
 
 from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.measuring.results.records import Origin, Score
 from gqa_convert.publishing.facts import Base, Facts
 from gqa_convert.publishing.licences import Licence, as_markdown
-from gqa_convert.publishing.making import made_of
-from gqa_convert.publishing.markup import code, fenced, number, plain, table, with_error
+from gqa_convert.publishing.making import Making, making_of
+from gqa_convert.publishing.markup import Markdown, code, number, plain, with_error
 from gqa_convert.publishing.measurements import Measured, Scored, Timed
+from gqa_convert.publishing.templating import render_markdown
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,12 +30,16 @@ _AUTO_CLASSES = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What a card speaks of.
+    """What a card describes.
 
     Attributes:
-        base: what it was made from, as far as it is on the Hub.
-        duties: what its licence makes a card say, as Markdown.
-        revision: of the repository, if it is not its main branch.
+        facts: of the checkpoint.
+        repo_id: of the Hub repository that it goes to.
+        base: the checkpoint on the Hub that it was made from, None if there is none or it is unknown.
+        licence: of the model.
+        duties: statements that the licence requires of a card, as Markdown.
+        measured: results to state.
+        revision: branch or tag of the repository, None for its main branch.
     """
 
     facts: Facts
@@ -45,57 +51,150 @@ class Subject:
     revision: str | None = None
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How the model is loaded.
+
+    Attributes:
+        python: code that loads it.
+        modules: its modelling files, where it needs `trust_remote_code=True`.
+        engines: software that loads it otherwise.
+        rewritten: model types before and after, where the conversion changed the type.
+    """
+
+    python: str
+    modules: tuple[str, ...]
+    engines: tuple[str, ...]
+    rewritten: tuple[str, str] | None
+
+
+@dataclass(frozen=True)
+class ScoreSection:
+    """One evaluation of the model.
+
+    Attributes:
+        text: what was scored.
+        rows: of the table of losses; none where nothing but tasks was measured.
+        difference: the model compared with, and the difference in loss with its standard error.
+        reference: of the KL divergence.
+        nan: how many losses were not finite.
+        note: of the evaluation.
+        tasks: rows of the table of tasks.
+        origin: of the figures.
+    """
+
+    text: str
+    rows: tuple[tuple[str, ...], ...]
+    difference: tuple[str, str] | None
+    reference: str | None
+    nan: int
+    note: str | None
+    tasks: tuple[tuple[str, ...], ...]
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class TimeSection:
+    """One benchmark of the model; the attributes are as in `ScoreSection`."""
+
+    model: str
+    detail: str
+    rows: tuple[tuple[str, ...], ...]
+    spread: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything that the template prints.
+
+    Attributes:
+        name: of the model.
+        source: what it was made from, as the beginning of a sentence.
+        attention: multi-query or grouped-query.
+        change: the K/V heads before and after, and the uptraining.
+        duties: statements that the licence requires, as Markdown.
+        record: name of the file with the whole record.
+        sizes: rows of the table of heads, cache and parameters.
+        encoder: what happened to the encoder, None for a decoder.
+        loading, making, scores, times: the sections.
+        merged: whether heads were merged rather than copied or repeated.
+        unmeasured: whether no quality is known.
+        uptrained: whether uptraining followed.
+        fitted: whether it saw calibration or training text.
+        licence: in words, as Markdown.
+    """
+
+    name: str
+    source: Markdown
+    attention: str
+    change: str
+    duties: tuple[Markdown, ...]
+    record: str
+    sizes: tuple[tuple[str, ...], ...]
+    encoder: str | None
+    loading: Loading
+    making: Making
+    scores: tuple[ScoreSection, ...]
+    times: tuple[TimeSection, ...]
+    merged: bool
+    unmeasured: bool
+    uptrained: bool
+    fitted: bool
+    licence: Markdown
+
+
 def card_text(subject: Subject) -> str:
     """Everything below the front matter, as Markdown."""
-    sections = [
-        _opening(subject),
-        _heads(subject),
-        _loading(subject),
-        made_of(subject.facts),
-        _measurements(subject.measured),
-        _limitations(subject),
-        _licence(subject),
-    ]
-    return "\n".join("\n".join(lines) + "\n" for lines in sections)
+    return render_markdown("card.md.jinja", card=_card(subject))
 
 
-def _opening(subject: Subject) -> list[str]:
-    facts = subject.facts
-    before = facts.first_kv_heads
-    kind = "multi-query attention" if facts.groups == 1 else "grouped-query attention"
-    change = f"{facts.groups} key/value heads per layer" + (
-        f" in place of {before}" if before and before != facts.groups else ""
+def _card(subject: Subject) -> Card:
+    facts, measured = subject.facts, subject.measured
+    methods = {record.text("method") for record in facts.chain}
+    evaluated = any(each.part("evaluation") for each in facts.trainings)
+    return Card(
+        name=subject.repo_id.rsplit("/", 1)[-1],
+        source=_source(subject),
+        attention="multi-query" if facts.groups == 1 else "grouped-query",
+        change=_change(facts),
+        duties=tuple(map(Markdown, subject.duties)),
+        record=PROVENANCE,
+        sizes=tuple(_sizes(facts)),
+        encoder=_encoder(facts),
+        loading=_loading(subject),
+        making=making_of(facts),
+        scores=tuple(map(_score_section, measured.scored)),
+        times=tuple(map(_time_section, measured.timed)),
+        merged=not methods <= {"copy", "repeat"},
+        unmeasured=not measured.scored and not evaluated,
+        uptrained=bool(facts.trainings),
+        fitted="fit" in methods or bool(facts.trainings),
+        licence=Markdown(as_markdown(subject.licence)),
     )
-    trained = f", uptrained on {_trained_tokens(facts):,} tokens" if facts.trainings else ", not uptrained since"
-    lines = [f"# {plain(subject.repo_id.rsplit('/', 1)[-1])}", ""]
-    lines += [f"{_source(subject)}, converted to {kind}: {change}{trained}.", ""]
-    lines += [f"{each}\n" for each in subject.duties]
-    return [
-        *lines,
-        f"Made by gqa-convert. Every figure below was recorded or measured by it; {code(PROVENANCE)} holds the whole record.",
-    ]
 
 
-def _source(subject: Subject) -> str:
+def _source(subject: Subject) -> Markdown:
     base = subject.base
     if base is None:
         first = subject.facts.chain[0].part("source")
         name = first.text("id") if first else None
-        return (
-            f"A local checkpoint ({code(name.rstrip('/').rsplit('/', 1)[-1])})"
-            if name
-            else "A checkpoint whose name was not recorded"
-        )
+        if name is None:
+            return Markdown("A checkpoint whose name was not recorded")
+        return Markdown(f"A local checkpoint ({code(name.rstrip('/').rsplit('/', 1)[-1])})")
     at = f" at revision {code(base.revision)}" if base.revision else ""
-    return f"[{plain(base.repo_id)}](https://huggingface.co/{base.repo_id}){at}"
+    return Markdown(f"[{plain(base.repo_id)}](https://huggingface.co/{base.repo_id}){at}")
 
 
-def _trained_tokens(facts: Facts) -> int:
-    return sum(each.count("tokens") or 0 for each in facts.trainings)
+def _change(facts: Facts) -> str:
+    before = facts.first_kv_heads
+    heads = f"{facts.groups} key/value heads per layer"
+    heads += f" in place of {before}" if before and before != facts.groups else ""
+    tokens = sum(each.count("tokens") or 0 for each in facts.trainings)
+    return heads + (f", uptrained on {tokens:,} tokens" if facts.trainings else ", not uptrained")
 
 
-def _heads(subject: Subject) -> list[str]:
-    facts = subject.facts
+def _sizes(facts: Facts) -> list[tuple[str, ...]]:
     caches = {
         "kv_bytes_per_token": "K/V-cache bytes per token",
         "cross_kv_bytes_per_encoder_token": "K/V-cache bytes per encoder token",
@@ -106,56 +205,47 @@ def _heads(subject: Subject) -> list[str]:
     ]
     for key, sizes in facts.plan.cache_bytes().items():
         recorded = facts.chain[0].part(key)
-        rows.append(
-            (caches[key], number(recorded.number("before") if recorded else None, 0), number(sizes["after"], 0))
-        )
+        before = recorded.number("before") if recorded else None
+        rows.append((caches[key], number(before, 0), number(sizes["after"], 0)))
     rows.append(("parameters", "", number(facts.plan.parameters_after, 0)))
-    filled = [(name, before or "not recorded", after) for name, before, after in rows]
-    layers = (
-        "its encoder's self-attention too" if facts.record.record.get("encoder") is True else "its encoder is unchanged"
-    )
-    encoder = (
-        [f"Of an encoder-decoder model: {layers}.", ""]
-        if "encoder_layers" in facts.checkpoint.config or _has_cross(facts)
-        else []
-    )
-    return [
-        *table(("", "source", "this model"), filled),
-        "",
-        *encoder,
-        "Bytes are computed from the shapes of the weights, in their type.",
-    ]
+    return [(name, before or "not recorded", after) for name, before, after in rows]
 
 
-def _has_cross(facts: Facts) -> bool:
-    return any(layer.attention_kind == "cross" for layer in facts.plan.layers)
+def _encoder(facts: Facts) -> str | None:
+    crossed = any(layer.attention_kind == "cross" for layer in facts.plan.layers)
+    if not crossed and "encoder_layers" not in facts.checkpoint.config:
+        return None
+    converted = facts.record.record.get("encoder") is True
+    return "the encoder's self-attention is converted too" if converted else "the encoder is unchanged"
 
 
-def _loading(subject: Subject) -> list[str]:
-    facts, own = subject.facts, subject.facts.needs_own_code
-    options = (f', revision="{subject.revision}"' if subject.revision else "") + (
-        ", trust_remote_code=True" if own else ""
-    )
-    model = _auto_class(facts)
-    helper, variable = ("", "")
-    if any(name in facts.files for name in _PROCESSOR_FILES):
-        helper, variable = "AutoProcessor", "processor"
-    elif any(name in facts.files for name in _TOKENIZER_FILES):
-        helper, variable = "AutoTokenizer", "tokenizer"
+def _loading(subject: Subject) -> Loading:
+    facts = subject.facts
+    model, (helper, variable) = _auto_class(facts), _preprocessor(facts)
+    options = f', revision="{subject.revision}"' if subject.revision else ""
+    options += ", trust_remote_code=True" if facts.needs_own_code else ""
     lines = [f"from transformers import {', '.join(sorted(filter(None, (model, helper))))}", ""]
     if helper:
         lines.append(f'{variable} = {helper}.from_pretrained("{subject.repo_id}"{options})')
     lines.append(f'model = {model}.from_pretrained("{subject.repo_id}"{options})')
-    if own:
-        files = ", ".join(code(name) for name in facts.files if name.endswith(".py"))
-        why = f"transformers' own classes of this type hold no fewer K/V heads: the model brings its code ({files}). Read it first."
-    else:
-        engines = ", ".join(sorted(facts.plan.loads_in, key=str.lower)) or "transformers"
-        why = f"No custom code is needed. Software that has classes for it: {engines}."
-    if facts.route == "translated":
-        was, now = facts.record.text("model_type"), facts.checkpoint.config.get("model_type")
-        why += f" Its weights were rewritten from {code(was or 'another type')} to {code(str(now))}, which computes the same."
-    return ["## How to load it", "", *fenced("\n".join(lines), "python"), "", why]
+    types = facts.record.text("model_type") or "another type", str(facts.checkpoint.config.get("model_type"))
+    return Loading(
+        python="\n".join(lines),
+        modules=tuple(name for name in facts.files if name.endswith(".py")) if facts.needs_own_code else (),
+        engines=tuple(sorted(facts.plan.loads_in, key=str.lower)) or ("transformers",),
+        rewritten=types if facts.route == "translated" else None,
+    )
+
+
+def _preprocessor(facts: Facts) -> tuple[str, str]:
+    """The class that prepares the model's input and a variable's name for it; empty where the model has no such
+    files.
+    """
+    if any(name in facts.files for name in _PROCESSOR_FILES):
+        return "AutoProcessor", "processor"
+    if any(name in facts.files for name in _TOKENIZER_FILES):
+        return "AutoTokenizer", "tokenizer"
+    return "", ""
 
 
 def _auto_class(facts: Facts) -> str:
@@ -173,75 +263,50 @@ def _auto_class(facts: Facts) -> str:
     return found if found.isidentifier() else "AutoModel"
 
 
-def _measurements(measured: Measured) -> list[str]:
-    lines = ["## What was measured", ""]
-    if not measured.scored:
-        lines += ["Loss and tasks: not measured.", ""]
-    for scored in measured.scored:
-        lines += _evaluation(scored)
-    if not measured.timed:
-        lines += ["Decode speed: not measured.", ""]
-    for timed in measured.timed:
-        lines += _benchmark(timed)
-    return lines[:-1]
-
-
-def _evaluation(scored: Scored) -> list[str]:
-    evaluation, rows = scored.evaluation, []
-    for name, score in (("source", scored.source), ("this model", scored.ours)):
-        if score is not None:
-            rows.append(
-                (
-                    name,
-                    with_error(score.loss, score.loss_error),
-                    number(score.perplexity, 3),
-                    with_error(score.bits_per_byte, score.bits_error),
-                    with_error(score.kl, score.kl_error),
-                    number(score.top1, 4),
-                    number(score.tokens, 0),
-                )
-            )
-    header = (
-        "",
-        "loss, nats per token",
-        "perplexity",
-        "bits per byte",
-        "KL from the reference",
-        "same first choice",
-        "tokens",
+def _score_section(scored: Scored) -> ScoreSection:
+    evaluation, ours = scored.evaluation, scored.ours
+    rows = [_score_row(name, score) for name, score in (("source", scored.source), ("this model", ours)) if score]
+    names = {scored.source.model: Markdown("the source")} if scored.source else {}
+    reference, difference = evaluation.reference, ours.difference
+    shown = None
+    if difference is not None and difference[1] is not None:
+        shown = names.get(difference[0], code(difference[0])), with_error(difference[1], difference[2])
+    return ScoreSection(
+        text=evaluation.text,
+        rows=tuple(rows) if any(any(row[1:]) for row in rows) else (),
+        difference=shown,
+        reference=None if reference is None or ours.kl is None else names.get(reference, code(reference)),
+        nan=ours.nan,
+        note=ours.note,
+        tasks=_tasks(scored),
+        origin=evaluation.origin,
     )
-    names = {scored.source.model: "the source"} if scored.source else {}
-    lines = []
-    if any(any(row[1:]) for row in rows):
-        lines += [f"On {code(evaluation.text)}, plus or minus one standard error:", "", *table(header, rows), ""]
-        to = scored.ours.difference
-        if to is not None and to[1] is not None:
-            of = names.get(to[0], code(to[0]))
-            lines += [f"Paired difference in loss to {of}: {with_error(to[1], to[2])} nats per token.", ""]
-        reference = evaluation.reference
-        if reference is not None and scored.ours.kl is not None:
-            lines += [f"The reference is {names.get(reference, code(reference))}.", ""]
-    if scored.ours.nan:
-        lines += [f"{scored.ours.nan:,} losses were not finite.", ""]
-    if scored.ours.note:
-        lines += [f"The evaluation says: {plain(scored.ours.note)}", ""]
-    if scored.ours.tasks:
-        before = {
-            (task, metric): (value, error)
-            for task, metric, value, error in (scored.source.tasks if scored.source else ())
-        }
-        tasks = [
-            (code(task), code(metric), with_error(*before.get((task, metric), (None, None))), with_error(value, error))
-            for task, metric, value, error in scored.ours.tasks
-        ]
-        lines += ["Tasks of lm-eval:", "", *table(("task", "metric", "source", "this model"), tasks), ""]
-    return [*lines, *_origin(evaluation.origin.command, evaluation.origin.machine)]
 
 
-def _benchmark(timed: Timed) -> list[str]:
+def _score_row(name: str, score: Score) -> tuple[str, ...]:
+    return (
+        name,
+        with_error(score.loss, score.loss_error),
+        number(score.perplexity, 3),
+        with_error(score.bits_per_byte, score.bits_error),
+        with_error(score.kl, score.kl_error),
+        number(score.top1, 4),
+        number(score.tokens, 0),
+    )
+
+
+def _tasks(scored: Scored) -> tuple[tuple[str, ...], ...]:
+    of_source = scored.source.tasks if scored.source else ()
+    before = {(task, metric): (value, error) for task, metric, value, error in of_source}
+    return tuple(
+        (code(task), code(metric), with_error(*before.get((task, metric), (None, None))), with_error(value, error))
+        for task, metric, value, error in scored.ours.tasks
+    )
+
+
+def _time_section(timed: Timed) -> TimeSection:
     benchmark = timed.benchmark
-    header = ("K/V heads per layer", "batch", "context", "ms per step", "from", "to", "tokens per second")
-    rows = [
+    rows = tuple(
         (
             number(each.groups, 0),
             number(each.batch, 0),
@@ -252,53 +317,5 @@ def _benchmark(timed: Timed) -> list[str]:
             number(each.tokens_per_second, 1),
         )
         for each in sorted(timed.timings, key=lambda each: (each.setting, -each.groups))
-    ]
-    return [
-        f"Decode time of {code(benchmark.model)}" + (f" ({plain(benchmark.detail)})" if benchmark.detail else "") + ":",
-        "",
-        *table(header, rows),
-        "",
-        f"From and to: {plain(benchmark.spread)}.",
-        "",
-        *_origin(benchmark.origin.command, benchmark.origin.machine),
-    ]
-
-
-def _origin(command: str | None, machine: str | None) -> list[str]:
-    on = f"Measured on: {plain(machine)}." if machine else "Measured on a machine that was not recorded."
-    return [*(fenced(command, "sh") if command else ["The command was not recorded."]), "", on, ""]
-
-
-def _limitations(subject: Subject) -> list[str]:
-    facts, measured = subject.facts, subject.measured
-    lines = []
-    methods = {record.text("method") for record in facts.chain}
-    merged = not methods <= {"copy", "repeat"}
-    if merged:
-        lines.append(
-            "Merging heads changes what the model computes. What the source was tested for is not tested here unless it stands above."
-        )
-    if not measured.scored and not _losses(facts):
-        lines.append("Its quality was not measured: evaluate it before use.")
-    if merged and not facts.trainings:
-        lines.append("It was not uptrained after the conversion.")
-    if "fit" in methods or facts.trainings:
-        lines.append(
-            "It was fitted to the texts named above; on texts of other kinds or languages it may have lost more."
-        )
-    lines.append("Biases, risks and limits of the source are those of this model too.")
-    return ["## Limitations", "", *(f"- {each}" for each in lines)]
-
-
-def _losses(facts: Facts) -> bool:
-    return any(each.part("evaluation") for each in facts.trainings)
-
-
-def _licence(subject: Subject) -> list[str]:
-    return [
-        "## Licence",
-        "",
-        as_markdown(subject.licence),
-        "",
-        "Changed from the source: the numbers of heads and the weights, as said above.",
-    ]
+    )
+    return TimeSection(benchmark.model, benchmark.detail, rows, benchmark.spread, benchmark.origin)

@@ -1,11 +1,12 @@
-"""The part of a card that says how the checkpoint was made: conversions, uptraining, commands, versions."""
+"""How a checkpoint was made, for its card: conversions, uptraining, commands, versions."""
 
 import json
 import shlex
+from dataclasses import dataclass
 
 from gqa_convert.measuring.results.fields import Fields, printable
 from gqa_convert.publishing.facts import Facts
-from gqa_convert.publishing.markup import code, fenced, number, plain, table
+from gqa_convert.publishing.markup import Markdown, code, number, plain
 
 _METHODS = {
     "mean": "the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., 2023, section 2.1)",
@@ -17,6 +18,8 @@ _METHODS = {
     "repeat": "K/V heads were repeated exactly; the model computes what its source does",
     "copy": "nothing was changed; the model computes what its source does",
 }
+_EXACT = ("repeat", "copy")
+"""Methods that change nothing in what the model computes."""
 _HYPERPARAMETERS = (
     "objective",
     "optimizer",
@@ -32,54 +35,115 @@ _HYPERPARAMETERS = (
 )
 
 
-def made_of(facts: Facts) -> list[str]:
-    """The section's lines."""
-    lines = ["## How it was made", ""]
-    for record in facts.chain:
-        lines += _conversion(record)
-        for training in record.parts("uptraining"):
-            lines += _training(training)
+@dataclass(frozen=True)
+class Training:
+    """An uptraining run.
+
+    Attributes:
+        tokens: None where they were not recorded.
+        texts: the training texts with their options.
+        settings: the hyperparameters; None where no recipe was recorded.
+        losses: on the evaluation text at the start and at the end, None where it was not measured.
+    """
+
+    tokens: int | None
+    texts: Markdown
+    settings: Markdown | None
+    losses: str | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A conversion and the uptraining after it.
+
+    Attributes:
+        before: K/V heads per layer of its source.
+        groups: K/V heads per layer of its result.
+        method: that merged the heads.
+        meaning: what the method does, None for a method that is unknown here.
+        exact: whether the result computes exactly what its source does.
+        calibrated: whether it used calibration text.
+        text: what that was, None where it was not recorded.
+        divergence: from the source on held-out parts of the calibration text, None where it was not measured.
+        errors: rows of the table of merge errors.
+        trainings: the runs after it, oldest first.
+    """
+
+    before: str
+    groups: int
+    method: str
+    meaning: str | None
+    exact: bool
+    calibrated: bool
+    text: str | None
+    divergence: str | None
+    errors: tuple[tuple[str, ...], ...]
+    trainings: tuple[Training, ...]
+
+
+@dataclass(frozen=True)
+class Making:
+    """How a checkpoint was made.
+
+    Attributes:
+        steps: conversions, oldest first.
+        commands: those that were recorded, as a shell takes them.
+        unrecorded: which commands were not, None where all were.
+        versions: of the libraries.
+    """
+
+    steps: tuple[Step, ...]
+    commands: tuple[str, ...]
+    unrecorded: str | None
+    versions: Markdown
+
+
+def making_of(facts: Facts) -> Making:
+    """How a checkpoint was made, from its record and those of the conversions before."""
     commands = [command for record in facts.chain for command in _commands(record)]
-    recorded = [shlex.join([printable(word) for word in command]) for command in commands if command]
-    lines += [*fenced("\n".join(recorded), "sh"), ""] if recorded else []
-    if missing := sum(1 for command in commands if not command):
-        which = "The command was" if len(commands) == 1 else f"{missing} of {len(commands)} commands were"
-        lines += [f"{which} not recorded: the work was started from Python, or by an older version.", ""]
-    return [*lines, f"Versions: {_versions(facts)}."]
+    missing = sum(not command for command in commands)
+    which = "The command was" if len(commands) == 1 else f"{missing} of {len(commands)} commands were"
+    return Making(
+        steps=tuple(map(_step, facts.chain)),
+        commands=tuple(shlex.join(map(printable, command)) for command in commands if command),
+        unrecorded=which if missing else None,
+        versions=_versions(facts),
+    )
 
 
-def _conversion(record: Fields) -> list[str]:
-    method = record.text("method") or "not recorded"
-    before, after = record.count("source_kv_heads"), record.need_groups()
-    lines = [
-        f"**Conversion** from {number(before, 0) or 'an unrecorded number of'} to {after} K/V heads per layer, method {code(method)}"
-    ]
-    lines[0] += f": {_METHODS[method]}." if method in _METHODS else "."
-    calibration = record.part("calibration")
-    if calibration is not None:
-        text = calibration.text("text")
-        lines.append(f"Calibration text: {code(text) if text else 'not recorded'}.")
-        divergence = calibration.part("kl")
-        start, end = (divergence.number(key) if divergence else None for key in ("before", "after"))
-        if start is not None and end is not None:
-            together = f", {number(start)} before all layers were trained on it together" if end < start else ""
-            lines.append(
-                f"On other parts of that text its predictions diverged from the source's by {number(end)} nats per token{together}."
-            )
-    elif method not in ("repeat", "copy"):
-        lines.append("No calibration text was used.")
-    errors = record.numbers("merge_error")
-    lines += ["", *_merge_errors(errors)] if errors and method not in ("repeat", "copy") else []
-    return [*lines, ""]
+def _step(record: Fields) -> Step:
+    method, calibration = record.text("method") or "not recorded", record.part("calibration")
+    exact, errors = method in _EXACT, record.numbers("merge_error")
+    return Step(
+        before=number(record.count("source_kv_heads"), 0) or "an unrecorded number of",
+        groups=record.need_groups(),
+        method=method,
+        meaning=_METHODS.get(method),
+        exact=exact,
+        calibrated=calibration is not None,
+        text=calibration.text("text") if calibration else None,
+        divergence=_divergence(calibration) if calibration else None,
+        errors=() if exact else _merge_errors(errors),
+        trainings=tuple(map(_training, record.parts("uptraining"))),
+    )
 
 
-def _merge_errors(errors: dict[str, float]) -> list[str]:
-    """By the last word of what they are the error of, and by the last two of a bias: layers are many."""
+def _divergence(calibration: Fields) -> str | None:
+    measured = calibration.part("kl")
+    start, end = (measured.number(key) if measured else None for key in ("before", "after"))
+    if start is None or end is None:
+        return None
+    together = f", {number(start)} before all layers were trained on it together" if end < start else ""
+    return f"{number(end)} nats per token{together}"
+
+
+def _merge_errors(errors: dict[str, float]) -> tuple[tuple[str, ...], ...]:
+    """A row for each kind of tensor: the last word of the tensors' names, of a bias the last two."""
     parts: dict[str, list[float]] = {}
     for name, value in errors.items():
         stem = name.removesuffix(".weight")
         parts.setdefault(".".join(stem.split(".")[-2 if stem.endswith(".bias") else -1 :]), []).append(value)
-    rows = [
+    return tuple(
         (
             code(part),
             number(len(values), 0),
@@ -88,44 +152,39 @@ def _merge_errors(errors: dict[str, float]) -> list[str]:
             number(max(values)),
         )
         for part, values in sorted(parts.items())
-    ]
-    return [
-        "Relative error of the merge, which compares within one method only:",
-        "",
-        *table(("of", "count", "least", "mean", "greatest"), rows),
-    ]
+    )
 
 
-def _training(training: Fields) -> list[str]:
-    tokens, recipe = training.count("tokens"), training.part("recipe")
-    lines = [
-        f"**Uptraining** on {tokens:,} tokens."
-        if tokens is not None
-        else "**Uptraining**; the number of tokens was not recorded."
-    ]
+def _training(training: Fields) -> Training:
+    recipe = training.part("recipe")
+    texts, settings = [], []
     if recipe is not None:
-        sources = [f"{code(each.text('source') or 'not recorded')}{_options(each)}" for each in recipe.parts("data")]
-        lines.append(f"Text: {', '.join(sources) or 'not recorded'}.")
+        texts = [f"{code(each.text('source') or 'not recorded')}{_options(each)}" for each in recipe.parts("data")]
         values = [(key, recipe.record.get(key)) for key in _HYPERPARAMETERS]
-        lines.append(
-            "Settings: "
-            + ", ".join(f"{plain(key)} {code(_plain_value(value))}" for key, value in values if value is not None)
-            + "."
-        )
+        settings = [f"{plain(key)} {code(_plain_value(value))}" for key, value in values if value is not None]
+    return Training(
+        tokens=training.count("tokens"),
+        texts=Markdown(", ".join(texts) or "not recorded"),
+        settings=None if recipe is None else Markdown(", ".join(settings)),
+        losses=_losses(training),
+    )
+
+
+def _losses(training: Fields) -> str | None:
     found = training.part("evaluation")
-    if found is not None and found.number("start") is not None and found.number("final") is not None:
-        source, share = found.number("source"), found.number("recovered_share")
-        lines.append(
-            f"Loss on the recipe's evaluation text: {number(found.number('start'))} at the start, {number(found.number('final'))} at the end"
-            + (f", {number(source)} of the source" if source is not None else "")
-            + " (nats per token)"
-            + (f"; {share:.1%} of the gap closed." if share is not None else ".")
-        )
-    return [*lines, ""]
+    if found is None or found.number("start") is None or found.number("final") is None:
+        return None
+    source, share = found.number("source"), found.number("recovered_share")
+    return (
+        f"{number(found.number('start'))} at the start, {number(found.number('final'))} at the end"
+        + (f", {number(source)} of the source" if source is not None else "")
+        + " (nats per token)"
+        + (f"; {share:.1%} of the gap closed" if share is not None else "")
+    )
 
 
 def _options(source: Fields) -> str:
-    """What a dataset was read by, beside its name, where it is not the usual."""
+    """The options of a dataset that are not the defaults."""
     usual = {"split": "train", "text_field": "text"}
     said = [
         f"{key} {code(_plain_value(source.record[key]))}"
@@ -147,8 +206,8 @@ def _commands(record: Fields) -> list[list[str] | None]:
     return [record.strings("command"), *(each.strings("command") for each in record.parts("uptraining"))]
 
 
-def _versions(facts: Facts) -> str:
-    """Of each library those that took part, in the order of the work."""
+def _versions(facts: Facts) -> Markdown:
+    """The versions of each library in the order in which they were used."""
     found: dict[str, list[str]] = {}
     for record in (*facts.chain, *facts.trainings):
         machine = record.part("machine")
@@ -157,4 +216,5 @@ def _versions(facts: Facts) -> str:
             text = versions.text(name)
             if text and text not in found.setdefault(name, []):
                 found[name].append(text)
-    return ", ".join(f"{plain(name)} {plain(' and '.join(texts))}" for name, texts in found.items()) or "not recorded"
+    named = [f"{plain(name)} {plain(' and '.join(texts))}" for name, texts in found.items()]
+    return Markdown(", ".join(named) or "not recorded")

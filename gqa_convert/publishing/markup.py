@@ -1,4 +1,4 @@
-"""Markdown made of names and texts that nobody vouches for: whatever they hold, they stay what they are."""
+"""Markdown from names and texts of files that may hold anything: nothing in them becomes markup."""
 
 import re
 from collections.abc import Sequence
@@ -7,48 +7,62 @@ from gqa_convert.measuring.results.fields import printable
 
 _LONGEST = 600
 _FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
-"""What comes before the last name of an absolute path: strangers need not know how somebody's folders are called."""
+"""The folders of an absolute path: a published card must not reveal them."""
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~&!$])")
 
 
-def code(text: str) -> str:
-    """The text as a code span, in which nothing is markup, on one line."""
+class Markdown(str):
+    """Text that is Markdown already and must not be escaped again."""
+
+    __slots__ = ()
+
+
+def escaped(text: str) -> Markdown:
+    """The text with every character escaped that Markdown could read as markup."""
+    return Markdown(_MARKUP.sub(r"\\\1", text))
+
+
+def code(text: str) -> Markdown:
+    """The text as a code span on one line, in which nothing is markup."""
     line = _line(text)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith(("`", " ")) or line.endswith(("`", " ")) or not line else ""
-    return f"{fence}{pad}{line}{pad}{fence}"
+    return Markdown(f"{fence}{pad}{line}{pad}{fence}")
 
 
-def plain(text: str) -> str:
-    """The text as running text on one line: punctuation that could be markup is escaped."""
-    line = _line(text)
-    return re.sub(r"([\\`*_{}\[\]<>#|~&!])", r"\\\1", line)
+def plain(text: str) -> Markdown:
+    """The text as running text on one line, escaped, without the folders of absolute paths."""
+    return escaped(_line(text))
 
 
 def fenced(text: str, language: str = "") -> list[str]:
-    """The lines of a code block, which no line of the text can end."""
+    """The lines of a code block whose fence is longer than every run of backticks in the text."""
     text = without_folders(text)
     fence = "`" * max(3, _longest_run(text) + 1)
     return [f"{fence}{language}", *text.split("\n"), fence]
 
 
 def without_folders(text: str) -> str:
-    """The text with absolute paths cut down to their last names."""
+    """The text with every absolute path reduced to its last name."""
     return _FOLDERS.sub("", text)
 
 
 def folders_in(text: str) -> str | None:
-    """The folders of the first absolute path, if there is one."""
+    """The folders of the first absolute path, None if the text has none."""
     match = _FOLDERS.search(text)
     return match[0] if match else None
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first four names and the number of the others, for a message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, its first column to the left and all others to the right; empty columns are left out."""
+    """The lines of a table without its empty columns; the first column is left-aligned, the others right-aligned.
+
+    Cells that are not `Markdown` are escaped.
+    """
     kept = [number for number in range(len(header)) if number == 0 or any(row[number] for row in rows)]
     lines = [[header[number] for number in kept], ["---" if number == 0 else "---:" for number in kept]]
     lines += [[_cell(row[number]) for number in kept] for row in rows]
@@ -56,12 +70,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def number(value: float | None, digits: int = 4, unit: str = "") -> str:
-    """A figure with so many digits behind the point, or nothing."""
+    """A number with `digits` decimals, or an empty string for None."""
     return "" if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
-    """A figure and its standard error, as far as they are there."""
+    """A number and its standard error, each where it is known."""
     return number(value, digits) + (f" ± {error:.{digits}f}" if value is not None and error is not None else "")
 
 
@@ -75,7 +89,9 @@ def _longest_run(text: str) -> int:
 
 
 def _cell(text: str) -> str:
-    """A cell's text, whose bars would end it even within a code span; one after an odd number of backslashes is escaped
-    already.
+    """A cell's text with its bars escaped, since a bar ends a cell even within a code span.
+
+    A bar after an odd number of backslashes is escaped already.
     """
-    return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", text)
+    markdown = text if isinstance(text, Markdown) else plain(text)
+    return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", markdown)

@@ -1,6 +1,6 @@
-"""The front matter of a card: what the Hub reads of it."""
+"""The metadata of a card, which the Hub reads."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.measuring.results.fields import printable
 from gqa_convert.publishing.facts import Facts
@@ -8,8 +8,11 @@ from gqa_convert.publishing.licences import Licence
 from gqa_convert.publishing.markup import without_folders
 from gqa_convert.publishing.measurements import Measured
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
 
-def front_matter_of(
+
+def card_data_of(
     facts: Facts,
     repo_id: str,
     base_model: str | None,
@@ -17,23 +20,23 @@ def front_matter_of(
     measured: Measured,
     stated: dict[str, Any],
     datasets: tuple[str, ...],
-) -> str:
-    """The front matter with its lines of dashes.
+) -> "ModelCardData":
+    """The metadata of a card.
 
     Args:
         facts: of the checkpoint.
-        repo_id: where it goes.
-        base_model: id on the Hub, None if that is not known.
+        repo_id: of the Hub repository.
+        base_model: id on the Hub, None if it is unknown.
         licence: of the model.
-        measured: numbers for the `model-index`.
-        stated: by the source's README: its languages and its task stay true.
-        datasets: ids on the Hub of what it was trained on.
+        measured: results for the `model-index`.
+        stated: what the source's README states; its languages and its task hold for the result too.
+        datasets: ids on the Hub of the training data.
     """
     from huggingface_hub import ModelCardData
 
     task = pipeline_tag(facts, stated)
     results = eval_results(measured, task or "text-generation")
-    data = ModelCardData(
+    return ModelCardData(
         base_model=base_model,
         base_model_relation="finetune" if base_model else None,
         library_name="transformers",
@@ -46,11 +49,10 @@ def front_matter_of(
         tags=tags(facts),
         **({"model_name": repo_id.rsplit("/", 1)[-1], "eval_results": results} if results else {}),
     )
-    return f"---\n{data.to_yaml(line_break=chr(10))}\n---\n"
 
 
 def pipeline_tag(facts: Facts, stated: dict[str, Any]) -> str | None:
-    """The task, as the source states it or the class tells it."""
+    """The task that the source states, or else the task of the model's class."""
     tag = stated.get("pipeline_tag")
     if isinstance(tag, str) and tag.replace("-", "").isalnum() and tag.isascii():
         return tag
@@ -59,13 +61,13 @@ def pipeline_tag(facts: Facts, stated: dict[str, Any]) -> str | None:
 
 
 def tags(facts: Facts) -> list[str]:
-    """What people filter by."""
+    """The tags by which people filter models."""
     attention = "multi-query-attention" if facts.groups == 1 else "grouped-query-attention"
     return ["gqa-convert", attention, *(["uptrained"] if facts.trainings else [])]
 
 
 def eval_results(measured: Measured, task: str) -> list[Any]:
-    """The `model-index`: losses and the figures made of them by text, lm-eval's metrics by task."""
+    """The entries of the `model-index`: losses and what follows from them for each text, lm-eval's metrics for each task."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -103,7 +105,7 @@ def eval_results(measured: Measured, task: str) -> list[Any]:
 
 
 def _languages(value: object) -> str | list[str] | None:
-    """Codes of languages, as the source states them."""
+    """Language codes that the source states."""
     given = value if isinstance(value, list) else [value]
     codes = [printable(each) for each in given if isinstance(each, str) and 0 < len(each) <= 20]
     return None if not codes else codes if isinstance(value, list) else codes[0]

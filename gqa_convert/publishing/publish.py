@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.paths import local_path
@@ -17,9 +17,12 @@ from gqa_convert.publishing.hashing import Digest, digest_of, digests, refuse_to
 from gqa_convert.publishing.licences import duties, find_licence
 from gqa_convert.publishing.markup import folders_in, some
 from gqa_convert.publishing.measurements import read_measurements
-from gqa_convert.publishing.metadata import front_matter_of
+from gqa_convert.publishing.metadata import card_data_of
 from gqa_convert.publishing.readme import check_replaceable, read_readme, sign, stated_by_source, write_card
 from gqa_convert.publishing.remote import Place, Repository, check_place, check_weights, differs, own_token
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
@@ -81,7 +84,7 @@ def publish(
     token = own_token()
     repository = None if dry_run else Repository(place, token)
     card, warnings = make_card(facts, place, options)
-    refuse_tokens(facts.folder, facts.files, token, card)
+    refuse_tokens(facts.folder, facts.files, token, card.content)
     there = repository.look() if repository else None
     if there is not None:
         warnings += check_weights(place, there, [*facts.files, README])
@@ -89,7 +92,7 @@ def publish(
         warnings += repository.check_card(card)
     with reading(sum(facts.checkpoint.sizes[name] for name in facts.files)) as progress:
         files = sorted(
-            [*digests(facts.folder, facts.files, progress), digest_of(README, card.encode())],
+            [*digests(facts.folder, facts.files, progress), digest_of(README, card.content.encode())],
             key=lambda each: each.path,
         )
     warnings += [*_unrecorded(facts, files), *_strayed(facts, files)]
@@ -103,7 +106,7 @@ def publish(
         "replaced": None
         if dry_run
         else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
-        "card": str(write_card(facts, card)),
+        "card": str(write_card(facts, card.content)),
         "warnings": warnings,
         "dry_run": dry_run,
     }
@@ -115,12 +118,14 @@ def publish(
     return result
 
 
-def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[str]]:
-    """The whole card, and what the publisher should know.
+def make_card(facts: Facts, place: Place, options: Options) -> tuple["ModelCard", list[str]]:
+    """The card, and warnings for the publisher.
 
     Raises:
         PublishError: there is a README.md that it may not replace.
     """
+    from huggingface_hub import ModelCard
+
     readme = read_readme(facts.folder)
     check_replaceable(facts, readme, overwrite=options.overwrite_card)
     stated = stated_by_source(facts, readme)
@@ -129,14 +134,15 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple[str, list[s
     measured = read_measurements([local_path(each) for each in options.results], facts, [place.repo_id, *options.names])
     base, unknown = _base(facts, options.base_model)
     warnings = [*warnings, *more, *measured.warnings, *unknown, *_paths(facts)]
-    front = front_matter_of(
+    data = card_data_of(
         facts, place.repo_id, base.repo_id if base else None, licence, measured, stated, _datasets(facts, options)
     )
     branch = None if (place.revision or "").startswith("refs/") else place.revision
     subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, branch)
     if facts.strangers:
         warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(facts.strangers)}")
-    return sign(front, card_text(subject), stated), warnings
+    front = f"---\n{data.to_yaml(line_break=chr(10))}\n---\n"
+    return ModelCard(sign(front, card_text(subject), stated), ignore_metadata_errors=True), warnings
 
 
 def _check(options: Options) -> None:

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, PublishError, UploadError
 from gqa_convert.publishing.hashing import Digest
 from gqa_convert.publishing.markup import some
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 _PATIENCE_SECONDS = 30
 
@@ -152,19 +155,17 @@ class Repository:
                 ) from None
             return None
 
-    def check_card(self, card: str) -> list[str]:
-        """What the Hub would say of a card's metadata.
+    def check_card(self, card: "ModelCard") -> list[str]:
+        """The Hub's warnings about a card's metadata.
 
         Raises:
             PublishError: it would not take it.
             UploadError: it can't be reached.
         """
-        from huggingface_hub import ModelCard
-
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             try:
-                ModelCard(card, ignore_metadata_errors=True).validate()
+                card.validate()
             except ValueError as problem:
                 raise PublishError(
                     f"the Hub does not take the card's metadata ({self._clean(problem)}): check --license and --base-model"
