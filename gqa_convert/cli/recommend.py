@@ -90,7 +90,7 @@ def recommend(
 
       gqa-convert recommend ./Llama-2-7b --max-loss-increase 0.02 --calibration text.txt
 
-      gqa-convert recommend ./Llama-2-7b --memory 24GB --context 32k --batch 2
+      gqa-convert recommend ./Llama-2-7b --memory 24GB --context 4k --batch 16
 
       gqa-convert recommend ./Llama-2-7b --min-speedup 2 --context 4k --max-loss-increase 0.1 --calibration text.txt
 
