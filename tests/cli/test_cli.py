@@ -13,8 +13,8 @@ import pytest
 
 from gqa_convert import __version__
 from tests.helpers.checkpoints import HIDDEN, WIDTH, write_llama
+from tests.helpers.command_line import COMMAND, assert_mistake, run
 
-COMMAND = [sys.executable, "-m", "gqa_convert"]
 COMMANDS = (
     "plan",
     "inspect",
@@ -31,24 +31,9 @@ COMMANDS = (
 )
 
 
-def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gqa_convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("cli") / "source", shards=3)
-
-
-def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Exit code 2, nothing on stdout, one line on stderr that holds the words."""
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr
 
 
 def test_version() -> None:

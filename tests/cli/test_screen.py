@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from gqa_convert.cli.console.progress import training_progress
 from gqa_convert.cli.console.screen import print_json
-from tests.cli.test_cli import run
 from tests.helpers.checkpoints import write_llama
+from tests.helpers.command_line import run
 
 NAME = "[bold]x[/] :warning: é ±"
 """Looks like markup, and like an emoji's code; and no ASCII."""

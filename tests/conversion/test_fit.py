@@ -7,25 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import closed_loop
 from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
-from gqa_convert.conversion.fit.closed_loop import fit_layers, least
+from gqa_convert.conversion.fit.closed_loop import least
 from gqa_convert.conversion.fit.layers import merged_plan
 from gqa_convert.conversion.fit.lockstep.model import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Ridge
-from gqa_convert.conversion.fit.whole_model import train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.conversion.writing import write_weights
@@ -33,11 +29,14 @@ from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.folding.heads import LayerTensors
+from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.data_helpers import DEMO
-from tests.helpers.tiny import VOCAB, make_config, make_model
-from tests.merging import test_folding_families as folded
-from tests.merging.test_folding_families import quick as quick
+from tests.helpers.fitting import EXACT, batches_for, fitted
+from tests.helpers.native import distance
+from tests.helpers.tiny import make_config, make_model
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 CASES = (
     "llama",
@@ -63,62 +62,6 @@ CASES = (
     "mbart",
 )
 """Every layout, every kind of position, norms in all places, residual streams of every kind."""
-EXACT = 1e-4
-"""Distance of logits in float32 after ridge regression on a few hundred tokens."""
-
-
-def batches_for(
-    model: Any, *, rows: int = 2, length: int = 40, count: int = 4, seed: int = 0
-) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def text(tokens: int) -> Tensor:
-        return torch.randint(3, VOCAB, (rows, tokens), generator=generator)
-
-    if model.config.is_encoder_decoder:
-        return [{"input_ids": text(length), "decoder_input_ids": text(length - 7)} for _ in range(count)]
-    return [{"input_ids": text(length)} for _ in range(count)]
-
-
-def fitted(
-    source: Path,
-    out: Path,
-    groups: int = 3,
-    *,
-    method: str = "fit",
-    steps: int = 8,
-    batches: Sequence[dict[str, Tensor]] | None = None,
-    kl_steps: int = 0,
-    kl_batches: Sequence[dict[str, Tensor]] | None = None,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """Fit a checkpoint that has no tokenizer; what was noted of each layer, and of the stage that trains all
-    together.
-    """
-    options = (
-        {}
-        if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is None
-        else {"native": False}
-    ) | options
-    plan = make_plan(open_checkpoint(source), groups, method=method, **options)
-    model = open_model(source)
-    batches = batches or batches_for(model)
-    records: list[dict[str, Any]] = []
-    out.mkdir()
-    with MergedLayers(out, {}, keep=False) as store:
-        fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)
-        if kl_steps:
-            seen = kl_batches or batches
-            train_together(
-                plan, store, model, seen, seen[:1], lambda _, __, record: records.append(record), steps=kl_steps, seed=0
-            )
-        write_weights(merged_plan(plan, store), out, lambda _: None)
-    (out / "config.json").write_text(json.dumps(plan.config))
-    if plan.modeling:
-        (out / f"{plan.modeling.file}.py").write_bytes(
-            (Path(gqa_convert.families.modeling.__file__).parent / f"{plan.modeling.file}.py").read_bytes()
-        )
-    return records
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,7 +75,7 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, groups: i
     records = fitted(source, out, groups)
     assert all(0 < record["output"] < 1 and record["gap_left"] < 0.7 for record in records)
     result = case.load(out)
-    assert folded.distance(case.logits(result), case.logits(folded.placed(case, result, groups))) < folded.EXACT
+    assert distance(case.logits(result), case.logits(folded.placed(case, result, groups))) < folded.EXACT
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "bloom", "t5", "bart"])
@@ -142,7 +85,7 @@ def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path)
     expected = folded.tie(case, 3).logits()
     records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
     assert all(record["output"] < EXACT for record in records)
-    assert folded.distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
+    assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
 @pytest.mark.parametrize("name", folded.SOME)
@@ -377,7 +320,7 @@ def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
 
 
 def test_a_type_without_classes_can_be_factored_only(tmp_path: Path) -> None:
-    from tests.families.test_chatglm import write_source
+    from tests.helpers.chatglm import write_source
 
     write_source(tmp_path / "source")
     (tmp_path / "text.txt").write_text("some text " * 100)

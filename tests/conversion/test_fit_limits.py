@@ -22,8 +22,8 @@ from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
 from gqa_convert.merging.folding.constraints import FoldingConstraints
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments, merge_layer
-from tests.conversion.test_fit import batches_for
-from tests.merging import test_folding_families as folded
+from tests.helpers import folding_cases as folded
+from tests.helpers.fitting import batches_for
 
 
 @pytest.mark.parametrize(("heads", "ratio", "groups", "rotated"), [(12, 1, 3, 8), (6, 2, 2, 4)])

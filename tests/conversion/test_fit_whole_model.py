@@ -22,11 +22,13 @@ from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import OptionError
-from tests.conversion.test_fit import batches_for, fitted
+from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.data_helpers import DEMO
-from tests.merging import test_folding_families as folded
-from tests.merging.test_folding_families import quick as quick
+from tests.helpers.fitting import batches_for, fitted
+from tests.helpers.native import distance
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 
 def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> float:
@@ -57,7 +59,7 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
     result = case.load(tmp_path / "out")
     assert record["kl"]["after"] < 0.97 * record["kl"]["before"]
     assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record["kl"]["after"], rel=2e-3)
-    assert folded.distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
+    assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
 
 
 def padding(ids: Tensor) -> Tensor:

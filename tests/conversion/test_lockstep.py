@@ -23,8 +23,8 @@ from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
 from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
+from tests.helpers import folding_cases as folded
 from tests.helpers.tiny import make_config, make_model, randomise
-from tests.merging import test_folding_families as folded
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 96, "n_layer": 2, "n_head": 12},

@@ -24,59 +24,13 @@ from gqa_convert.errors import GroupsError, UnsupportedFamilyError
 from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.table import FAMILIES, REFUSALS, find_family
+from tests.helpers.native import CASES, MASK, NATIVE, REPRESENTATIVE, TOKENS, distance, load, logits
 from tests.helpers.tiny import HEADS, kv_views, make_checkpoint, make_config, make_model, merge_in_place
 
-TOKENS = torch.tensor([[0, 0, 7, 33, 12, 50, 9], [5, 21, 60, 3, 44, 18, 27]])
-MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
 NEW_TOKENS = 5
 
 ROUNDING = 2e-5
 """How far equal models may lie apart in float32, as a share of the logits' spread."""
-
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere, key norm per head": ("cohere", {"use_qk_norm": True}),
-    "dots1, head width": ("dots1", {"head_dim": 16}),
-    "glm4_moe, key norm": ("glm4_moe", {"use_qk_norm": True, "head_dim": 16}),
-    "granitemoehybrid, no rotary": ("granitemoehybrid", {"position_embedding_type": None}),
-    "llama, biases": ("llama", {"attention_bias": True}),
-    "olmo_hybrid, no rotary": ("olmo_hybrid", {"rope_parameters": None}),
-    "phi, key norm": ("phi", {"qk_layernorm": True}),
-    "qwen3_moe, head width": ("qwen3_moe", {"head_dim": 16}),
-    "qwen3_next, biases": ("qwen3_next", {"attention_bias": True}),
-    "stablelm, key norm in a list": ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
-    "starcoder2, no biases": ("starcoder2", {"use_bias": False}),
-    "zamba2, no rotary": ("zamba2", {"use_mem_rope": False}),
-}
-"""Checkpoints that differ from their family's usual ones in a way that touches K/V heads."""
-
-NATIVE = sorted(model_type for model_type, family in FAMILIES.items() if family.native)
-CASES = {model_type: (model_type, {}) for model_type in NATIVE} | OPTIONS
-
-REPRESENTATIVE = (
-    "llama",
-    "phi3",
-    "dbrx",
-    "cohere, key norm per head",
-    "stablelm, key norm in a list",
-    "olmo2",
-    "qwen3_next",
-    "gemma2",
-    "mixtral",
-)
-
-
-def load(folder: Path) -> nn.Module:
-    """The model in float32, from a folder that holds each of its parameters."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    """Those of a batch with padding on the left, without the padding's own."""
-    return model(input_ids=TOKENS, attention_mask=MASK, use_cache=False).logits[MASK.bool()]
 
 
 def greedy(model: nn.Module, *, use_cache: bool) -> tuple[list[list[int]], set[int]]:
@@ -94,11 +48,6 @@ def greedy(model: nn.Module, *, use_cache: bool) -> tuple[list[list[int]], set[i
     layers = out.past_key_values.layers if use_cache else []
     keys = [key for layer in layers if (key := getattr(layer, "keys", None)) is not None]
     return out.sequences[:, TOKENS.shape[1] :].tolist(), {key.shape[1] for key in keys if key.dim() == 4}
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the expected values' spread."""
-    return float((found - expected).abs().max() / expected.std())
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.table import FAMILIES, Modeling
-from tests.families.test_families import distance
 from tests.helpers.elsewhere import (
     WAYS,
     Elsewhere,
@@ -39,7 +38,8 @@ from tests.helpers.elsewhere import (
     measure,
     measure_training,
 )
-from tests.helpers.own_files import CASES, SIZES, VARIANTS, auto_class, make_source
+from tests.helpers.native import distance
+from tests.helpers.own_files import CASES, SIZES, VARIANTS, auto_class, load_stock, make_source
 from tests.helpers.tiny import HEADS
 
 MODELING = Path(gqa_convert.__file__).parent / "families" / "modeling"
@@ -124,15 +124,6 @@ def merge(model: nn.Module, model_type: str, groups: int, *, encoder: bool = Fal
             mean = cut.double().mean(dim=1, keepdim=True).expand_as(cut)
             view.copy_((mean.transpose(0, 1) if strided else mean).reshape(view.shape))
     return model
-
-
-def load_stock(folder: Path, model_type: str, auto: str | None = None, **options: Any) -> nn.Module:
-    """The source, by transformers' own class."""
-    return (
-        getattr(transformers, auto or auto_class(model_type))
-        .from_pretrained(folder, **({"dtype": torch.float32} | options))
-        .eval()
-    )
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

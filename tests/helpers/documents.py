@@ -10,6 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
+SHIPPED_RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 _FENCE = re.compile(r"^\s*```(\S*)")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")

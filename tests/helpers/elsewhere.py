@@ -289,7 +289,7 @@ def main(package: bool) -> None:
     root = Path(__file__).resolve().parents[2]
     if package:
         sys.path.insert(0, str(root))
-        importlib.import_module("gqa_convert.families.modeling").register()
+        importlib.import_module("gqa_convert.families.modeling").register_modeling()
     else:
         sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")]
         sys.meta_path.insert(0, NoProject())

@@ -233,3 +233,12 @@ def make_source(
     """
     make_source_model(model_type, seed=seed, **changes).to(dtype).save_pretrained(folder, max_shard_size=shards)
     return folder
+
+
+def load_stock(folder: Path, model_type: str, auto: str | None = None, **options: Any) -> nn.Module:
+    """The source, by transformers' own class."""
+    return (
+        getattr(transformers, auto or auto_class(model_type))
+        .from_pretrained(folder, **({"dtype": torch.float32} | options))
+        .eval()
+    )

@@ -11,8 +11,8 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DeviceMemoryError
 from gqa_convert.measuring.benchmark.memory import check_room
-from tests.cli.test_cli import assert_mistake, run
 from tests.helpers.checkpoints import write_llama
+from tests.helpers.command_line import assert_mistake, run
 
 QUICK = ("--context", "6", "--repetitions", "1", "--warm-up", "0", "--steps", "1", "--device", "cpu")
 

@@ -19,7 +19,7 @@ from gqa_convert.families.loading import headless_class, load_any_model
 from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.verify import verify_checkpoint
-from tests.cli.test_cli import assert_mistake, run
+from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_config, randomise
 from tests.verify.test_verify import edit, edit_json, failed, flip, save_tokenizer

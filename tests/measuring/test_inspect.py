@@ -25,11 +25,10 @@ from gqa_convert.merging.folding.fitted_error import fitted_errors
 from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 from gqa_convert.text.calibration import calibration_batches
-from tests.cli.test_cli import assert_mistake, run
 from tests.helpers.checkpoints import WIDTH, llama_arrays, write_llama
+from tests.helpers.command_line import assert_mistake, loaded_after, run
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.tiny import HEADS, make_checkpoint, randomise
-from tests.project.test_architecture import loaded_after
 
 LENGTH = 64
 TOKENS = 40 * LENGTH
@@ -372,7 +371,7 @@ def test_a_source_that_yields_nan(planted: tuple[Path, Path], tmp_path: Path) ->
 
 
 def test_chatglm_runs_in_no_class_of_transformers(tmp_path: Path) -> None:
-    from tests.families.test_chatglm import write_source
+    from tests.helpers.chatglm import write_source
 
     write_source(tmp_path / "chatglm")
     with pytest.raises(OptionError, match="no class of type chatglm: leave it out"):

@@ -18,8 +18,8 @@ from gqa_convert.errors import DataError, GQAConvertError, GroupsError, OptionEr
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.recommend import Constraints, recommend_groups, speed
 from gqa_convert.measuring.recommend.choice import Candidate, choose, failing
-from tests.cli.test_cli import assert_mistake, run
 from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, llama_arrays, read_weights, write_llama
+from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.report_runs import benchmark, evaluation, write_json
 from tests.helpers.tiny import make_checkpoint

@@ -24,11 +24,13 @@ from gqa_convert.merging.folding.head_order import noted, order_heads, ordered
 from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments
 from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
-from tests.conversion.test_fit import EXACT as FITTED
-from tests.conversion.test_fit import fitted
 from tests.helpers import elsewhere
-from tests.merging.test_folding_families import CASES, EXACT, Case, build, converted, distance, names, placed, tie
-from tests.merging.test_folding_families import quick as quick
+from tests.helpers.fitting import EXACT as FITTED
+from tests.helpers.fitting import fitted
+from tests.helpers.folding_cases import CASES, EXACT, Case, build, converted, names, placed, tie
+from tests.helpers.native import distance
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 Array = npt.NDArray[Any]
 

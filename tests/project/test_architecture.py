@@ -4,13 +4,13 @@ needed.
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import gqa_convert
+from tests.helpers.command_line import loaded_after
 
 PACKAGE = Path(gqa_convert.__file__).parent
 SHEET = PACKAGE.parent / "docs" / "architecture.md"
@@ -88,13 +88,6 @@ def test_merging_knows_numpy_only() -> None:
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
                 assert module.split(".")[0] in {*sys.stdlib_module_names, "numpy", "ml_dtypes", "gqa_convert"}
-
-
-def loaded_after(code: str, *arguments: str) -> set[str]:
-    """Names of the modules that a fresh interpreter has loaded after `code`."""
-    script = f"import sys\n{code}\nprint('|'.join(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
-    return set(result.stdout.strip().splitlines()[-1].split("|"))
 
 
 def test_the_package_imports_neither_torch_nor_numpy() -> None:

@@ -13,7 +13,7 @@ from gqa_convert.errors import GQAConvertError, MissingExtraError, OptionError, 
 from gqa_convert.publishing.report import drawing
 from gqa_convert.publishing.report import run as report
 from gqa_convert.publishing.report.run import make_report
-from tests.cli.test_cli import assert_mistake, run
+from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.report_pages import Page, page_of, rows_of
 from tests.helpers.report_runs import CURVE, LOSSES, TIMES, benchmark, evaluation, write_json, write_runs
 

@@ -30,8 +30,8 @@ from gqa_convert.serving.client import (
 from gqa_convert.serving.comparing import compare
 from gqa_convert.serving.prompts import make_prompts, places
 from gqa_convert.serving.worker import write_answer
-from tests.cli.test_cli import run
 from tests.helpers.checkpoints import VOCABULARY, write_llama
+from tests.helpers.command_line import run
 
 FAKE = Client("fake", "tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",))
 ABSENT = Client(

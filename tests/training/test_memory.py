@@ -16,8 +16,8 @@ from gqa_convert.training import memory
 from gqa_convert.training.memory import Architecture, Setting, plan, read_architecture
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
+from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 from tests.helpers.uptrain_runs import DEMO, in_child, make_student, recipe, run
-from tests.training.test_recipe import ROOT, SHIPPED
 
 _LLAMA_2: dict[str, Any] = {"head_dim": 128, "vocabulary": 32000, "kv_heads": 8}
 _PLAIN: dict[str, Any] = {"layers": 24, "width": 2048, "inner": 8192, "gated": False, "rms_norm": False}
@@ -66,10 +66,10 @@ def parameters(sizes: Architecture, kv_heads: int) -> int:
 
 
 def test_every_recipe_is_planned() -> None:
-    assert {path.stem for path in SHIPPED} == {*KNOWN}
+    assert {path.stem for path in SHIPPED_RECIPES} == {*KNOWN}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)
 def test_recipes_state_the_memory_that_is_planned(path: Path) -> None:
     read, text = read_recipe(path), path.read_text(encoding="utf-8")
     sizes, known, processes = KNOWN[path.stem]

@@ -11,7 +11,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gqa_convert
 from gqa_convert.errors import RecipeError
 from gqa_convert.training.recipe import (
     BOOKKEEPING,
@@ -23,9 +22,8 @@ from gqa_convert.training.recipe import (
     make_recipe,
     read_recipe,
 )
+from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
-ROOT = Path(gqa_convert.__file__).parents[1]
-SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 BASE: dict[str, Any] = {"model": "m", "output": "o", "data": "d", "tokens": "10M"}
 LINES = "model: m\noutput: o\ndata: d\ntokens: 10M\n"
 
@@ -451,7 +449,7 @@ def test_distillation_takes_over_with_a_teacher() -> None:
     assert make(teacher="t", distillation_weight=0.25).language_model_weight == 0.75
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)
 def test_resolved_recipes_make_themselves(path: Path) -> None:
     recipe = read_recipe(path)
     resolved = recipe.resolved()
@@ -503,10 +501,10 @@ HEADS = {
 
 
 def test_all_shipped_recipes_are_known_here() -> None:
-    assert {path.stem for path in SHIPPED} == {*HEADS}
+    assert {path.stem for path in SHIPPED_RECIPES} == {*HEADS}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_say_what_they_are(path: Path) -> None:
     recipe, text = read_recipe(path), path.read_text(encoding="utf-8")
     comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
@@ -579,7 +577,7 @@ def test_the_page_has_every_key_with_its_kind_and_default() -> None:
 def test_the_page_names_the_recipes_and_the_launch_configurations() -> None:
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
     for path in (
-        *SHIPPED,
+        *SHIPPED_RECIPES,
         *(ROOT / "recipes" / "accelerate").glob("*.yaml"),
         ROOT / "recipes" / "slurm" / "uptrain.sbatch",
     ):

@@ -21,7 +21,7 @@ from gqa_convert.verify import VerificationReport, behaviour, layout, verify_che
 from gqa_convert.verify.geometry import Counts, Geometry
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.tokenizers import check_tokenizer
-from tests.families.test_chatglm import write_source as write_chatglm
+from tests.helpers.chatglm import write_source as write_chatglm
 from tests.helpers.own_files import make_source
 from tests.verify.test_verify import claim, edit, edit_json, failed, flip, save_tokenizer
 

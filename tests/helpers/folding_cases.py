@@ -1,0 +1,350 @@
+"""Sources whose K/V heads are images of one another by maps that attention can absorb, for every family.
+
+How heads lie in the parameters, which of their rows are rotated and which folding constraints hold is written here
+anew, for transformers' classes.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.table import FAMILIES
+from tests.helpers import elsewhere, native, own_files, tiny
+from tests.helpers.native import NATIVE
+from tests.helpers.tiny import HEADS
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = (
+    native.CASES
+    | own_files.CASES
+    | {
+        "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
+        "llama4, no key norm": ("llama4_text", {"use_qk_norm": False}),
+        "phi3, partly rotary": ("phi3", {"partial_rotary_factor": 0.5}),
+        "gptj, all rows": ("gptj", {"rotary_dim": 8}),
+        "gpt_neox, half turns": (
+            "gpt_neox",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        ),
+        "gpt_neox, serial, all turns": (
+            "gpt_neox",
+            {
+                "use_parallel_residual": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+            },
+        ),
+        "lfm3, no gate": ("lfm3", {"use_attention_gate": False}),
+    }
+)
+"""Model type and config values."""
+
+SOURCE_HEADS = {"falcon, 7B": 1, "falcon, 40B": 6, "falcon, 40B with 4": 4}
+
+SOME = (
+    *native.REPRESENTATIVE,
+    "llama, biases",
+    "nemotron",
+    "phi",
+    "glm",
+    "cohere2",
+    "bitnet",
+    "nanochat",
+    "gemma3n_text",
+    "phi3, partly rotary",
+    "olmo, clipped",
+    "recurrent_gemma",
+    "zamba2",
+    "t5",
+    "bart",
+    "whisper",
+    "opt",
+    "gpt2, cross-attention",
+    "gpt_neo",
+    "gptj",
+    "codegen",
+    "gpt_neox, half turns",
+    "persimmon",
+    "bloom",
+    "falcon",
+    "falcon, 40B",
+    "falcon, RW",
+    "mpt",
+    "mpt, clipped",
+)
+"""Cases that differ in how heads lie, in how they turn or in what is absorbed."""
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NORMED = names(
+    """
+    afmoe apertus beam dots1 exaone4 exaone_moe flint flex_olmo gemma3_text gemma3n_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 kolibri1
+    lfm2 lfm2_moe lfm3 mellum minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    qwen4_exp_text
+    """
+)
+"""Types that always normalise their keys."""
+
+NORMED_IF = {
+    "cohere": "use_qk_norm",
+    "glm4_moe": "use_qk_norm",
+    "llama4_text": "use_qk_norm",
+    "persimmon": "qk_layernorm",
+    "phi": "qk_layernorm",
+    "stablelm": "qk_layernorm",
+}
+
+GATED = names("afmoe beam qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text")
+"""Types with a gate for every channel of the attention's output."""
+
+VALUES_NORMED = names("gemma3n_text")
+
+OUTPUT_NORMED = names("bitnet")
+
+ATTENTION = names(
+    "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn"
+)
+
+Parts = dict[tuple[str, str], list[Tensor]]
+"""By role and kind, a view of each head: [width, inputs] of a weight, [width] of a bias."""
+
+EXACT = 2e-5
+"""How far equal models may lie apart in float32, as a share of the logits' spread."""
+
+ROLES = {
+    "q_proj": "query",
+    "q": "query",
+    "q_attn": "query",
+    "k_proj": "key",
+    "k": "key",
+    "v_proj": "value",
+    "v": "value",
+}
+
+FUSED = {
+    "phi3": "blocks",
+    "phi4_multimodal": "blocks",
+    "dbrx": "blocks",
+    "mpt": "blocks",
+    "gpt2": "blocks",
+    "codegen": "quarters",
+    "gpt_neox": "grouped",
+    "persimmon": "grouped",
+    "bloom": "grouped",
+    "falcon": "grouped",
+}
+
+
+@dataclass
+class Case:
+    """A source in memory and what is known of it."""
+
+    model_type: str
+    model: nn.Module
+    kv_heads: int
+    heads: int = HEADS
+    encoder: bool = False
+    blocks: bool = False
+    """A fused projection is [q | k | v], as conversion leaves it."""
+    clipped: bool = field(init=False)
+    keys_blocked: bool = field(init=False)
+    values_blocked: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind, config = self.model_type, self.model.config
+        self.clipped = bool(
+            getattr(config, "clip_qkv", None) or getattr(getattr(config, "attn_config", None), "clip_qkv", None)
+        )
+        normed = kind in NORMED or (kind in NORMED_IF and getattr(config, NORMED_IF[kind]))
+        self.keys_blocked = self.clipped or normed
+        self.values_blocked = self.clipped or kind in GATED | VALUES_NORMED | OUTPUT_NORMED
+
+    def logits(self, model: nn.Module | None = None) -> Tensor:
+        run = native.logits if self.model_type in NATIVE else elsewhere.logits
+        return run(model or self.model)
+
+    def save(self, folder: Path) -> Path:
+        self.model.save_pretrained(folder)
+        return folder
+
+    def load(self, folder: Path) -> nn.Module:
+        if self.model_type in NATIVE:
+            return native.load(folder)
+        return own_files.load_stock(folder, self.model_type)
+
+    def rotated(self) -> int:
+        """How many rows of a head turn."""
+        config = self.model.config
+        if self.model_type in ("gptj", "codegen"):
+            return int(config.rotary_dim)
+        if getattr(config, "alibi", False):
+            return 0
+        found = [buffer for name, buffer in self.model.named_buffers() if name.endswith("inv_freq")]
+        return 2 * max((buffer.shape[0] for buffer in found), default=0)
+
+    def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
+        """The projections of every attention module; `blocks` where a fused one is [q | k | v]."""
+        blocks = blocks or self.blocks
+        found: dict[str, Parts] = {}
+        for name, parameter in model.named_parameters():
+            *modules, projection, kind = name.split(".")
+            if not modules or modules[-1] not in ATTENTION or ("encoder" in modules) != self.encoder:
+                continue
+            own = found.setdefault(".".join(modules), {})
+            rows = parameter.data
+            if projection in ROLES:
+                role = ROLES[projection]
+                rows = rows.movedim(-1, 0) if projection == "q_attn" else rows
+                own[role, kind] = list(rows.unflatten(0, (self.heads if role == "query" else kv_heads, -1)))
+            elif self.model_type in FUSED and projection == FAMILIES[self.model_type].fused:
+                rows = rows.movedim(-1, 0) if self.model_type == "gpt2" else rows
+                heads = 0 if modules[-1] == "crossattention" else self.heads
+                for role, views in cut(rows, heads, kv_heads, "blocks" if blocks else FUSED[self.model_type]).items():
+                    own[role, kind] = views
+        return {module: own for module, own in found.items() if ("key", "weight") in own}
+
+
+def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[Tensor]]:
+    """The heads of a fused projection: [q | k | v]; per K/V head its queries, key and value; or four times [q | v |
+    k].
+    """
+    if layout == "blocks":
+        views = list(rows.unflatten(0, (heads + 2 * kv_heads, -1)))
+        return {"query": views[:heads], "key": views[heads : heads + kv_heads], "value": views[heads + kv_heads :]}
+    if layout == "grouped":
+        cells = rows.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
+        return {
+            "query": [view for cell in cells for view in cell[:-2]],
+            "key": list(cells[:, -2]),
+            "value": list(cells[:, -1]),
+        }
+    cells = rows.unflatten(0, (4, 3, heads // 4, -1))
+    return {
+        role: [view for cell in cells[:, kind] for view in cell] for kind, role in enumerate(("query", "value", "key"))
+    }
+
+
+def build(case: str, *, kv_heads: int = HEADS, **changes: Any) -> Case:
+    """A random source of a case."""
+    model_type, overrides = CASES[case]
+    if model_type in NATIVE:
+        return Case(
+            model_type,
+            tiny.make_model(tiny.make_config(model_type, kv_heads=kv_heads, **overrides | changes)),
+            kv_heads,
+        )
+    return Case(
+        model_type, own_files.make_source_model(model_type, **overrides | changes), SOURCE_HEADS.get(case, HEADS)
+    )
+
+
+class Maps:
+    """Random maps by which heads of a group may differ: none squeezes a head by more than four, so that float32 stays
+    exact.
+    """
+
+    def __init__(self, *, unitary: bool) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._unitary = unitary
+
+    def _numbers(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+
+    def _sizes(self, count: int) -> Tensor:
+        return torch.ones(count, dtype=torch.float64) if self._unitary else 0.5 + 1.5 * self._numbers(count)
+
+    def any(self, width: int) -> Tensor:
+        """A matrix [width, width]."""
+        left, right = (torch.linalg.qr(self._numbers(width * width).view(width, width) - 0.5)[0] for _ in range(2))
+        return left * self._sizes(width) @ right
+
+    def turning(self, width: int, rotated: int, layout: str) -> Tensor:
+        """A complex number for each pair of the first rows, a matrix for the rest. [width, width]."""
+        result = torch.zeros(width, width, dtype=torch.float64)
+        rows = torch.arange(rotated)
+        real, imaginary = (
+            (rows[0::2], rows[1::2]) if layout == "interleaved" else (rows[: rotated // 2], rows[rotated // 2 :])
+        )
+        angles, sizes = 6.3 * self._numbers(len(real)), self._sizes(len(real))
+        result[real, real] = result[imaginary, imaginary] = sizes * angles.cos()
+        result[imaginary, real] = sizes * angles.sin()
+        result[real, imaginary] = -sizes * angles.sin()
+        if width > rotated:
+            result[rotated:, rotated:] = self.any(width - rotated)
+        return result
+
+
+@torch.no_grad()
+def tie(case: Case, groups: int, *, unitary: bool = False, anyway: str = "", layout: str = "") -> Case:
+    """Make the K/V heads of each group images of its first one, by every map that the family's attention can absorb.
+
+    Args:
+        case: whose model is changed.
+        groups: of neighbouring heads.
+        unitary: by orthogonal matrices and phases only.
+        anyway: `key` or `value`: by such maps even where something stands in the way; else heads are equal there.
+        layout: of rotary pairs, if not the family's.
+    """
+    maps = Maps(unitary=unitary)
+    blocked = {"key": case.keys_blocked, "value": case.values_blocked}
+    size = case.kv_heads // groups
+    for own in case.parts(case.model, case.kv_heads).values():
+        for role in ("key", "value"):
+            kinds = [views for (part, _), views in own.items() if part == role]
+            width = len(kinds[0][0])
+            for head in range(case.kv_heads):
+                if head % size == 0:
+                    continue
+                if blocked[role] and role != anyway:
+                    chosen = torch.eye(width, dtype=torch.float64)
+                elif role == "value":
+                    chosen = maps.any(width)
+                else:
+                    chosen = maps.turning(width, case.rotated(), layout or FAMILIES[case.model_type].rotary)
+                for views in kinds:
+                    views[head].copy_(chosen @ views[head - head % size].double())
+    for gains in key_gains(case, case.model, case.kv_heads):
+        gains.copy_(gains[::size].repeat_interleave(size, dim=0))
+    return case
+
+
+def key_gains(case: Case, model: nn.Module, kv_heads: int) -> list[Tensor]:
+    """Views [K/V heads, ...] of the gains that each head has for itself."""
+    family = FAMILIES[case.model_type]
+    if case.model_type not in NATIVE or family.key_norm in ("none", "shared"):
+        return []
+    return [view for name, view in tiny.kv_views(model, family, kv_heads) if f".{family.key_norm_name}." in f"{name}."]
+
+
+@torch.no_grad()
+def placed(case: Case, result: nn.Module, groups: int) -> nn.Module:
+    """The source's model with the numbers of a result, each K/V head as often as there were heads in its group."""
+    found = dict(result.named_parameters())
+    for name, parameter in case.model.named_parameters():
+        if name in found and found[name].shape == parameter.shape:
+            parameter.copy_(found[name])
+    theirs = case.parts(result, groups, blocks=True)
+    for module, own in case.parts(case.model, case.kv_heads).items():
+        for part, views in own.items():
+            for head, view in enumerate(views):
+                view.copy_(theirs[module][part][head * len(theirs[module][part]) // len(views)])
+    for mine, other in zip(key_gains(case, case.model, case.kv_heads), key_gains(case, result, groups), strict=True):
+        mine.copy_(other.repeat_interleave(case.kv_heads // groups, dim=0))
+    return case.model
+
+
+def converted(case: Case, folder: Path, groups: int, method: str, **options: Any) -> nn.Module:
+    """The result of a conversion of what is in memory."""
+    source = folder / "source"
+    if not source.exists():
+        case.model.save_pretrained(source)
+    out = folder / f"{method}-{groups}"
+    convert_checkpoint(
+        source, out, groups, method=method, **({} if case.model_type in NATIVE else {"native": False}), **options
+    )
+    return case.load(out)
