@@ -1,5 +1,6 @@
 """What a model card states: the facts, chosen and worded for `card.md.jinja`, which holds the sentences."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gqa_convert.conversion.provenance import PROVENANCE
@@ -7,7 +8,7 @@ from gqa_convert.measuring.results.records import Origin, Score
 from gqa_convert.publishing.facts import Base, Facts
 from gqa_convert.publishing.licences import Licence, as_markdown
 from gqa_convert.publishing.making import Making, making_of
-from gqa_convert.publishing.markup import Markdown, code, number, plain, with_error
+from gqa_convert.publishing.markup import Markdown, code, fenced, number, plain, table, with_error
 from gqa_convert.publishing.measurements import Measured, Scored, Timed
 from gqa_convert.publishing.templating import render_markdown
 
@@ -146,7 +147,22 @@ class Card:
 
 def card_text(subject: Subject) -> str:
     """Everything below the front matter, as Markdown."""
-    return render_markdown("card.md.jinja", card=_card(subject))
+    tools: dict[str, Callable[..., object]] = {
+        "code": code,
+        "codes": lambda names: Markdown(", ".join(map(code, names))),
+        "fenced": lambda text, language: Markdown("\n".join(fenced(text, language))),
+        "number": number,
+        "origin": _origin,
+        "table": lambda header, rows: Markdown("\n".join(table(header, rows))),
+    }
+    return render_markdown("card.md.jinja", {"card": _card(subject)}, tools=tools, escape=plain)
+
+
+def _origin(origin: Origin) -> Markdown:
+    """The command and the machine of a measurement."""
+    command = fenced(origin.command, "sh") if origin.command else ["The command was not recorded."]
+    machine = f"Measured on: {plain(origin.machine)}." if origin.machine else "The machine was not recorded."
+    return Markdown("\n".join([*command, "", machine]))
 
 
 def _card(subject: Subject) -> Card:

@@ -1,5 +1,6 @@
 """Markdown from names and texts of files that may hold anything: nothing in them becomes markup."""
 
+import html
 import re
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ from gqa_convert.measuring.results.fields import printable
 _LONGEST = 600
 _FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~&!$])")
+_MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
 
 
 class Markdown(str):
@@ -19,7 +20,7 @@ class Markdown(str):
 
 def escaped(text: str) -> Markdown:
     """The text with every character escaped that Markdown could read as markup."""
-    return Markdown(_MARKUP.sub(r"\\\1", text))
+    return Markdown(_MARKUP.sub(r"\\\1", html.escape(text, quote=False)))
 
 
 def code(text: str) -> Markdown:

@@ -12,22 +12,30 @@ NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column's title, and whether its cells are words, which are left-aligned, rather than numbers."""
+
+    title: str
+    words: bool = False
+
+
+@dataclass(frozen=True)
 class Table:
     """A table.
 
     Attributes:
         name: its id.
         title: of the section.
-        note: a sentence above it.
-        header: of the columns; a column whose title ends in a space holds words, the others figures.
-        rows: cells, as many as the header has.
-        origins: of the figures.
+        note: a sentence above the table.
+        header: the columns.
+        rows: cells, one for each column.
+        origins: of the numbers.
     """
 
     name: str
     title: str
     note: str
-    header: tuple[str, ...]
+    header: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     origins: tuple[Origin, ...] = ()
 
@@ -51,19 +59,19 @@ def _with_error(value: float | None, error: float | None, form: str = "+.4f") ->
 
 def _quality(joined: Joined, name: str) -> Table:
     header = (
-        "N",
-        "method ",
-        "model ",
-        "loss, nats per token",
-        "perplexity",
-        "bits per byte",
-        "difference",
-        "KL",
-        "top-1",
-        "decode ms per token",
-        "speed-up",
-        "K/V bytes per token",
-        "K/V ratio",
+        Column("N"),
+        Column("method", words=True),
+        Column("model", words=True),
+        Column("loss, nats per token"),
+        Column("perplexity"),
+        Column("bits per byte"),
+        Column("difference"),
+        Column("KL"),
+        Column("top-1"),
+        Column("decode ms per token"),
+        Column("speed-up"),
+        Column("K/V bytes per token"),
+        Column("K/V ratio"),
     )
     note = f"Quality on {joined.text}" if joined.text else "Nothing was evaluated"
     if joined.benchmark:
@@ -121,24 +129,29 @@ def _tasks(material: Material) -> Table:
         for task, metric, value, error in score.tasks
     ]
     origins = tuple(each.origin for each in material.evaluations if any(score.tasks for score in each.scores))
-    header = ("model ", "task ", "metric ", "value")
+    header = (
+        Column("model", words=True),
+        Column("task", words=True),
+        Column("metric", words=True),
+        Column("value"),
+    )
     return Table("tasks", "Tasks", "By lm-eval, as it states them.", header, tuple(dict.fromkeys(rows)), origins)
 
 
 def _times(material: Material) -> Table:
     header = (
-        "N",
-        "batch",
-        "context",
-        "decode ms per token",
-        "spread",
-        "decode tokens per s",
-        "prefill ms",
-        "sample ms",
-        "K/V bytes per token",
-        "model ",
-        "how ",
-        "file ",
+        Column("N"),
+        Column("batch"),
+        Column("context"),
+        Column("decode ms per token"),
+        Column("spread"),
+        Column("decode tokens per s"),
+        Column("prefill ms"),
+        Column("sample ms"),
+        Column("K/V bytes per token"),
+        Column("model", words=True),
+        Column("how", words=True),
+        Column("file", words=True),
     )
     rows = [
         (
@@ -169,16 +182,16 @@ def _count(value: int | None) -> str:
 
 def _runs(material: Material) -> Table:
     header = (
-        "run ",
-        "N",
-        "tokens",
-        "alpha",
-        "loss at the start",
-        "loss at the end",
-        "loss of the source",
-        "gap recovered",
-        "tokens per s",
-        "state ",
+        Column("run", words=True),
+        Column("N"),
+        Column("tokens"),
+        Column("alpha"),
+        Column("loss at the start"),
+        Column("loss at the end"),
+        Column("loss of the source"),
+        Column("gap recovered"),
+        Column("tokens per s"),
+        Column("state", words=True),
     )
     rows = [
         (
@@ -201,17 +214,17 @@ def _runs(material: Material) -> Table:
 
 def _conversions(material: Material) -> Table:
     header = (
-        "N",
-        "method ",
-        "checkpoint ",
-        "source ",
-        "heads",
-        "K/V heads before",
-        "K/V bytes per token",
-        "mean error",
-        "highest",
-        "uptraining tokens",
-        "calibration text ",
+        Column("N"),
+        Column("method", words=True),
+        Column("checkpoint", words=True),
+        Column("source", words=True),
+        Column("heads"),
+        Column("K/V heads before"),
+        Column("K/V bytes per token"),
+        Column("mean error"),
+        Column("highest"),
+        Column("uptraining tokens"),
+        Column("calibration text", words=True),
     )
     rows = []
     for each in material.conversions:
