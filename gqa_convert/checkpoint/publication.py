@@ -8,7 +8,6 @@ one.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -17,7 +16,10 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
+from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.locks import lock_folder
 from gqa_convert.checkpoint.ownership import foreign_files, some
+from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.store import is_utf8
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
@@ -116,29 +118,6 @@ def _restore(path: Path) -> bool:
     with contextlib.suppress(OSError):
         path.rename(path.parent / match["out"])
     return True
-
-
-def lock_folder(folder: Path) -> int | None:
-    """An open descriptor that holds the folder's lock, or None if somebody else holds it or the folder is gone.
-
-    Raises:
-        OSError: the filesystem has no locks, or the folder belongs to somebody else.
-    """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.stat().st_ino == os.fstat(handle).st_ino:
-            return handle
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(handle)
-        raise
-    os.close(handle)
-    return None
 
 
 class StagedFolder:
@@ -245,7 +224,7 @@ def _discard(path: Path, new_parents: list[Path], process: int) -> None:
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:
     """What the system says, as one line."""
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(problem):
         return NoSpaceError(
             f"the disk or quota of {out.parent} is full, nothing was left behind: make room or name another disk"
         )
@@ -278,12 +257,3 @@ def _rename(old: Path, new: Path, flag: int) -> None:
         aside.rename(new)
         raise
     aside.rename(old)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

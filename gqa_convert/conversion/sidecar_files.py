@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.publication import sync
+from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.conversion.plan import OutputShard
 from gqa_convert.conversion.provenance import PROVENANCE

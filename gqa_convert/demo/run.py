@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -108,11 +109,11 @@ def run_demo(
         "plot": draw(results, None, out / PLOT),
         "uptraining": None,
     }
-    _write(summary, out / RESULTS)
+    write_json(out / RESULTS, summary)
     if uptraining_tokens:
         summary["uptraining"] = _uptrain(out, uptraining_tokens, progress)
         summary["plot"] = draw(results, summary["uptraining"], out / PLOT)
-        _write(summary, out / RESULTS)
+        write_json(out / RESULTS, summary)
     return summary
 
 
@@ -180,12 +181,6 @@ def _converted(folder: Path, groups: int, ids: list[int], overwrite: bool, optio
         "verified": verify_checkpoint(folder, CHECKPOINT).passed,
         "loss": _loss(folder, ids),
     }
-
-
-def _write(summary: dict[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:

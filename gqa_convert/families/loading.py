@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
 from gqa_convert.families.table import FAMILIES
 
@@ -188,15 +189,6 @@ def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
         return stated
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.encoder is not None
-
-
-def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether an error means that the memory, a GPU's or the machine's, is full."""
-    return (
-        isinstance(problem, MemoryError)
-        or type(problem).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(problem)
-    )
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from gqa_convert.checkpoint.atomic_files import atomic_file, sync
 from gqa_convert.checkpoint.ownership import set_aside
-from gqa_convert.checkpoint.publication import sync
 from gqa_convert.checkpoint.signed_card import MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.publishing.facts import README, Facts
@@ -111,17 +111,15 @@ def write_card(facts: Facts, card: str) -> Path:
     try:
         if not path.is_symlink() and path.is_file() and path.read_bytes() == card.encode():
             return path
-        temporary.write_bytes(card.encode())
-        sync(temporary)
-        text = read_readme(folder)
-        if text is not None and not is_our_card(text) and not _came_with_source(facts, text):
-            set_aside(path)
-        temporary.replace(path)
-        sync(folder)
+        with atomic_file(path, temporary) as file:
+            file.write(card.encode())
+            file.flush()
+            sync(temporary)  # a full disk must not leave the folder without either README
+            text = read_readme(folder)
+            if text is not None and not is_our_card(text) and not _came_with_source(facts, text):
+                set_aside(path)
     except OSError as problem:
         raise OutputError(
             f"{path} can't be written ({problem.strerror or problem}): make the folder writable"
         ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

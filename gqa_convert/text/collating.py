@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.order import Integers
-from gqa_convert.text.packing import IGNORED
 
 
 class DecoderInput(NamedTuple):

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gqa_convert.errors import OptionError
-
-IGNORED: Final = -100
-"""The label of positions where nothing is to be learned."""
+from gqa_convert.text.labels import IGNORED
 
 _CHUNK: Final = 1 << 18
 """Logits that a thread of a CPU works on at a time: 1 MiB in float32."""

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from gqa_convert.errors import DataError
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.order import Integers, mix, permuted
 from gqa_convert.text.token_files import TokenSource
-
-IGNORED = -100
 
 
 class Cut(NamedTuple):

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import DataError
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.order import Integers, mix, permuted
-from gqa_convert.text.packing import IGNORED
 from gqa_convert.text.token_files import TokenSource
 from gqa_convert.text.tokenizing import end_of_text
 

@@ -5,20 +5,21 @@ under a temporary name, synced and renamed, under a lock that the kernel drops w
 """
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.atomic_files import atomic_file
+from gqa_convert.checkpoint.locks import try_lock, wait_for_lock
+from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import DataError
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.tokenizing import TextEncoder, batches
@@ -187,7 +188,7 @@ def build_once(path: Path, is_there: Callable[[], bool], write: Callable[[Binary
     cache, key = path.parent, path.stem
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{key}.lock") as alone:
+        with wait_for_lock(cache / f"{key}.lock") as alone:
             if not is_there():
                 _sweep(cache, key if alone else None)
                 _write(path, write)
@@ -196,52 +197,11 @@ def build_once(path: Path, is_there: Callable[[], bool], write: Callable[[Binary
 
 
 def _write(path: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> None:
-    part = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(bytes(HEADER))
-            header = write(file)
-            file.seek(0)
-            file.write(_packed({"format": FORMAT} | header))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """A context that one process at a time is in; it says whether that is so, as some filesystems have no locks."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    alone = False
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            alone = True
-        yield alone
-    finally:
-        os.close(handle)
-
-
-def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None if somebody else does.
-
-    Raises:
-        OSError: the filesystem has no locks.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
+    with atomic_file(path, path.with_name(f"{path.stem}-{secrets.token_hex(4)}.part")) as file:
+        file.write(bytes(HEADER))
+        header = write(file)
+        file.seek(0)
+        file.write(_packed({"format": FORMAT} | header))
 
 
 def _sweep(cache: Path, own: str | None) -> None:
@@ -254,26 +214,18 @@ def _sweep(cache: Path, own: str | None) -> None:
             if key == own:
                 part.unlink()
                 continue
-            handle = os.open(cache / f"{key}.lock", os.O_RDWR)
+            handle = try_lock(cache / f"{key}.lock", create=False)
+            if handle is None:
+                continue
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
             finally:
                 os.close(handle)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def cache_problem(problem: OSError, cache: Path) -> DataError:
     """What the system says, as one line."""
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(problem):
         return DataError(
             f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk"
         )

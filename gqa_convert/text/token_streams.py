@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.atomic_files import atomic_file
+from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.errors import DataError, GQAConvertError
 from gqa_convert.text.documents import Piece, row_pieces
 from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.token_files import FORMAT, cache_problem, circular, file_key, map_tokens, sync_folder, try_lock
+from gqa_convert.text.token_files import FORMAT, cache_problem, circular, file_key, map_tokens
 from gqa_convert.text.tokenizing import TextEncoder, batches
 
 _AHEAD = 1 << 25
@@ -268,13 +270,8 @@ def read_commit(path: Path, itemsize: int) -> Commit | None:
 
 
 def _write_commit(path: Path, commit: Commit) -> None:
-    new = path.with_suffix(".json-new")
-    with new.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "commit": commit, "check": _check(commit)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path.with_suffix(".json"))
-    sync_folder(path.parent)
+    with atomic_file(path.with_suffix(".json"), path.with_suffix(".json-new")) as file:
+        file.write(json.dumps({"format": FORMAT, "commit": commit, "check": _check(commit)}).encode())
 
 
 def _check(commit: Commit) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from gqa_convert.errors import OptionError
 from gqa_convert.families.table import FAMILIES, Family, find_family
-from gqa_convert.text.packing import IGNORED
+from gqa_convert.text.labels import IGNORED
 
 _LEAST: Final = 1e-12
 

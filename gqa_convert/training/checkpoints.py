@@ -5,7 +5,6 @@ for its own part (torch.distributed.checkpoint), and `run.json`, written last, w
 SHA-256.
 """
 
-import errno
 import json
 import re
 import shutil
@@ -15,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.publication import sync
+from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
@@ -24,9 +24,6 @@ _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
 _FORMAT = 1
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SIGNS = ("No space left", "quota exceeded", "File too large")
-"""The same in what torch makes of it."""
 
 
 @dataclass
@@ -267,9 +264,7 @@ class Checkpoints:
         cause = _inner(problem)
         if isinstance(cause, GQAConvertError):  # a second Ctrl-C
             return cause
-        if getattr(cause, "errno", None) in _FULL or any(
-            sign in f"{cause!r} {cause.__cause__!r} {cause.__context__!r}" for sign in _SIGNS
-        ):
+        if any(is_disk_full(each) for each in (cause, cause.__cause__, cause.__context__) if each is not None):
             return NoSpaceError(
                 f"the disk of {self.folder} is full: make room and run the same command again; older checkpoints are intact"
             )

@@ -5,7 +5,6 @@ looks. A process
 that waits for one that has gone costs as much: what goes wrong on one goes wrong on all.
 """
 
-import fcntl
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert import errors
+from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.errors import GQAConvertError, LaunchError
 from gqa_convert.training.run_folder import LOCK
 
@@ -224,7 +224,7 @@ def wait(accelerator: Any) -> None:
         import torch
 
         with _partners():
-            torch.distributed.constraint(group=_waiting_group)
+            torch.distributed.barrier(group=_waiting_group)
 
 
 @contextmanager
@@ -243,22 +243,26 @@ def _ended(problem: RuntimeError) -> LaunchError:
 
 
 class OutputLock:
-    """Holds an output folder for one job, until the process ends."""
+    """Holds an output folder for one job, until the process ends.
+
+    Raises:
+        LaunchError: another process holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / LOCK).open("w")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
+        self._handle = try_lock(folder / LOCK)
+        if self._handle is None:
             raise LaunchError(
                 f"another process is training into {folder}: wait for it, or name another output; if it is part of this very job, the "
                 "launcher started processes that do not know of one another"
-            ) from None
+            )
 
     def release(self) -> None:
-        self._file.close()
+        """Let another job use the folder."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:

@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.ownership import WRITTEN, list_written
-from gqa_convert.checkpoint.publication import StagedFolder, sync
+from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.provenance import PROVENANCE, earlier_record, record_files
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.order import mix
 from gqa_convert.text.samples import Samples
@@ -111,7 +112,7 @@ class Trainer:
         for step in range(self.progress.step + 1, self.steps + 1):
             began = time.perf_counter()
             batches, self.problem = ahead.take(stop)
-            labels = sum(int((batch["labels"] != -100).sum()) for batch in batches or ())
+            labels = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches or ())
             count, stops = summed(self.accelerator, [float(labels), float(batches is None or stop())])
             if stops or batches is None:
                 return
@@ -134,7 +135,7 @@ class Trainer:
         batches = [self.samples.batch(own[at : at + size]) for at in range(0, len(own), size)]
         while len(batches) < -(-most // size):
             filler = self.samples.batch([first])
-            filler["labels"] = np.full_like(filler["labels"], -100)
+            filler["labels"] = np.full_like(filler["labels"], IGNORED)
             batches.append(filler)
         return batches
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.training.run_folder import write_whole
+from gqa_convert.checkpoint.atomic_files import write_whole
 
 
 class Metrics:

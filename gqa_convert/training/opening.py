@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.errors import DeviceMemoryError, MissingExtraError
 from gqa_convert.families import loading
@@ -126,7 +127,7 @@ def explain_memory(problem: BaseException) -> None:
     Raises:
         DeviceMemoryError: it is.
     """
-    if loading.is_out_of_memory(problem):
+    if is_out_of_memory(problem):
         raise DeviceMemoryError(
             "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml, and run the same "
             "command again, which goes on from the last checkpoint"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.conversion.provenance import PROVENANCE, earlier_record
@@ -27,7 +28,7 @@ from gqa_convert.training.opening import check_trackers, explained, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
-from gqa_convert.training.run_folder import RunFolder, write_json, write_whole
+from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.training.state import set_state, state_of, whole_model
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.summary import summarise

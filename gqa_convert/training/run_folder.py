@@ -1,14 +1,13 @@
 """The files of a run beside its checkpoints, and whether a folder is one of a run at all."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import foreign_files
-from gqa_convert.checkpoint.publication import sync
 from gqa_convert.errors import OutputError, ResumeError
 from gqa_convert.training.recipe import Recipe, make_recipe
 
@@ -116,22 +115,3 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return summary if isinstance(summary, dict) and (self.model / "config.json").is_file() else None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is never seen half-written."""
-    partial = path.with_name(f".{path.name}.new")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

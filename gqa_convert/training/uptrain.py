@@ -2,13 +2,13 @@
 one line.
 """
 
-import errno
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.training.recipe import read_recipe
@@ -71,7 +71,7 @@ def _explained(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_disk_full(problem):
             raise NoSpaceError(full) from None
         if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
             raise OutputError(
@@ -81,7 +81,7 @@ def _explained(output: Path) -> Iterator[None]:
     except GQAConvertError:
         raise
     except Exception as problem:
-        if "No space left" in str(problem):  # safetensors
+        if is_disk_full(problem):  # safetensors raises no OSError
             raise NoSpaceError(full) from None
         from gqa_convert.training.opening import explain_memory
 

@@ -13,7 +13,7 @@ from gqa_convert.errors import DataError
 from gqa_convert.text.collating import DecoderInput, collated
 from gqa_convert.text.framing import Frame
 from gqa_convert.text.infilling import FramedTokens, InfillingSampler, infilled, keys_needed, noise_tokens, span_lengths
-from gqa_convert.text.packing import IGNORED
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.samples import EvaluationBlocks, Samples, open_samples
 from tests.helpers.data_helpers import ArrayTokens
 from tests.helpers.seq2seq import BOS, EOS, MASK, PAD, bart_tokenizer

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.text.packing import IGNORED, CausalSampler, block_count
+from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.packing import CausalSampler, block_count
 from gqa_convert.text.samples import EvaluationBlocks, Samples
 from gqa_convert.training.masks import packed_attention_mask
 from tests.helpers.data_helpers import ArrayTokens

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.packing import IGNORED
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.samples import EvaluationBlocks, Samples, make_sampler
 from gqa_convert.text.spans import T5, UL2, Denoiser, Shape, SpanSampler, corrupted, segmented, sentinel_ids, shape_for
 from tests.helpers.data_helpers import EOS, PAD, ArrayTokens, span_tokenizer

@@ -1,6 +1,7 @@
 """Streams: tokens that come while others are read."""
 
 import errno
+import fcntl
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from gqa_convert.errors import DataError
-from gqa_convert.text import hub_rows, sources, token_files
+from gqa_convert.text import hub_rows, sources
 from gqa_convert.text import token_streams as streams
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
@@ -222,7 +223,7 @@ def test_filesystems_without_locks(
     def no_locks(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(token_files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     from_rows(Rows())
     with pytest.raises(DataError, match=r"can't be used \(No locks available\)"):
         opened(tmp_path)

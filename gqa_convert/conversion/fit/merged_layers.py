@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.atomic_files import atomic_file, sync
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, build_header, header_length, parse_header
-from gqa_convert.checkpoint.publication import lock_folder, sync
+from gqa_convert.checkpoint.locks import lock_folder
 from gqa_convert.checkpoint.source import Shard
 from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
 
@@ -124,14 +125,10 @@ class MergedLayers:
         return json.loads(path.read_bytes()) if path.is_file() else None
 
     def _put(self, path: Path, head: bytes, arrays: Iterable[Array]) -> None:
-        partial = self.path / "partial"
-        with partial.open("wb") as file:
+        with atomic_file(path, self.path / "partial") as file:
             file.write(head)
             for array in arrays:
                 file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
-        sync(partial)
-        partial.rename(path)
-        sync(self.path)
 
     def shards(self, count: int) -> list[Shard]:
         """The files of the first `count` layers, those that there are, as weight files with absolute names."""

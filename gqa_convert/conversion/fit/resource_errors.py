@@ -1,14 +1,11 @@
-"""What the system says about the memory or the disk while layers are fitted, as one line."""
+"""A full disk or memory during the fit, as one line."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MEMORY = ("out of memory", "can't allocate memory")
 
 
 @contextmanager
@@ -20,20 +17,20 @@ def explained(folder: Path) -> Iterator[None]:
 
     Raises:
         NoSpaceError: the disk is full.
-        DeviceMemoryError: the memory of the GPU or of the machine does not suffice.
+        DeviceMemoryError: the memory of the GPU or of the machine is full.
     """
     again = "and run the same command again, which goes on from the layers that are done"
     try:
         yield
     except OSError as problem:
-        if problem.errno not in _FULL:
+        if not is_disk_full(problem):
             raise
         raise NoSpaceError(
             f"the disk or quota of {folder} is full, where the activations of the calibration text are kept: make room or lower "
             f"--calibration-tokens, {again}"
         ) from None
     except (MemoryError, RuntimeError) as problem:
-        if not isinstance(problem, MemoryError) and not any(sign in str(problem) for sign in _MEMORY):
+        if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
             f"out of memory: lower --calibration-length, or let nothing else run on the GPU or hide it with CUDA_VISIBLE_DEVICES=, {again}"

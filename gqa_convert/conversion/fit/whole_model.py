@@ -24,7 +24,8 @@ from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
-from gqa_convert.text.losses import IGNORED, kl_loss
+from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.losses import kl_loss
 
 RATE = 0.01
 """Of `RelativeAdam`."""

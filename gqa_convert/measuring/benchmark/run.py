@@ -9,10 +9,10 @@ from typing import Any
 
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, OptionError
 from gqa_convert.families.context_length import stated_positions
-from gqa_convert.families.loading import is_out_of_memory
 from gqa_convert.measuring.benchmark.options import ATTENTIONS, CONTEXT, DTYPES, LEAD, BenchmarkOptions
 from gqa_convert.measuring.benchmark.subject import (
     Subject,

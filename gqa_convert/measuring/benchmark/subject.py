@@ -10,6 +10,7 @@ from typing import Any
 from gqa_convert.checkpoint.formats import refuse_quantised_config
 from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.conversion.plan import make_plan
@@ -20,7 +21,7 @@ from gqa_convert.errors import (
     UnsupportedAttentionError,
     UnsupportedFamilyError,
 )
-from gqa_convert.families.loading import auto_class, check_language_model, is_out_of_memory
+from gqa_convert.families.loading import auto_class, check_language_model
 from gqa_convert.families.table import find_family
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import DataError, DeviceMemoryError, OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
@@ -18,7 +19,6 @@ from gqa_convert.families.loading import (
     check_language_model,
     explained,
     is_encoder_decoder,
-    is_out_of_memory,
     load_model,
     read_config,
 )

@@ -1,11 +1,11 @@
 """The file of results."""
 
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.errors import OutputError
 
 _KIND = "evaluate"
@@ -51,17 +51,11 @@ def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> No
     """
     text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     check_output(path, overwrite=overwrite)
-    temporary = _temporary(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with atomic_file(path, _temporary(path)) as file:
+            file.write(text.encode())
     except OSError as problem:
         raise _unwritable(path, problem) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _temporary(path: Path) -> Path:

@@ -23,6 +23,7 @@ from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments
+from gqa_convert.text.labels import IGNORED
 
 _HELD_OUT = 5
 """One of so many blocks is kept from the moments."""
@@ -158,7 +159,7 @@ def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
     total = 0.0
     for row, wanted in zip(logits, labels.to(logits.device), strict=True):
         total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="none").double().sum())
-    return total, int((labels != -100).sum())
+    return total, int((labels != IGNORED).sum())
 
 
 def _entry(groups: int, after: float, before: float) -> dict[str, Any]:

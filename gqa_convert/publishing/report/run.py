@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import OptionError, OutputError
@@ -17,7 +18,6 @@ from gqa_convert.publishing.report.heatmap import merge_errors
 from gqa_convert.publishing.report.pages import MARKER, Report, html_page, markdown_page
 from gqa_convert.publishing.report.tables import tables_of
 from gqa_convert.publishing.report.theme import standalone
-from gqa_convert.training.run_folder import write_whole
 
 HTML, MARKDOWN, FIGURE = "report.html", "report.md", "report-{}.svg"
 

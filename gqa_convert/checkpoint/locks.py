@@ -1,0 +1,80 @@
+"""Locks between processes (`flock`). The kernel drops a lock when its holder closes the file or dies."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_NEW_FILE_MODE = 0o644
+
+
+def try_lock(path: Path, *, create: bool = True) -> int | None:
+    """Lock a file without waiting.
+
+    Args:
+        path: of the lock file.
+        create: make the file where there is none.
+
+    Returns:
+        An open descriptor that holds the lock until it is closed, or None if another holder has it.
+
+    Raises:
+        OSError: the filesystem has no locks, or the file can't be opened.
+    """
+    handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
+    return handle if _try(handle) else None
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder without waiting.
+
+    Returns:
+        An open descriptor that holds the lock until it is closed, or None if another holder has it or the folder is
+        gone.
+
+    Raises:
+        OSError: the filesystem has no locks, or the folder belongs to another user.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    if not _try(handle):
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        if folder.stat().st_ino == os.fstat(handle).st_ino:
+            return handle
+    os.close(handle)
+    return None
+
+
+@contextlib.contextmanager
+def wait_for_lock(path: Path) -> Iterator[bool]:
+    """A context that one process at a time is in.
+
+    Yields:
+        Whether the lock is held; some filesystems have no locks.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, _NEW_FILE_MODE)
+    held = False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            held = True
+        yield held
+    finally:
+        os.close(handle)
+
+
+def _try(handle: int) -> bool:
+    """Lock an open descriptor, or close it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return False
+    except OSError:
+        os.close(handle)
+        raise
+    return True

@@ -1,0 +1,22 @@
+"""Which errors mean that the memory or the disk is full."""
+
+import errno
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_SIGNS = ("No space left", "quota exceeded", "File too large")
+"""The same in the messages of libraries that report no errno (safetensors, torch's checkpoints)."""
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error means that a GPU's or the machine's memory is full."""
+    return (
+        isinstance(problem, MemoryError)
+        or type(problem).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(problem)
+        or (isinstance(problem, RuntimeError) and "out of memory" in str(problem))
+    )
+
+
+def is_disk_full(problem: BaseException) -> bool:
+    """Whether an error means that a disk, a quota or the largest file size is exhausted."""
+    return getattr(problem, "errno", None) in _FULL or any(sign in str(problem) for sign in _FULL_SIGNS)

@@ -1,0 +1,93 @@
+"""Files that appear whole or not at all, locks between processes, and what the system's errors mean."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gqa_convert.checkpoint.atomic_files import atomic_file, write_json, write_whole
+from gqa_convert.checkpoint.locks import lock_folder, try_lock, wait_for_lock
+from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    with atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        assert sorted(each.name for each in tmp_path.iterdir()) == [".file.new", "file"]
+    assert path.read_bytes() == b"new"
+    write_json(path, {"ä": 1})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"ä": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_an_error_leaves_the_old_file_alone(error: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with atomic_file(path, tmp_path / "partial") as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"file": b"old"}
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(FileNotFoundError):
+        try_lock(path, create=False)
+    held = try_lock(path)
+    assert held is not None
+    assert try_lock(path) is None
+    os.close(held)
+    with wait_for_lock(path) as alone:
+        assert alone
+        assert try_lock(path, create=False) is None
+    again = try_lock(path, create=False)
+    assert again is not None
+    os.close(again)
+
+
+def test_a_folder_is_locked_until_its_holder_dies(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    assert lock_folder(folder) is None
+    folder.mkdir()
+    code = "import sys; from pathlib import Path; from gqa_convert.checkpoint.locks import lock_folder\n"
+    code += "assert lock_folder(Path(sys.argv[1])) is not None; print('locked', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        assert lock_folder(folder) is None
+        holder.kill()
+    handle = lock_folder(folder)
+    assert handle is not None
+    os.close(handle)
+
+
+def test_which_errors_mean_a_full_disk() -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        assert is_disk_full(OSError(number, os.strerror(number)))
+    assert is_disk_full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not is_disk_full(PermissionError(errno.EACCES, "Permission denied"))
+
+
+def test_which_errors_mean_a_full_memory() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("Tried to allocate"))
+    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(ValueError("out of memory"))
