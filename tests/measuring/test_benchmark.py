@@ -54,11 +54,11 @@ def by_groups(result: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {record["groups"]: record for record in result["results"]}
 
 
-def versions_of(folder: Path, groups: tuple[int, ...]) -> list[Version]:
+def versions_of(folder: Path, groups: tuple[int, ...], attention: str = "gqa") -> list[Version]:
     register()
     subject = open_subject(None, folder)
     made, _ = make_versions(
-        subject, plan_versions(headers(subject, "float32"), groups), "gqa", torch.float32, torch.device("cpu")
+        subject, plan_versions(headers(subject, "float32"), groups), attention, torch.float32, torch.device("cpu")
     )
     return made
 
@@ -146,10 +146,8 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
 
 def test_steps_are_taken_back(tmp_path: Path) -> None:
     """Every turn begins at the same context, sliding windows included."""
-    for model_type in ("llama", "gemma2"):
-        model = versions_of(write_config(tmp_path, model_type), (3,))[0].model
-        if model_type == "gemma2":
-            model.set_attn_implementation("eager")
+    for model_type, attention in (("llama", "gqa"), ("gemma2", "eager")):
+        model = versions_of(write_config(tmp_path, model_type), (3,), attention)[0].model
         decoder = Decoder(model, 1, 6, None)
         decoder.prefill()
         decoder.fill()

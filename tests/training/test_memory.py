@@ -188,6 +188,7 @@ def test_configs_of_every_family_are_read_or_nothing_is_said(model_type: str) ->
         "num_hidden_layers": 2,
         family.heads_key: 4,
         "vocab_size": 99,
+        "is_encoder_decoder": False,
     }
     read = read_architecture(config)
     assert read is not None
