@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from gqa_convert.errors import OptionError
+from gqa_convert.merging.methods import method_help
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
 Groups = Annotated[
@@ -20,7 +21,7 @@ Method = Annotated[
         "--method",
         "-m",
         show_default=False,
-        help="How heads are merged: fit (needs --calibration, its default), factor (the default without), align, mean, first or random.",
+        help=method_help(),
     ),
 ]
 Calibration = Annotated[

@@ -26,11 +26,12 @@ def plan(
     from gqa_convert.cli.console.plan import show_plan
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.plan import make_plan
+    from gqa_convert.merging.methods import DEFAULT
 
     made = make_plan(
         open_checkpoint(source, revision=revision),
         groups,
-        method=method or "factor",
+        method=method or DEFAULT.name,
         encoder=encoder,
         native=native,
         max_shard_size=byte_count(max_shard_size, "--max-shard-size"),

@@ -142,7 +142,7 @@ def provenance(
         },
         "model_type": plan.family.model_type,
         "method": plan.effective_method,
-        "seed": plan.seed if plan.effective_method == "random" else None,
+        "seed": plan.seed if plan.merge_method.seeded else None,
         "calibration": calibration,
         "heads": plan.heads,
         "source_kv_heads": plan.source_kv_heads,

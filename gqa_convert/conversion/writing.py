@@ -81,7 +81,7 @@ def _check_space(plan: Writable, folder: Path, shared: bool) -> None:
             for shard in plan.shards
             for tensor in shard.tensors
             for piece in tensor.pieces
-            if piece.method is None
+            if piece.pooling is None
         )
         needed -= copied
     free = shutil.disk_usage(folder).free
@@ -167,12 +167,12 @@ class _ShardWriter:
                 continue
             for piece in tensor.pieces:
                 number, start = piece.ranges[0]
-                if piece.method is None and joined and joined[0] == number and joined[1] + joined[2] == start:
+                if piece.pooling is None and joined and joined[0] == number and joined[1] + joined[2] == start:
                     joined = (number, joined[1], joined[2] + piece.nbytes)
                     continue
                 self._flush(joined, out)
-                joined = (number, start, piece.nbytes) if piece.method is None else None
-                if piece.method is not None:
+                joined = (number, start, piece.nbytes) if piece.pooling is None else None
+                if piece.pooling is not None:
                     self._merge(tensor, piece, out, fresh)
         self._flush(joined, out)
 
@@ -182,7 +182,7 @@ class _ShardWriter:
             out.copy(self._sources[number], start, nbytes)
 
     def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
-        assert piece.method is not None
+        assert piece.pooling is not None
         dtype = DTYPES[tensor.dtype]
         merger = self._merger(len(piece.ranges), tensor.dtype, 0)
         step = merger.source.shape[1]
@@ -191,7 +191,7 @@ class _ShardWriter:
             count = min(step, piece.nbytes // dtype.itemsize - first)
             for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
                 self._sources[number].read_into(row[:count].view(np.uint8).data, start + first * dtype.itemsize)
-            merged = merger.merge(count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
+            merged = merger.merge(count, piece.pooling, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
             out.write(merged.view(np.uint8).data)
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
@@ -231,7 +231,7 @@ class _ShardWriter:
             for piece in tensor.pieces:
                 into = result[:rows, column : column + piece.nbytes]
                 column += piece.nbytes
-                if piece.method is None:
+                if piece.pooling is None:
                     start = piece.ranges[0][1] - base
                     into[:] = source[:rows, start : start + piece.nbytes]
                     continue
@@ -242,12 +242,12 @@ class _ShardWriter:
                         :rows, start - base : start - base + piece.nbytes
                     ]
                 merged = merger.merge(
-                    count, piece.method, f"tensor {tensor.name}", fresh.take(count) if fresh else None
+                    count, piece.pooling, f"tensor {tensor.name}", fresh.take(count) if fresh else None
                 )
                 into[:] = merged.view(np.uint8).reshape(rows, -1)
                 error, norm = error + merger.squared_error, norm + merger.squared_norm
             out.write(result[:rows].reshape(-1).data)
-        if any(piece.method for piece in tensor.pieces):
+        if any(piece.pooling for piece in tensor.pieces):
             self._squares[tensor.name] = (error, norm)
 
     def _merger(self, heads: int, dtype: str, count: int) -> BlockMerger:
@@ -262,7 +262,7 @@ class _ShardWriter:
 
     def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
         """The random numbers of a tensor, or None if it needs none."""
-        if not any(piece.method == "random" for piece in tensor.pieces):
+        if not any(piece.pooling == "random" for piece in tensor.pieces):
             return None
         dtype = DTYPES[tensor.dtype]
         deviation = standard_deviation(self._blocks(tensor, dtype), f"tensor {tensor.name}")
@@ -270,7 +270,7 @@ class _ShardWriter:
 
     def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
         """The numbers of every head that is to be merged."""
-        runs = [(*place, piece.nbytes) for piece in tensor.pieces if piece.method for place in piece.ranges]
+        runs = [(*place, piece.nbytes) for piece in tensor.pieces if piece.pooling for place in piece.ranges]
         for row in range(tensor.rows):
             for number, start, nbytes in runs:
                 for offset in range(0, nbytes, _BLOCK_NUMBERS * dtype.itemsize):

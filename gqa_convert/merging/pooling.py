@@ -4,17 +4,58 @@ A K/V head's rows are contiguous in memory, so a block of numbers per head is al
 """
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import NonFiniteError
+from gqa_convert.merging.methods import Pooling
 
 Array = npt.NDArray[Any]
-Method = Literal["mean", "first", "random"]
-METHODS: Final[tuple[Method, ...]] = ("mean", "first", "random")
+
+
+def _mean(heads: Array, _drawn: Array | None, out: Array) -> None:
+    np.copyto(out, heads[0])
+    for head in heads[1:]:
+        np.add(out, head, out=out)
+    np.divide(out, len(heads), out=out)
+
+
+def _first(heads: Array, _drawn: Array | None, out: Array) -> None:
+    np.copyto(out, heads[0])
+
+
+def _random(_heads: Array, drawn: Array | None, out: Array) -> None:
+    assert drawn is not None, "method random needs numbers from fresh_numbers"
+    np.copyto(out, drawn.reshape(out.shape))
+
+
+_POOLINGS: Final[Mapping[Pooling, Callable[[Array, Array | None, Array], None]]] = {
+    "mean": _mean,
+    "first": _first,
+    "random": _random,
+}
+"""Each writes one head [...], not rounded yet, into its third argument."""
+
+
+def pool(heads: Array, pooling: Pooling, out: Array, drawn: Array | None = None) -> Array:
+    """Merge several heads into one, in the accumulation type.
+
+    `mean` is the sum in head order divided by the number of heads, `first` is head 0, `random` is `drawn`.
+
+    Args:
+        heads: [m, ...], in the accumulation type.
+        pooling: how to merge.
+        out: [...], where the merged head goes.
+        drawn: for `random`, as many numbers as one head has.
+
+    Returns:
+        `out`.
+    """
+    _POOLINGS[pooling](heads, drawn, out)
+    return out
 
 
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -38,25 +79,21 @@ class BlockMerger:
         """Fill `source[:, :n]` with a block of each head, then call `merge(n, ...)`."""
         wide = accumulation_dtype(dtype)
         self._wide = np.empty((heads, capacity), wide)
-        self._mean = np.empty(capacity, wide)
+        self._merged = np.empty(capacity, wide)
         self._result = np.empty(capacity, dtype)
         self.squared_error = 0.0
         """Sum over all blocks so far of |head - result|^2, the merge error."""
         self.squared_norm = 0.0
         """Sum over all blocks so far of |head|^2."""
 
-    def merge(self, count: int, method: Method, what: str, fresh: Array | None = None) -> Array:
-        """Merge the first `count` numbers of every head.
-
-        mean: the sum in head order, divided by the number of heads, in the accumulation type, then rounded to nearest
-            even.
-        first: head 0. random: `fresh`, rounded.
+    def merge(self, count: int, pooling: Pooling, what: str, drawn: Array | None = None) -> Array:
+        """Merge the first `count` numbers of every head by `pool`, and round them to nearest even.
 
         Args:
             count: numbers per head in this block.
-            method: how to merge.
-            what: name of the tensor, for the error.
-            fresh: for `random`, `count` numbers of the accumulation type.
+            pooling: how to merge.
+            what: the name of the tensor, for the error message.
+            drawn: for `random`, `count` numbers of the accumulation type.
 
         Returns:
             `count` merged numbers of the source's type, in a buffer that the next call reuses.
@@ -73,18 +110,7 @@ class BlockMerger:
             raise NonFiniteError(
                 f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
             )
-        if method == "mean":
-            mean = self._mean[:count]
-            np.copyto(mean, wide[0])
-            for head in wide[1:]:
-                np.add(mean, head, out=mean)
-            np.divide(mean, len(wide), out=mean)
-            np.copyto(result, mean, casting="same_kind")
-        elif method == "first":
-            np.copyto(result, self.source[0, :count])
-        else:
-            assert fresh is not None
-            np.copyto(result, fresh, casting="same_kind")
+        np.copyto(result, pool(wide, pooling, self._merged[:count], drawn), casting="same_kind")
         self.squared_norm += norm
         np.subtract(wide, result.astype(wide.dtype), out=wide)
         self.squared_error += float(np.einsum("hn,hn->", wide, wide))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gqa_convert.conversion.provenance import PROVENANCE
 from gqa_convert.measuring.results.records import Origin, Score
+from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.facts import Base, Facts
 from gqa_convert.publishing.licences import Licence, as_markdown
 from gqa_convert.publishing.making import Making, making_of
@@ -167,7 +168,7 @@ def _origin(origin: Origin) -> Markdown:
 
 def _card(subject: Subject) -> Card:
     facts, measured = subject.facts, subject.measured
-    methods = {record.text("method") for record in facts.chain}
+    methods = [METHODS.get(record.text("method") or "") for record in facts.chain]
     evaluated = any(each.part("evaluation") for each in facts.trainings)
     return Card(
         name=subject.repo_id.rsplit("/", 1)[-1],
@@ -182,10 +183,10 @@ def _card(subject: Subject) -> Card:
         making=making_of(facts),
         scores=tuple(map(_score_section, measured.scored)),
         times=tuple(map(_time_section, measured.timed)),
-        merged=not methods <= {"copy", "repeat"},
+        merged=any(method is None or not method.is_exact for method in methods),
         unmeasured=not measured.scored and not evaluated,
         uptrained=bool(facts.trainings),
-        fitted="fit" in methods or bool(facts.trainings),
+        fitted=bool(facts.trainings) or any(method is not None and method.trains for method in methods),
         licence=Markdown(as_markdown(subject.licence)),
     )
 

@@ -5,21 +5,10 @@ import shlex
 from dataclasses import dataclass
 
 from gqa_convert.measuring.results.fields import Fields, printable
+from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import Markdown, code, number, plain
 
-_METHODS = {
-    "mean": "the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., 2023, section 2.1)",
-    "first": "of the K/V heads of a group the first was kept",
-    "random": "the K/V heads were replaced by random ones, as in the GQA paper's ablation",
-    "align": "the K/V heads of a group were rotated towards each other, the rotations absorbed by queries and outputs, then averaged",
-    "factor": "the K/V heads of a group were factorised together, the factors absorbed by queries and outputs",
-    "fit": "the K/V heads of a group were factorised together and fitted, layer after layer, to what the source's layers give on a calibration text",
-    "repeat": "K/V heads were repeated exactly; the model computes what its source does",
-    "copy": "nothing was changed; the model computes what its source does",
-}
-_EXACT = ("repeat", "copy")
-"""Methods that change nothing in what the model computes."""
 _HYPERPARAMETERS = (
     "objective",
     "optimizer",
@@ -113,12 +102,13 @@ def making_of(facts: Facts) -> Making:
 
 def _step(record: Fields) -> Step:
     method, calibration = record.text("method") or "not recorded", record.part("calibration")
-    exact, errors = method in _EXACT, record.numbers("merge_error")
+    known = METHODS.get(method)  # None for a record of another version
+    exact, errors = known is not None and known.is_exact, record.numbers("merge_error")
     return Step(
         before=number(record.count("source_kv_heads"), 0) or "an unrecorded number of",
         groups=record.need_groups(),
         method=method,
-        meaning=_METHODS.get(method),
+        meaning=known.card_sentence if known else None,
         exact=exact,
         calibrated=calibration is not None,
         text=calibration.text("text") if calibration else None,

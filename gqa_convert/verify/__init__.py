@@ -20,7 +20,7 @@ from gqa_convert.verify import folder as folders
 from gqa_convert.verify.checkpoint_reader import Weights, first_line, read_object
 from gqa_convert.verify.folded_tensors import FoldedComparison
 from gqa_convert.verify.geometry import Geometry, read_geometry
-from gqa_convert.verify.recomputed_merges import FOLDING
+from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.report import Check, Failure, VerificationReport
 from gqa_convert.verify.tensors import TensorComparison
 from gqa_convert.verify.translated import Translation, is_translated

@@ -17,7 +17,7 @@ from gqa_convert.verify.checkpoint_reader import INDEX, first_line
 from gqa_convert.verify.distances import Predictions, divergence, judge_distance
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.probe import HALF_TOLERANCE, STEPS, Caches, Probe, Shapes, cache_shapes
-from gqa_convert.verify.recomputed_merges import FOLDING
+from gqa_convert.verify.proofs import FOLDING, Proof, proof_of
 from gqa_convert.verify.replacing import folds_maps, holds_heads, pool_heads, replace_heads
 from gqa_convert.verify.report import Failure, VerificationReport
 from gqa_convert.verify.tokenizers import check_tokenizer, tokenize
@@ -164,7 +164,7 @@ def check_behaviour(
     cached, reason = state["probe"].decoding_error(state["out"], step)
     if text is not None:
         check("loss of OUT", text_of_out)
-    if method == "fit":
+    if proof_of(method) is Proof.MEASURED:
         state["predictions"] = Predictions(state["probe"], state.get("ids"))
         try:
             state["predicted"] = state["predictions"].logits(state["out"])
@@ -183,7 +183,7 @@ def check_behaviour(
         report.losses = {"source": losses["source"], "out": losses["out"], "tokens": len(state["ids"]) - 1}
     there, _ = state["probe"].cached_shapes(state["source"])
     step()
-    if method == "fit":
+    if proof_of(method) is Proof.MEASURED:
         check("better than mean", nearer_than_mean)
     check(outputs(), same_outputs)
     own = 0.0

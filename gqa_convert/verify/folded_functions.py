@@ -11,7 +11,17 @@ from gqa_convert.verify.folding_constraints import FoldingConstraints
 from gqa_convert.verify.functions import Loss, score_loss, value_loss
 from gqa_convert.verify.heads import Heads
 from gqa_convert.verify.optima import check_aligned, check_factored
+from gqa_convert.verify.proofs import PROOFS, Proof
 from gqa_convert.verify.report import Failure
+
+_CHECKS = {Proof.ROTATED: check_aligned, Proof.OPTIMAL: check_factored}
+"""What is asked of each module."""
+_CONCLUSIONS = {
+    Proof.ROTATED: "as claimed; turned, averaged, no shorter than the mean",
+    Proof.OPTIMAL: "as claimed, and the least that one head can lose",
+    Proof.MEASURED: "measured with every input alike, which is not what was fitted: the claims are finite, and no more "
+    "is known",
+}
 
 Module = tuple[str, Heads, Heads, FoldingConstraints, bool]
 """Name, heads of SOURCE and of OUT, what can be absorbed, and whether all of SOURCE's numbers can be told from OUT's (a
@@ -30,7 +40,7 @@ def check_functions(modules: Iterator[Module], names: set[str], method: str, cla
     """
     errors = _read_claims(claimed, names)
     orders = orders or {}
-    if orders and (method == "align" or not isinstance(orders, dict) or not set(orders) <= names):
+    if orders and (PROOFS[method] is Proof.ROTATED or not isinstance(orders, dict) or not set(orders) <= names):
         raise Failure(f"{PROVENANCE} claims a head_order where {method} leaves heads in their places")
     found: dict[str, list[float]] = {"values": [], "scores": []}
     hidden, left = 0, dict(errors)
@@ -44,7 +54,7 @@ def check_functions(modules: Iterator[Module], names: set[str], method: str, cla
             if not math.isfinite(loss.error()):
                 raise Failure(f"{module} has {what} that are not finite")
             found[what].append(loss.error())
-        if method == "fit":
+        if PROOFS[method] is Proof.MEASURED:
             if not any(name.startswith(f"{module}.") for name in errors):
                 raise Failure(f"{PROVENANCE} has no merge_error for {module}")
         elif whole:
@@ -57,14 +67,7 @@ def check_functions(modules: Iterator[Module], names: set[str], method: str, cla
     if not found["values"]:
         return "no heads were merged"
     ranges = ", ".join(f"{what} {min(values):.4f} to {max(values):.4f}" for what, values in found.items())
-    proofs = {
-        "factor": "as claimed, and the least that one head can lose",
-        "align": "as claimed; turned, averaged, no shorter than the mean",
-    }
-    proof = proofs.get(
-        method,
-        "measured with every input alike, which is not what was fitted: the claims are finite, and no more is known",
-    )
+    proof = _CONCLUSIONS[PROOFS[method]]
     unknown = f"; {hidden} only measured, since gains of zero hide their inputs" if hidden else ""
     return f"relative errors in {len(found['values'])} attention modules: {ranges}; {proof}{unknown}"
 
@@ -81,7 +84,7 @@ def _check_module(
     module: str, source: Heads, merged: Heads, groups: int, constraints: FoldingConstraints, method: str
 ) -> None:
     try:
-        (check_factored if method == "factor" else check_aligned)(source, merged, groups, constraints)
+        _CHECKS[PROOFS[method]](source, merged, groups, constraints)
     except Failure as failure:
         raise Failure(f"{module}: {failure}, which is not what {method} makes") from None
 

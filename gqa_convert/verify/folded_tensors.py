@@ -12,6 +12,7 @@ from gqa_convert.verify.folding_constraints import FoldingConstraints, read_fold
 from gqa_convert.verify.geometry import Counts, Cut, Geometry, attention_kind_of
 from gqa_convert.verify.heads import HeadReader
 from gqa_convert.verify.layout import Run
+from gqa_convert.verify.proofs import PROOFS, Proof
 from gqa_convert.verify.recomputed_merges import half_unit, same_bits
 from gqa_convert.verify.tensors import TensorComparison
 
@@ -60,7 +61,7 @@ class FoldedComparison(TensorComparison):
 
     def _folding(self, module: str) -> Iterator[str]:
         """Tensors without K/V heads that the method may change in a module."""
-        family, constraints, free = self._family, self._constraints_of[module], self._method == "fit"
+        family, constraints, free = self._family, self._constraints_of[module], PROOFS[self._method] is Proof.MEASURED
         names = [f"{module}.{family.query}.{kind}" for kind in ("weight", "bias") if constraints.keys or free]
         names += [f"{module}.{family.output}.weight"] if constraints.values or free else []
         names += [f"{module}.{family.output}.bias"] if free else []
@@ -91,7 +92,9 @@ class FoldedComparison(TensorComparison):
             for what in ("keys", "values")
         }
         notes = [
-            f"{what} of {count} modules are means" for what, count in means.items() if count and self._method != "fit"
+            f"{what} of {count} modules are means"
+            for what, count in means.items()
+            if count and PROOFS[self._method] is not Proof.MEASURED
         ]
         return "; ".join(
             [f"{total} tensors of {self._method}, {self._geometry.before} -> {self._geometry.after} K/V heads", *notes]
@@ -159,7 +162,7 @@ class FoldedComparison(TensorComparison):
         constraints = self._constraints_of.get(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0])
         if constraints is None:
             return False
-        if self._method == "fit":
+        if PROOFS[self._method] is Proof.MEASURED:
             return True
         return constraints.values if part == "value" else constraints.keys
 

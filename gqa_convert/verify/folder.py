@@ -12,6 +12,7 @@ from gqa_convert.families.table import Family
 from gqa_convert.verify.checkpoint_reader import INDEX, SINGLE, Weights, first_line, read_object
 from gqa_convert.verify.config import CONFIG, same_json
 from gqa_convert.verify.geometry import AttentionKind, Geometry
+from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS, Proof, proof_of
 from gqa_convert.verify.report import Failure
 
 PROVENANCE = "gqa_conversion.json"
@@ -183,7 +184,9 @@ def judged_method(method: Any, claims: dict[str, Any]) -> Any:
     """By which method's rules OUT is judged: what `factor` made of calibration text can only be measured, like what
     `fit` made.
     """
-    return "fit" if method == "factor" and claims.get("calibration") is not None else method
+    if claims.get("calibration") is None or not isinstance(method, str) or method not in CALIBRATED_PROOFS:
+        return method
+    return next(name for name, proof in PROOFS.items() if proof is CALIBRATED_PROOFS[method])
 
 
 def _sha256(path: Path) -> str:
@@ -235,8 +238,8 @@ def check_provenance(
     told = isinstance(text, dict) and type(text.get("tokens")) is int and text["tokens"] > 0
     if (
         not (told or text is None)
-        or (truth["method"] == "fit" and not told)
-        or (told and truth["method"] not in ("factor", "fit"))
+        or (proof_of(truth["method"]) is Proof.MEASURED and not told)
+        or (told and truth["method"] not in tuple(CALIBRATED_PROOFS))
     ):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {truth['method']}")
     origin = claims.get("source")

@@ -5,12 +5,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-METHODS = ("mean", "first", "random")
-FOLDING = ("align", "factor", "fit")
-"""Methods that change queries and outputs too, by maps that these absorb of keys and values: no function of the K/V
-heads alone.
-"""
-
 
 def wide_dtype(dtype: Any) -> Any:
     """The type that sums are kept in."""

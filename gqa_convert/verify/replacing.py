@@ -7,7 +7,8 @@ from typing import Any
 from gqa_convert.families.table import Family
 from gqa_convert.verify.geometry import Counts, Geometry, attention_kind_of
 from gqa_convert.verify.layout import Run, alone, axis_of, fused
-from gqa_convert.verify.recomputed_merges import FOLDING, merge
+from gqa_convert.verify.proofs import FOLDING
+from gqa_convert.verify.recomputed_merges import merge
 from gqa_convert.verify.report import Failure
 
 

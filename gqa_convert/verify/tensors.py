@@ -7,7 +7,8 @@ from typing import Any
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import Counts, Cut, Geometry
 from gqa_convert.verify.layout import Run
-from gqa_convert.verify.recomputed_merges import METHODS, FreshNumbers, deviation, differing, merge, same_bits
+from gqa_convert.verify.proofs import RECOMPUTED
+from gqa_convert.verify.recomputed_merges import FreshNumbers, deviation, differing, merge, same_bits
 from gqa_convert.verify.report import Failure
 
 _BLOCK = 64 << 20
@@ -82,8 +83,8 @@ class TensorComparison:
     def merged(self) -> str:
         """Every K/V head is the merge of its group's heads; the query heads of a fused projection are the source's."""
         geometry = self._geometry
-        if any(counts.after < counts.before for counts in geometry.counts.values()) and self._method not in METHODS:
-            raise Failure(f"method {self._method!r} can't be recomputed: only {', '.join(METHODS)}")
+        if any(counts.after < counts.before for counts in geometry.counts.values()) and self._method not in RECOMPUTED:
+            raise Failure(f"method {self._method!r} can't be recomputed: only {', '.join(RECOMPUTED)}")
         bad = [problem for name, cut in geometry.cuts.items() if (problem := self._compare_cut(name, cut))]
         for attention_kind, names in geometry.lists:
             bad += [problem for problem in self._compare_list(geometry.counts[attention_kind], names) if problem]

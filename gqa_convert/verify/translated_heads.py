@@ -13,6 +13,7 @@ from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.folded_functions import Module, check_functions
 from gqa_convert.verify.folding_constraints import FoldingConstraints, rotary_pairs
 from gqa_convert.verify.heads import Heads, rounding
+from gqa_convert.verify.proofs import Proof, proof_of
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.rewriting import ROLES, Expected, Layer, Rewriting, split_heads, to_pairs
 from gqa_convert.verify.translated_tensors import TranslatedComparison
@@ -210,7 +211,7 @@ class FoldedTranslatedComparison(TranslatedComparison):
             for role, (name, _, _) in heads.names(rewriting.layer(number)).items():
                 self._made.add(f"{name}.weight")
                 changed = (
-                    rewriting.method == "fit"
+                    proof_of(rewriting.method) is Proof.MEASURED
                     if role == "output"
                     else rewriting.biased or rewriting.target_architecture.folded
                 )

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 
 from gqa_convert.verify.checkpoint_reader import Weights
-from gqa_convert.verify.recomputed_merges import FOLDING, METHODS, differing, half_unit, same_bits
+from gqa_convert.verify.proofs import FOLDING, RECOMPUTED
+from gqa_convert.verify.recomputed_merges import differing, half_unit, same_bits
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.rewriting import Expected, Rewriting
 
@@ -51,8 +52,8 @@ class TranslatedComparison:
     def merged(self) -> str:
         """Every tensor with K/V heads; looks at all others too, for `rewritten`."""
         rewriting = self._rewriting
-        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in (*METHODS, *FOLDING):
-            raise Failure(f"method {rewriting.method!r} can't be recomputed: only {', '.join(METHODS)}")
+        if rewriting.groups != rewriting.sizes.heads and rewriting.method not in (*RECOMPUTED, *FOLDING):
+            raise Failure(f"method {rewriting.method!r} can't be recomputed: only {', '.join(RECOMPUTED)}")
         names = rewriting.target_architecture.new.heads
         kinds = tuple(f".{name}.{kind}" for name in (names[1:] or names) for kind in ("weight", "bias"))
         for formulas in rewriting.parts():

@@ -36,6 +36,7 @@ from gqa_convert.families.target_architectures import (
     read_rotary,
     translate_config,
 )
+from gqa_convert.merging.methods import METHODS
 from tests.helpers.checkpoints import write_llama
 
 HEADS, WIDTH, VOCAB = 12, 16, 40
@@ -177,7 +178,7 @@ def translate(source: Path, target: Path, groups: int, method: Any = "mean") -> 
     disk = Disk(source)
     target_architecture = find_target_architecture(disk.config, groups)
     assert isinstance(target_architecture, TargetArchitecture), target_architecture
-    translation = translate_tensors(disk.header.tensors, disk.config, target_architecture, groups, method)
+    translation = translate_tensors(disk.header.tensors, disk.config, target_architecture, groups, METHODS[method])
     executor = RowTranslator(disk.read, seed=3)
     data = []
     for tensor in translation.tensors:

@@ -7,7 +7,7 @@ from typing import Any
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import check_language_model
-from gqa_convert.merging.folding.merge import FOLDING_METHODS
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT, CHOICES, DEFAULT, METHODS, Need, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CalibrationOptions:
 
 def default_method(calibration: CalibrationOptions) -> str:
     """The method where none is asked for: what lost least of those that can be had."""
-    return "factor" if calibration.source is None else "fit"
+    return (DEFAULT if calibration.source is None else CALIBRATED_DEFAULT).name
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:
@@ -41,10 +41,11 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
     Raises:
         OptionError: `fit` without text, text for a method that reads none, or a count without text.
     """
+    needs = METHODS[method]
     if calibration.source is None:
-        if method == "fit":
+        if needs.calibration is Need.REQUIRED:
             raise OptionError(
-                "--method fit needs calibration text: name a text file or dataset with --calibration, or choose --method factor"
+                f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
             )
         if calibration.steps is not None:
             raise OptionError(
@@ -58,12 +59,15 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             raise OptionError(
                 f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration"
             )
-    elif method not in ("factor", "fit"):
-        measured = ", ".join(name for name in FOLDING_METHODS if name != "align")
-        raise OptionError(f"--calibration is of no use to --method {method}: leave it out, or choose one of {measured}")
+    elif needs.calibration is Need.NEVER:
+        measuring = names(tuple(each for each in CHOICES if each.calibration is not Need.NEVER))
+        raise OptionError(
+            f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
+        )
     for option, steps in (("--fit-steps", calibration.steps), ("--kl-steps", calibration.kl_steps)):
-        if steps is not None and (method != "fit" or steps < 0):
-            raise OptionError(f"{option} {steps} with --method {method}: only fit takes steps, 0 or more")
+        if steps is not None and (not needs.trains or steps < 0):
+            training = names(tuple(each for each in CHOICES if each.trains))
+            raise OptionError(f"{option} {steps} with --method {method}: only {training} takes steps, 0 or more")
 
 
 def check_predicts(
@@ -104,7 +108,7 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
         seed=options.seed,
         sequence_length=options.sequence_length,
         batch_tokens=_BATCH_TOKENS,
-        held_out_tokens=max(_BATCH_TOKENS, tokens // _HELD_OUT) if plan.method == "fit" else 0,
+        held_out_tokens=max(_BATCH_TOKENS, tokens // _HELD_OUT) if METHODS[plan.method].trains else 0,
     )
 
 

@@ -85,7 +85,7 @@ def fit_checkpoint(
             store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
-        if store.finished() is None and kl_steps != 0 and plan.method == "fit":
+        if store.finished() is None and kl_steps != 0 and plan.merge_method.trains:
             if kl_steps is not None:
                 train_together(plan, store, model, batches, held_out, on_layer, steps=kl_steps, seed=plan.seed)
             elif steps and held_out and affordable(model, batches, len(plan.layers)):
@@ -153,7 +153,7 @@ def fit_layers(
                     tensors,
                     plan.groups,
                     find_folding_constraints(finder, layer),
-                    closed_loop=plan.method == "fit",
+                    closed_loop=plan.merge_method.trains,
                     steps=steps,
                     seed=plan.seed,
                     spill=spill,

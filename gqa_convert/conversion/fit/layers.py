@@ -96,9 +96,14 @@ def _merge_layer(
     parts, constraints = LayerTensors(finder, layer), find_folding_constraints(finder, layer)
     tensors: Tensors = {name: read(name) for name in parts.names}
     source = parts.cut(tensors)
-    order = order_heads(source, plan.groups, constraints, None) if plan.method == "factor" else np.arange(source.groups)
+    order = (
+        order_heads(source, plan.groups, constraints, None)
+        if plan.merge_method.reorders_heads
+        else np.arange(source.groups)
+    )
     source = ordered(source, order)
-    merged = merge_layer(source, plan.groups, plan.method, constraints, None)
+    assert plan.merge_method.folding is not None
+    merged = merge_layer(source, plan.groups, plan.merge_method.folding, constraints, None)
     keys, values = fitted_errors(source, merged, constraints, None)
     del source
     record = {"module": layer.module, "keys": keys, "values": values} | noted(order)

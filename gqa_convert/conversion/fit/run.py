@@ -10,7 +10,6 @@ from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
 from gqa_convert.conversion.fit.layers import LayerDone, merge_layers, merged_plan
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.folding.merge import FOLDING_METHODS
 
 __all__ = ["LayerDone", "Merged", "merge_heads"]
 
@@ -43,7 +42,7 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
     Raises:
         GQAConvertError: one of its subclasses.
     """
-    if plan.effective_method not in FOLDING_METHODS:
+    if not plan.merge_method.merges_layers:
         return Merged(plan)
     files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
     fingerprint: dict[str, Any] = {

@@ -21,8 +21,7 @@ from gqa_convert.families.target_architectures import (
 )
 from gqa_convert.merging.folding.constraints import find_folding_constraints
 from gqa_convert.merging.folding.heads import LayerTensors
-from gqa_convert.merging.folding.merge import FOLDING_METHODS
-from gqa_convert.merging.pooling import METHODS, Method
+from gqa_convert.merging.methods import COPY, FIRST, MEAN, REPEAT, MergeMethod, choose_method
 
 
 def make_plan(
@@ -58,14 +57,11 @@ def make_plan(
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
         OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
     """
-    known = (*METHODS, *FOLDING_METHODS)
-    if method not in known:
-        raise OptionError(f"--method {method!r} is unknown: choose one of {', '.join(known)}")
+    chosen = choose_method(method)
     if max_shard_size is not None and max_shard_size < 1:
         raise OptionError(f"--max-shard-size {max_shard_size} holds nothing: give it a size such as 5GB")
-    folding = method in FOLDING_METHODS
-    # the writer meets heads that an absorbing method has made equal within each group
-    pooling: Method = "first" if folding else next(name for name in METHODS if name == method)
+    # a method that works on layers makes the heads of a group equal, and the writer then keeps the first of them
+    streamed = FIRST if chosen.merges_layers else chosen
     family = find_family(checkpoint.config.get("model_type"))
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     unused = tuple(check_tensors(checkpoint, finder))
@@ -75,15 +71,15 @@ def make_plan(
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if target_architecture or (unchanged and not _converted_before(family)) else family.modeling
     if target_architecture:
-        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, pooling)
+        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, streamed)
         config = translate_config(checkpoint.config, target_architecture, groups)
     else:
-        shards, changes = plan_tensors(checkpoint, finder, groups, pooling)
+        shards, changes = plan_tensors(checkpoint, finder, groups, streamed)
         config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     reasons: tuple[str, ...] = ()
-    if folding:
-        changes = list(_folded(changes, checkpoint, finder, groups, method, translated=target_architecture is not None))
-        reasons = tuple(_constraints(finder, groups, method))
+    if chosen.merges_layers:
+        changes = list(_folded(changes, checkpoint, finder, groups, chosen, translated=target_architecture is not None))
+        reasons = tuple(_constraints(finder, groups, chosen))
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
     if max_shard_size is not None:
@@ -185,7 +181,7 @@ def _folded(
     checkpoint: Checkpoint,
     finder: AttentionFinder,
     groups: int,
-    method: str,
+    method: MergeMethod,
     *,
     translated: bool,
 ) -> Iterator[TensorChange]:
@@ -201,8 +197,9 @@ def _folded(
             "value": constraints.value_constraint,
             "key_norm": "averaged",
         }
-        pooled = blocked and method != "fit" and all(blocked[role] for role in change.roles)
-        yield change if change.method in ("copy", "repeat") else replace(change, method="mean" if pooled else method)
+        pooled = blocked and not method.trains and all(blocked[role] for role in change.roles)
+        exact = change.method in (COPY.name, REPEAT.name)
+        yield change if exact else replace(change, method=(MEAN if pooled else method).name)
     if translated:
         return  # there every tensor is computed anew
     entries = {name: entry for _, name, entry in checkpoint.tensors()}
@@ -211,12 +208,12 @@ def _folded(
         constraints = reasons[module]
         taken = {"query": constraints.key_constraint, "output": constraints.value_constraint}
         for name, role in LayerTensors(finder, layer).folding.items():
-            if layer.kv_heads > groups and name not in seen and (method == "fit" or not taken[role]):
+            if layer.kv_heads > groups and name not in seen and (method.trains or not taken[role]):
                 entry = entries[name]
-                yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method)
+                yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
 
 
-def _constraints(finder: AttentionFinder, groups: int, method: str) -> Iterator[str]:
+def _constraints(finder: AttentionFinder, groups: int, method: MergeMethod) -> Iterator[str]:
     """What an absorbing method can't do here."""
     if all(layer.kv_heads <= groups for layer in finder.layers):
         return
@@ -227,8 +224,7 @@ def _constraints(finder: AttentionFinder, groups: int, method: str) -> Iterator[
     ):
         reason = next(filter(None, reasons), None)
         if reason:
-            how = "start from their mean" if method == "fit" else "are averaged"
-            yield f"{role} {how} in {len(list(filter(None, reasons)))} of {len(found)} attention layers, since {reason}"
+            yield f"{role} {method.constrained_heads} in {len(list(filter(None, reasons)))} of {len(found)} attention layers, since {reason}"
 
 
 def _warnings(

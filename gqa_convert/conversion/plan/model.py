@@ -11,19 +11,19 @@ from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.target_architectures import TargetArchitecture, engines_for
-from gqa_convert.merging.pooling import Method
+from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A run of output bytes: copied from one source range, or merged from several of the same length.
 
-    `ranges` holds (shard number, byte offset in that file); `method` is None for a copy.
+    `ranges` holds (shard number, byte offset in that file); `pooling` is None for a copy.
     """
 
     ranges: tuple[tuple[int, int], ...]
     nbytes: int
-    method: Method | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,13 @@ class Plan:
     @property
     def effective_method(self) -> str:
         """What really happens: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
-        methods = {change.method for change in self.changes} - {"copy"}
-        return "copy" if not methods else "repeat" if methods == {"repeat"} else self.method
+        return self.merge_method.name
+
+    @property
+    def merge_method(self) -> MergeMethod:
+        """The registry's record of the effective method."""
+        methods = {change.method for change in self.changes} - {COPY.name}
+        return COPY if not methods else REPEAT if methods == {REPEAT.name} else METHODS[self.method]
 
     @property
     def route(self) -> str:

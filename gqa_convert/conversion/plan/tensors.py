@@ -10,11 +10,11 @@ from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import Role, Section
 from gqa_convert.families.target_architectures import TargetArchitecture
-from gqa_convert.merging.pooling import Method
+from gqa_convert.merging.methods import COPY, REPEAT, MergeMethod, Pooling
 
 
 def plan_tensors(
-    checkpoint: Checkpoint, finder: AttentionFinder, groups: int, method: Method
+    checkpoint: Checkpoint, finder: AttentionFinder, groups: int, method: MergeMethod
 ) -> tuple[list[OutputShard], list[TensorChange]]:
     """Every output tensor in the order of its source, and the list of those that change."""
     target_architectures = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
@@ -43,7 +43,7 @@ def plan_tensors(
         for names in finder.head_lists(layer):
             blocks = [(target_architectures[name][0], target_architectures[name][1].start) for name in names]
             entry = target_architectures[names[0]][1]
-            pieces = _regrouped_blocks(blocks, entry.nbytes, groups, _norm_method(method))
+            pieces = _regrouped_blocks(blocks, entry.nbytes, groups, method.norm_pooling)
             changed.update(names if groups != layer.kv_heads else ())
             for index, name in enumerate(names):
                 planned[name] = (
@@ -85,7 +85,7 @@ def plan_translation(
     finder: AttentionFinder,
     target_architecture: TargetArchitecture,
     groups: int,
-    method: Method,
+    method: MergeMethod,
 ) -> tuple[list[OutputShard], list[TensorChange]]:
     """Every tensor of the home, in the file of the source tensor that it comes from, and those whose heads become
     fewer.
@@ -122,11 +122,6 @@ def _translated(tensor: TranslatedTensor, target_architectures: dict[str, tuple[
     return OutputTensor(tensor.name, tensor.dtype, tensor.shape, tuple(pieces))
 
 
-def _norm_method(method: Method) -> Method:
-    """Gains of a norm are no projection: fresh numbers would only destroy them, so that `random` averages them."""
-    return "mean" if method == "random" else method
-
-
 def _change(
     name: str,
     layer: AttentionLayer,
@@ -134,12 +129,12 @@ def _change(
     entry: TensorEntry,
     after: tuple[int, ...],
     groups: int,
-    method: Method,
+    method: MergeMethod,
     before: tuple[int, ...] | None = None,
 ) -> TensorChange:
-    used: str = _norm_method(method) if roles == ("key_norm",) else method
+    used: str = method.norm_pooling if roles == ("key_norm",) else method.name
     if groups >= layer.kv_heads:
-        used = "copy" if groups == layer.kv_heads else "repeat"
+        used = (COPY if groups == layer.kv_heads else REPEAT).name
     return TensorChange(name, layer.module, roles, entry.dtype, before or entry.shape, after, used)
 
 
@@ -153,7 +148,7 @@ def _regrouped(
     entry: TensorEntry,
     cut: tuple[Section, ...],
     groups: int,
-    method: Method,
+    method: MergeMethod,
     *,
     transposed: bool,
 ) -> OutputTensor:
@@ -168,8 +163,8 @@ def _regrouped(
         nbytes = section.width * unit
         blocks = [(shard, entry.start + start * unit) for start in section.starts]
         if section.merged:
-            used = _norm_method(method) if section.role == "key_norm" else method
-            pieces += _regrouped_blocks(blocks, nbytes, groups, used)
+            pooling = method.norm_pooling if section.role == "key_norm" else method.pooling
+            pieces += _regrouped_blocks(blocks, nbytes, groups, pooling)
             length += groups * section.width
         else:
             pieces += _joined(blocks, nbytes)
@@ -187,13 +182,13 @@ def _joined(blocks: list[tuple[int, int]], nbytes: int) -> Iterator[Piece]:
             begin = following
 
 
-def _regrouped_blocks(blocks: list[tuple[int, int]], nbytes: int, groups: int, method: Method) -> list[Piece]:
+def _regrouped_blocks(blocks: list[tuple[int, int]], nbytes: int, groups: int, pooling: Pooling | None) -> list[Piece]:
     """One piece per group: contiguous heads share a group, as every native implementation has it."""
     if groups >= len(blocks):
         copies = groups // len(blocks)
         return [Piece((block,), nbytes) for block in blocks for _ in range(copies)]
     size = len(blocks) // groups
-    return [Piece(tuple(blocks[first : first + size]), nbytes, method) for first in range(0, len(blocks), size)]
+    return [Piece(tuple(blocks[first : first + size]), nbytes, pooling) for first in range(0, len(blocks), size)]
 
 
 def safetensors_name(file: str) -> str:

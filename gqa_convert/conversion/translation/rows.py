@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.conversion.translation.tensors import Rows, Run, Shift, TranslatedTensor
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, standard_deviation
+from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, pool, standard_deviation
 
 Array = npt.NDArray[Any]
 
@@ -180,27 +180,18 @@ def _merge(run: Run, first: int, count: int, source: _Take, fresh: _Fresh) -> tu
     """The merged rows, and the heads they come from as [heads, numbers] if there are several; both in the accumulation
     type.
 
-    As `BlockMerger` has it, but not rounded: the sum in head order divided by the number of heads, head 0, or fresh
-    numbers.
+    As `BlockMerger` merges them, but not rounded.
     """
     rows = source(run.sources[0], first, count)
     dtype, wide = rows.dtype, accumulation_dtype(rows.dtype)
-    if run.method is None:
+    if run.pooling is None:
         return rows.astype(wide, order="C"), None
     heads = np.empty((len(run.sources), rows.size), wide)
     heads[0] = rows.reshape(-1)
     for head, place in zip(heads[1:], run.sources[1:], strict=True):
         head[:] = source(place, first, count).reshape(-1)
-    if run.method == "mean":
-        merged = heads[0].copy()
-        for head in heads[1:]:
-            merged += head
-        merged /= len(heads)
-    elif run.method == "first":
-        merged = heads[0].copy()
-    else:
-        merged = fresh.take(run, heads.shape[1], dtype)
-    return merged.reshape(rows.shape), heads
+    drawn = fresh.take(run, heads.shape[1], dtype) if run.pooling == "random" else None
+    return pool(heads, run.pooling, np.empty(rows.size, wide), drawn).reshape(rows.shape), heads
 
 
 def _rounded(wide: Array, tensor: TranslatedTensor) -> Array:

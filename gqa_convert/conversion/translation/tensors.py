@@ -22,7 +22,7 @@ from gqa_convert.families.target_architectures import (
     read_dimensions,
     read_rotary,
 )
-from gqa_convert.merging.pooling import Method
+from gqa_convert.merging.methods import COPY, MEAN, MergeMethod, Pooling
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Run:
 
     count: int
     sources: tuple[Rows, ...] = ()
-    method: Method | None = None
+    pooling: Pooling | None = None
     """How several sources are merged."""
     role: Role | None = None
     """Of what is merged; random numbers are drawn with the deviation of a role's rows."""
@@ -147,7 +147,7 @@ def translate_tensors(
     config: Config,
     target_architecture: TargetArchitecture,
     groups: int,
-    method: Method = "mean",
+    method: MergeMethod = MEAN,
 ) -> Translation:
     """Say of every tensor of the home how it comes about.
 
@@ -174,7 +174,7 @@ class _Translator:
         config: Config,
         target_architecture: TargetArchitecture,
         groups: int,
-        method: Method,
+        method: MergeMethod,
     ) -> None:
         self.sources, self.target_architecture, self.groups, self.method = sources, target_architecture, groups, method
         self.origin: Origin = ORIGINS[target_architecture.source_type]
@@ -443,8 +443,8 @@ class _Layer:
         found = tuple(role for role in roles if role != "query")
         if not found:
             return None
-        used = "copy" if self.all.groups == self.size.heads else self.all.method
-        return Merged(found, (self.size.hidden * len(roles), *columns), (rows, *columns), used)
+        used = COPY if self.all.groups == self.size.heads else self.all.method
+        return Merged(found, (self.size.hidden * len(roles), *columns), (rows, *columns), used.name)
 
     def head_runs(self, tensor: str, role: Role) -> tuple[Run, ...]:
         """The rows of every head of a role, K/V heads merged to `groups`: contiguous heads share a group."""
@@ -457,8 +457,8 @@ class _Layer:
             starts = [self.head_start(head, role) for head in range(first, first + together)]
             for offset, step, count in self.order(role):
                 sources = tuple(Rows(tensor, start + offset, step) for start in starts)
-                method = self.all.method if together > 1 else None
-                runs.append(Run(count, sources, method, role if method else None, scale))
+                pooling = self.all.method.pooling if together > 1 else None
+                runs.append(Run(count, sources, pooling, role if pooling else None, scale))
         return tuple(runs)
 
     def head_start(self, head: int, role: Role) -> int:

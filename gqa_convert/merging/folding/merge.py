@@ -4,8 +4,9 @@ Shape legend as in `heads`; a moment is E[x x^T] over calibration text of a proj
 its bias, [e, e].
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,9 @@ from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, f
 from gqa_convert.merging.folding.constraints import FoldingConstraints
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.low_frequency import factor_partly_rotary_keys
+from gqa_convert.merging.methods import Folding
 
 Array = npt.NDArray[Any]
-FoldingMethod = Literal["align", "factor", "fit"]
-FOLDING_METHODS: Final[tuple[FoldingMethod, ...]] = ("align", "factor", "fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Moments:
 def merge_layer(
     heads: Heads,
     groups: int,
-    method: str,
+    folding: Folding,
     constraints: FoldingConstraints,
     moments: Moments | None,
     slow: int | None = None,
@@ -44,15 +44,14 @@ def merge_layer(
     Args:
         heads: of the source.
         groups: how many K/V heads remain.
-        method: `align` or `factor`; what can't be absorbed is averaged, and the rest is left alone.
-        freedom: what can be absorbed.
+        folding: how; what cannot be folded is averaged, and the rest is left alone.
+        constraints: what forbids folding.
         moments: for `factor`; without them every input direction counts alike.
         slow: rotary pairs from this one on, which turn little over a whole context, are merged as if they did not turn.
 
     Returns:
         Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no fewer groups than
-        heads, the heads as
-        they are: whether they are repeated does not matter here.
+        heads, the heads themselves: whether they are repeated does not matter here.
     """
     if groups >= heads.groups:
         return heads
@@ -62,58 +61,99 @@ def merge_layer(
     values = np.empty((groups, *heads.values.shape[1:]))
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], method, constraints, moments, slow)
-        values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], method, constraints, moments)
+        keys[group], queries[own] = _merge_keys(
+            heads.keys[own], heads.queries[own], _FOLDINGS[folding], constraints, moments, slow
+        )
+        values[group], outputs[own] = _merge_values(
+            heads.values[own], heads.outputs[own], _FOLDINGS[folding], constraints, moments
+        )
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
 
 
-def _merge_values(
-    values: Array, outputs: Array, method: str, constraints: FoldingConstraints, moments: Moments | None
-) -> tuple[Array, Array]:
-    if constraints.value_constraint:
-        return values.mean(0), outputs
-    if method == "align":
-        return align_values(values, outputs)
+Merge = Callable[[Array, Array, Moments | None], tuple[Array, Array]]
+"""From the rows of a group's heads [m, ...], and what reads them [m, r, ...], to the shared head and what reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Merges:
+    """How one folding merges each part of a layer."""
+
+    values: Merge
+    """[m, w, e] and output columns [m, r, D, w]."""
+    rotary_keys: Merge
+    """[m, f, e] and queries [m, r, f, e], complex."""
+    plain_keys: Merge
+    """Rows without rotary positions: [m, s, e] and queries [m, r, s, e]."""
+
+
+def _align_values(values: Array, outputs: Array, _moments: Moments | None) -> tuple[Array, Array]:
+    return align_values(values, outputs)
+
+
+def _align_rotary_keys(keys: Array, queries: Array, _moments: Moments | None) -> tuple[Array, Array]:
+    return align_rotary_keys(keys, queries)
+
+
+def _align_plain_keys(keys: Array, queries: Array, _moments: Moments | None) -> tuple[Array, Array]:
+    """Queries relate to keys as the output's columns do to values."""
+    shared, columns = align_values(keys, np.swapaxes(queries, -1, -2))
+    return shared, np.swapaxes(columns, -1, -2)
+
+
+def _factor_values(values: Array, outputs: Array, moments: Moments | None) -> tuple[Array, Array]:
     return factor_values(values, outputs, moments.keys if moments else None, weighted=moments is not None)
 
 
-def _merge_keys(
-    keys: Array, queries: Array, method: str, constraints: FoldingConstraints, moments: Moments | None, slow: int | None
+def _factor_rotary_keys(keys: Array, queries: Array, moments: Moments | None) -> tuple[Array, Array]:
+    return factor_rotary_keys(keys, queries, *((moments.keys, moments.queries) if moments else ()))
+
+
+def _factor_plain_keys(keys: Array, queries: Array, moments: Moments | None) -> tuple[Array, Array]:
+    return factor_keys(keys, queries, *((centred(moments.keys), moments.queries) if moments else ()))
+
+
+_FOLDINGS: Final[Mapping[Folding, _Merges]] = {
+    "align": _Merges(_align_values, _align_rotary_keys, _align_plain_keys),
+    "factor": _Merges(_factor_values, _factor_rotary_keys, _factor_plain_keys),
+}
+
+
+def _merge_values(
+    values: Array, outputs: Array, merges: _Merges, constraints: FoldingConstraints, moments: Moments | None
 ) -> tuple[Array, Array]:
-    """Rotary pairs as complex rows, and the rows that do not turn."""
+    if constraints.value_constraint:
+        return values.mean(0), outputs
+    return merges.values(values, outputs, moments)
+
+
+def _merge_keys(
+    keys: Array,
+    queries: Array,
+    merges: _Merges,
+    constraints: FoldingConstraints,
+    moments: Moments | None,
+    slow: int | None,
+) -> tuple[Array, Array]:
+    """Rotary pairs as complex rows, and the rows without rotary positions."""
     if constraints.key_constraint:
         return keys.mean(0), queries
     real, imaginary = constraints.pairs
     rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate(constraints.pairs))
-    turning = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
-    still = keys[:, rest], queries[:, :, rest]
+    rotary = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
+    plain = keys[:, rest], queries[:, :, rest]
     if slow is not None and slow < len(real):
         measured = (moments.keys, moments.queries) if moments else ()
-        merged = factor_partly_rotary_keys((turning[0], still[0]), (turning[1], still[1]), slow, *measured)
+        rotary_key, plain_key, rotary_queries, plain_queries = factor_partly_rotary_keys(
+            (rotary[0], plain[0]), (rotary[1], plain[1]), slow, *measured
+        )
     else:
-        merged = *_merge_rotary(*turning, method, moments), *_merge_still(*still, method, moments)
-        merged = merged[0], merged[2], merged[1], merged[3]
+        rotary_key, rotary_queries = merges.rotary_keys(*rotary, moments) if len(real) else (rotary[0][0], rotary[1])
+        plain_key, plain_queries = merges.plain_keys(*plain, moments) if len(rest) else (plain[0][0], plain[1])
     shared, new = np.empty_like(keys[0]), np.empty_like(queries)
-    shared[real], shared[imaginary], shared[rest] = merged[0].real, merged[0].imag, merged[1]
-    new[:, :, real], new[:, :, imaginary], new[:, :, rest] = merged[2].real, merged[2].imag, merged[3]
+    shared[real], shared[imaginary], shared[rest] = rotary_key.real, rotary_key.imag, plain_key
+    new[:, :, real], new[:, :, imaginary] = rotary_queries.real, rotary_queries.imag
+    new[:, :, rest] = plain_queries
     return shared, new
-
-
-def _merge_rotary(keys: Array, queries: Array, method: str, moments: Moments | None) -> tuple[Array, Array]:
-    if not keys.shape[1]:
-        return keys[0], queries
-    if method == "align":
-        return align_rotary_keys(keys, queries)
-    return factor_rotary_keys(keys, queries, *((moments.keys, moments.queries) if moments else ()))
-
-
-def _merge_still(keys: Array, queries: Array, method: str, moments: Moments | None) -> tuple[Array, Array]:
-    if not keys.shape[1]:
-        return keys[0], queries
-    if method == "align":  # queries stand to keys as the output's columns do to values
-        shared, columns = align_values(keys, np.swapaxes(queries, -1, -2))
-        return shared, np.swapaxes(columns, -1, -2)
-    return factor_keys(keys, queries, *((centred(moments.keys), moments.queries) if moments else ()))
 
 
 def centred(moment: Array) -> Array:

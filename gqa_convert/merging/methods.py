@@ -1,0 +1,270 @@
+"""The registry of merge methods: what each one needs, what it changes, how it is described and how it is proved.
+
+Every other part of the package asks this registry instead of comparing names. The arithmetic itself is in `pooling`
+(heads of one tensor) and in `folding.merge` (whole attention layers). This module imports the standard library only,
+so that `--help` can read it without loading numpy.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+from gqa_convert.errors import OptionError
+
+Pooling = Literal["mean", "first", "random"]
+"""How the numbers of several heads become those of one, tensor by tensor; the functions are in `pooling`."""
+Folding = Literal["align", "factor"]
+"""How a whole layer's heads are merged with maps folded into its neighbours; the functions are in `folding.merge`."""
+
+
+class Need(StrEnum):
+    """Whether a method uses something."""
+
+    NEVER = "never"
+    OPTIONAL = "optional"
+    REQUIRED = "required"
+
+
+class Proof(StrEnum):
+    """How `verify` proves a result. `verify` has an enum of its own with the same values, and a test compares them."""
+
+    IDENTICAL = "identical"
+    """Every K/V head is one of the source's, bit for bit."""
+    RECOMPUTED = "recomputed"
+    """Every K/V head is computed again from the source's and must be equal, bit for bit."""
+    ROTATED = "rotated"
+    """The maps must be rotations, and the shared heads the means of the rotated ones."""
+    OPTIMAL = "optimal"
+    """The shared heads must lose no more than the optimum."""
+    MEASURED = "measured"
+    """The result's predictions must be closer to the source's than those of mean pooling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeMethod:
+    """One merge method. No field has a default: a new method must decide each of them."""
+
+    name: str
+    """As `--method` takes it and as `gqa_conversion.json` records it."""
+    description: str
+    """One sentence that says what the method does."""
+    source: str
+    """The paper and section that the method comes from."""
+    help_note: str
+    """What `--help` adds in parentheses behind the name; empty for nothing."""
+    card_sentence: str
+    """What a model card says happened to the heads, without a capital and a full stop."""
+    constrained_heads: str | None
+    """What `plan` says of heads whose maps cannot be folded: "keys ... in 3 of 12 attention layers"; None for methods
+    that fold no maps."""
+    calibration: Need
+    """Whether it measures on calibration text, in which case the source model runs in torch."""
+    pooling: Pooling | None
+    """How it merges the heads of each K/V tensor while they are streamed; None if it works on whole layers."""
+    norm_pooling: Pooling
+    """How it merges the gains of norms that exist once per K/V head."""
+    folding: Folding | None
+    """How it merges the heads of a whole layer and folds the maps into the query and output projections; None if it
+    changes K/V tensors alone."""
+    reorders_heads: bool
+    """Whether it chooses which heads share a group, instead of taking neighbours."""
+    trains: bool
+    """Whether it takes gradient steps (`--fit-steps`, `--kl-steps`), which also move heads whose maps cannot be
+    folded."""
+    seeded: bool
+    """Whether the result depends on `--seed` by itself, without calibration text."""
+    proof: Proof
+    """How `verify` proves a result that was made without calibration text (with it, where text is required)."""
+    calibrated_proof: Proof | None
+    """How `verify` proves a result that was made with calibration text; None if the method takes none."""
+
+    @property
+    def merges_layers(self) -> bool:
+        """Whether it works on whole attention layers, before the writer runs, instead of on weights alone."""
+        return self.folding is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result computes what its source computes. Users do not choose these methods: N does."""
+        return self.proof is Proof.IDENTICAL
+
+
+_GQA_PAPER = "Ainslie et al., 2023, section 2.1"
+
+_ALL: Final = (
+    MergeMethod(
+        name="fit",
+        description="Factorises the heads of each layer on calibration text, then trains the merged projections to "
+        "give what the source's layers and predictions give.",
+        source="gqa-convert; distillation after Hinton et al., 2015, section 2",
+        help_note="the default with --calibration, which it needs",
+        card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what the "
+        "source's layers give on a calibration text",
+        constrained_heads="start from their mean",
+        calibration=Need.REQUIRED,
+        pooling=None,
+        norm_pooling="mean",
+        folding="factor",
+        reorders_heads=True,
+        trains=True,
+        seeded=False,
+        proof=Proof.MEASURED,
+        calibrated_proof=Proof.MEASURED,
+    ),
+    MergeMethod(
+        name="factor",
+        description="Replaces the heads of a group by the shared head, and the maps folded around it, that lose least.",
+        source="gqa-convert; truncated decomposition after Eckart and Young, 1936",
+        help_note="the default without",
+        card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query and "
+        "output projections",
+        constrained_heads="are averaged",
+        calibration=Need.OPTIONAL,
+        pooling=None,
+        norm_pooling="mean",
+        folding="factor",
+        reorders_heads=True,
+        trains=False,
+        seeded=False,
+        proof=Proof.OPTIMAL,
+        calibrated_proof=Proof.MEASURED,
+    ),
+    MergeMethod(
+        name="align",
+        description="Rotates the heads of a group towards each other, folds the rotations into the query and output "
+        "projections, and averages.",
+        source="Jin et al., 2024, section 3; generalised Procrustes analysis after Gower, 1975",
+        help_note="",
+        card_sentence="the K/V heads of a group were rotated towards each other, the rotations folded into the query "
+        "and output projections, and the heads averaged",
+        constrained_heads="are averaged",
+        calibration=Need.NEVER,
+        pooling=None,
+        norm_pooling="mean",
+        folding="align",
+        reorders_heads=False,
+        trains=False,
+        seeded=False,
+        proof=Proof.ROTATED,
+        calibrated_proof=None,
+    ),
+    MergeMethod(
+        name="mean",
+        description="Replaces the K/V heads of a group by their mean.",
+        source=_GQA_PAPER,
+        help_note="the GQA paper's",
+        card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., "
+        "2023, section 2.1)",
+        constrained_heads=None,
+        calibration=Need.NEVER,
+        pooling="mean",
+        norm_pooling="mean",
+        folding=None,
+        reorders_heads=False,
+        trains=False,
+        seeded=False,
+        proof=Proof.RECOMPUTED,
+        calibrated_proof=None,
+    ),
+    MergeMethod(
+        name="first",
+        description="Keeps the first K/V head of each group; a baseline.",
+        source=_GQA_PAPER,
+        help_note="",
+        card_sentence="of the K/V heads of a group the first was kept",
+        constrained_heads=None,
+        calibration=Need.NEVER,
+        pooling="first",
+        norm_pooling="first",
+        folding=None,
+        reorders_heads=False,
+        trains=False,
+        seeded=False,
+        proof=Proof.RECOMPUTED,
+        calibrated_proof=None,
+    ),
+    MergeMethod(
+        name="random",
+        description="Draws new K/V heads with the standard deviation of the source's; a baseline.",
+        source=_GQA_PAPER,
+        help_note="",
+        card_sentence="the K/V heads were replaced by random ones, as in the GQA paper's ablation",
+        constrained_heads=None,
+        calibration=Need.NEVER,
+        pooling="random",
+        norm_pooling="mean",  # random gains would only destroy the norm
+        folding=None,
+        reorders_heads=False,
+        trains=False,
+        seeded=True,
+        proof=Proof.RECOMPUTED,
+        calibrated_proof=None,
+    ),
+    MergeMethod(
+        name="repeat",
+        description="Repeats every K/V head exactly, where N is a multiple of the source's count.",
+        source="exact",
+        help_note="",
+        card_sentence="K/V heads were repeated exactly; the model computes what its source does",
+        constrained_heads=None,
+        calibration=Need.NEVER,
+        pooling=None,
+        norm_pooling="first",
+        folding=None,
+        reorders_heads=False,
+        trains=False,
+        seeded=False,
+        proof=Proof.IDENTICAL,
+        calibrated_proof=None,
+    ),
+    MergeMethod(
+        name="copy",
+        description="Copies every tensor bit for bit, where N is the source's own count.",
+        source="exact",
+        help_note="",
+        card_sentence="nothing was changed; the model computes what its source does",
+        constrained_heads=None,
+        calibration=Need.NEVER,
+        pooling=None,
+        norm_pooling="first",
+        folding=None,
+        reorders_heads=False,
+        trains=False,
+        seeded=False,
+        proof=Proof.IDENTICAL,
+        calibrated_proof=None,
+    ),
+)
+
+METHODS: Final = {method.name: method for method in _ALL}
+"""Every method by its name, those that lose least first."""
+CHOICES: Final = tuple(method for method in _ALL if not method.is_exact)
+"""Those that `--method` takes."""
+MEAN, FIRST, REPEAT, COPY = (METHODS[name] for name in ("mean", "first", "repeat", "copy"))
+DEFAULT: Final = METHODS["factor"]
+"""The default without calibration text."""
+CALIBRATED_DEFAULT: Final = METHODS["fit"]
+"""The default with calibration text."""
+
+
+def choose_method(name: str) -> MergeMethod:
+    """The method that `--method` names.
+
+    Raises:
+        OptionError: there is no such method, or N alone decides whether it applies.
+    """
+    method = METHODS.get(name)
+    if method is None or method.is_exact:
+        raise OptionError(f"--method {name!r} is unknown: choose one of {names(CHOICES)}")
+    return method
+
+
+def names(methods: tuple[MergeMethod, ...]) -> str:
+    """The names of methods, as a message lists them."""
+    return ", ".join(method.name for method in methods)
+
+
+def method_help() -> str:
+    """The help text of `--method`."""
+    listed = [f"{method.name} ({method.help_note})" if method.help_note else method.name for method in CHOICES]
+    return f"How heads are merged: {', '.join(listed[:-1])} or {listed[-1]}."

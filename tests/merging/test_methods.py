@@ -1,0 +1,113 @@
+"""Every merge method is complete: arithmetic, proof, help, model card and guide."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from gqa_convert.cli.options import Method as MethodOption
+from gqa_convert.errors import OptionError
+from gqa_convert.merging import methods, pooling
+from gqa_convert.merging.folding import merge
+from gqa_convert.merging.methods import (
+    CALIBRATED_DEFAULT,
+    CHOICES,
+    DEFAULT,
+    METHODS,
+    Folding,
+    MergeMethod,
+    Need,
+    Pooling,
+    choose_method,
+    method_help,
+)
+from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS
+
+REGISTRY = "gqa_convert/merging/methods.py"
+GUIDE = Path(__file__).parents[2] / "docs" / "method.md"
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_method_is_complete(method: MergeMethod) -> None:
+    where = f"method {method.name} in {REGISTRY}"
+    assert METHODS[method.name] is method, f"{where}: its name must be its key"
+    assert method.description.endswith("."), f"{where}: description must be a sentence"
+    assert method.source, f"{where}: source must name a paper and section"
+    assert method.card_sentence, f"{where}: card_sentence is empty"
+    assert method.card_sentence[-1] != ".", f"{where}: the card adds the full stop to card_sentence itself"
+    ways = [way for way in (method.pooling, method.folding) if way is not None]
+    assert len(ways) == (0 if method.is_exact else 1), (
+        f"{where}: a method merges by pooling or by folding, an exact one by neither"
+    )
+    folds = method.folding is not None
+    assert folds == (method.constrained_heads is not None), (
+        f"{where}: constrained_heads says what plan prints of heads that cannot be folded, for folding methods alone"
+    )
+    assert folds or not (method.reorders_heads or method.trains), (
+        f"{where}: only methods that work on whole layers can reorder heads or train"
+    )
+    assert (method.calibration is Need.NEVER) == (method.calibrated_proof is None), (
+        f"{where}: calibrated_proof says how verify proves a result made with calibration text"
+    )
+    assert not method.trains or method.calibration is Need.REQUIRED, f"{where}: gradient steps need calibration text"
+
+
+def test_a_method_without_a_decision_is_refused() -> None:
+    """No field has a default, so that Python names the ones that a new method lacks."""
+    given = {field.name: None for field in fields(MergeMethod)}
+    for name in given:
+        with pytest.raises(TypeError, match=name):
+            MergeMethod(**{key: value for key, value in given.items() if key != name})  # type: ignore[arg-type]
+
+
+def test_every_pooling_and_folding_has_its_arithmetic() -> None:
+    assert set(pooling._POOLINGS) == set(get_args(Pooling)), "gqa_convert/merging/pooling.py: _POOLINGS lacks one"
+    assert set(merge._FOLDINGS) == set(get_args(Folding)), "gqa_convert/merging/folding/merge.py: _FOLDINGS lacks one"
+    for method in METHODS.values():
+        assert method.pooling is None or method.pooling in pooling._POOLINGS
+        assert method.norm_pooling in pooling._POOLINGS
+        assert method.folding is None or method.folding in merge._FOLDINGS
+
+
+def test_verify_proves_every_method_as_the_registry_says() -> None:
+    """verify has a table of its own, so that it stays independent of the converter."""
+    message = "gqa_convert/verify/proofs.py and gqa_convert/merging/methods.py disagree"
+    assert {name: proof.value for name, proof in PROOFS.items()} == {
+        name: method.proof.value for name, method in METHODS.items()
+    }, message
+    assert {name: proof.value for name, proof in CALIBRATED_PROOFS.items()} == {
+        name: method.calibrated_proof.value for name, method in METHODS.items() if method.calibrated_proof
+    }, message
+
+
+def test_the_help_names_every_choice() -> None:
+    option = MethodOption.__metadata__[0]  # type: ignore[attr-defined]
+    assert option.help == method_help()
+    assert all(method.name in option.help for method in CHOICES)
+
+
+@pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
+def test_the_guide_describes_every_choice(method: MergeMethod) -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    assert f"| `{method.name}`" in text, f"docs/method.md: the table of methods has no row for {method.name}"
+    sources = text.partition("### Sources")[2].partition("\n## ")[0]
+    assert f"`{method.name}`" in sources, f"docs/method.md: {method.name} is missing under Sources"
+
+
+def test_the_defaults_need_what_there_is() -> None:
+    assert DEFAULT.calibration is not Need.REQUIRED
+    assert CALIBRATED_DEFAULT.calibration is not Need.NEVER
+
+
+@pytest.mark.parametrize("name", ["median", "copy", "repeat", ""])
+def test_an_unknown_method_is_refused_with_the_choices(name: str) -> None:
+    with pytest.raises(OptionError, match="choose one of fit, factor, align, mean, first, random"):
+        choose_method(name)
+
+
+def test_records_are_frozen() -> None:
+    assert replace(METHODS["mean"], name="median").pooling == "mean"
+    with pytest.raises(AttributeError):
+        METHODS["mean"].name = "median"  # type: ignore[misc]
+    assert methods.MEAN is METHODS["mean"]
