@@ -398,7 +398,8 @@ def test_weights_left_in_the_files_are_read_wherever_they_are_used(name: str, tm
     there = open_model(case.save(tmp_path), memory_limit=0)
     before = [parameter.is_meta for parameter in there.parameters()]
     assert all(before) or name == "marian"
-    assert torch.equal(case.logits(there), case.logits())
+    # Kernels may round otherwise where a mapped weight is aligned otherwise: seen with Jamba's scan on one processor.
+    torch.testing.assert_close(case.logits(there), case.logits(), rtol=1e-5, atol=1e-5)
     assert [parameter.is_meta for parameter in there.parameters()] == before
 
 
