@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gqa_convert.families.table import FAMILIES
+
 LONGEST = 2048
 """Tokens of a block or window, however many more the model has positions for."""
 
@@ -10,14 +12,14 @@ SPAN_LENGTH = 512
 """Encoder tokens of an example of span corruption, as T5 was trained."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
-_T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
 def is_t5_like(config: Mapping[str, Any]) -> bool:
     """Whether what a config.json holds is of the T5 family: trained by span corruption, with positions for any number
     of tokens.
     """
-    return str(config.get("model_type")).removeprefix("gqa_") in _T5_LIKE
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.is_t5
 
 
 def stated_positions(config: Mapping[str, Any]) -> int | None:

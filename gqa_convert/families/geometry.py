@@ -5,20 +5,16 @@ read.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
+from gqa_convert.families.family import AttentionKind as AttentionKind
+from gqa_convert.families.family import Family
 from gqa_convert.families.layouts import Section
-from gqa_convert.families.table import Family
-
-AttentionKind = Literal["decoder", "cross", "encoder"]
-"""Self-attention of a decoder, its attention to an encoder's output, or an encoder's self-attention, which caches
-nothing.
-"""
 
 
 @dataclass(frozen=True, slots=True)

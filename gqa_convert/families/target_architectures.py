@@ -8,17 +8,14 @@ that is a reason to have no home.
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.engines import run_in
+from gqa_convert.families.layouts import FusedLayout
+from gqa_convert.families.table import FAMILIES, Family, find_family
 
 Config = dict[str, Any]
-
-HeadLayout = Literal["separate", "per_head", "blocks", "sections"]
-"""How the heads of q, k and v lie on disk: a tensor each; [heads][q k v]; [4 blocks][q v k][heads / 4]; [q k
-v][heads].
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +49,35 @@ class Names:
 class Origin:
     """A model type without a K/V-head count, as far as a translation needs it."""
 
+    model_type: str
     names: Names
-    layout: HeadLayout
-    interleaved: bool = False
-    """Rotary pairs are rows (2j, 2j + 1), which every home has as (j, j + rotated/2)."""
-    transposed: bool = False
-    """Linear weights are stored [in, out]."""
     attention_biases: bool
     head_bias: bool
     stale: tuple[str, ...]
     """Ends of names of buffers that old versions saved and no class reads."""
-    tokenizer: str
-    """The tokenizer class that its model type stands for where neither tokenizer_config.json nor config.json names
-    one.
-    """
+
+    @property
+    def family(self) -> Family:
+        """The record of the source's type: its layout, its rotary pairs and its tokenizer."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def fused_layout(self) -> FusedLayout | None:
+        """How heads lie in the fused projection; None where queries, keys and values are separate tensors."""
+        return None if self.family.fused is None else self.family.fused_layout
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rotary pairs are rows (2j, 2j + 1); every target architecture has them as (j, j + rotated/2)."""
+        return self.family.rotary == "interleaved"
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer class that transformers chooses where neither tokenizer_config.json nor config.json names
+        one.
+        """
+        assert self.family.modeling is not None
+        return self.family.modeling.tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +197,10 @@ _STALE = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attn.embed_p
 
 ORIGINS: Final[dict[str, Origin]] = {
     "gpt_neox": Origin(
+        model_type="gpt_neox",
         names=_GPT_NEOX,
-        layout="per_head",
         attention_biases=True,
         head_bias=False,
-        tokenizer="GPTNeoXTokenizerFast",
         stale=(
             ".attention.bias",
             ".attention.masked_bias",
@@ -199,30 +210,24 @@ ORIGINS: Final[dict[str, Origin]] = {
         ),
     ),
     "gptj": Origin(
+        model_type="gptj",
         names=_GPTJ,
-        layout="separate",
-        interleaved=True,
         attention_biases=False,
         head_bias=True,
-        tokenizer="GPT2Tokenizer",
         stale=_STALE,
     ),
     "codegen": Origin(
+        model_type="codegen",
         names=_CODEGEN,
-        layout="blocks",
-        interleaved=True,
         attention_biases=False,
         head_bias=True,
-        tokenizer="GPT2Tokenizer",
         stale=_STALE,
     ),
     "gpt2": Origin(
+        model_type="gpt2",
         names=_GPT2,
-        layout="sections",
-        transposed=True,
         attention_biases=True,
         head_bias=False,
-        tokenizer="GPT2Tokenizer",
         stale=_STALE,
     ),
 }
@@ -272,6 +277,14 @@ GPT_BIGCODE_FROM_GPT2: Final = TargetArchitecture(
     kv_heads_key="num_key_value_heads",
     architectures=(("GPT2LMHeadModel", "GPTBigCodeForCausalLM"), ("GPT2Model", "GPTBigCodeModel")),
     special_tokens=tuple((f"{name}_token", "<|endoftext|>") for name in ("bos", "eos", "unk")),
+)
+
+TARGETS: Final = (
+    PHI_FROM_GPT_NEOX,
+    STARCODER2_FROM_GPT_NEOX,
+    PHI_FROM_GPTJ,
+    PHI_FROM_CODEGEN,
+    GPT_BIGCODE_FROM_GPT2,
 )
 
 _GELUS = frozenset({"gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
@@ -365,6 +378,21 @@ def find_target_architecture(config: Config, groups: int) -> TargetArchitecture 
             f"{target_architecture.model_type} needs a padding token inside its vocabulary, and pad_token_id is {pad}"
         )
     return target_architecture
+
+
+def family_of_result(model_type: str) -> Family:
+    """The record by which the attention of a source or of a result is found.
+
+    A target architecture without a record of its own names its tensors as its source does.
+
+    Raises:
+        UnsupportedFamilyError: the model type is unknown.
+    """
+    if model_type not in FAMILIES:
+        for target in TARGETS:
+            if target.model_type == model_type and target.names is ORIGINS[target.source_type].names:
+                return FAMILIES[target.source_type]
+    return find_family(model_type)
 
 
 def engines_of(target_architecture: TargetArchitecture) -> frozenset[str]:

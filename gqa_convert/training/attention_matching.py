@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gqa_convert.errors import OptionError
-from gqa_convert.families.table import FAMILIES, Family, find_family
+from gqa_convert.families.target_architectures import family_of_result
 from gqa_convert.text.labels import IGNORED
 
 _LEAST: Final = 1e-12
@@ -71,7 +71,7 @@ def attention_projections(model: nn.Module) -> list[nn.Module]:
         UnsupportedFamilyError: the model type is unknown.
         OptionError: none was found.
     """
-    family = _family(model.config.model_type)
+    family = family_of_result(model.config.model_type)
     found = []
     for name, module in model.named_modules():
         if family.encoder in name.split(".") or not f".{name}".endswith(
@@ -85,13 +85,6 @@ def attention_projections(model: nn.Module) -> list[nn.Module]:
             f"no attention was found in a model of type {family.model_type}: its outputs cannot be matched"
         )
     return found
-
-
-def _family(model_type: str) -> Family:
-    """The record by which attention is found; gpt_bigcode, which GPT-2 may be converted to, names its parts as GPT-2
-    does.
-    """
-    return FAMILIES["gpt2"] if model_type == "gpt_bigcode" else find_family(model_type)
 
 
 def attention_match(student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,10 +40,10 @@ def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return
-    reasons = [reason for key, reason in family.document_barred_when if config.get(key)]
+    reasons = [reason for key, reason in family.document_constrained_when if config.get(key)]
     kinds = config.get("layer_types")
-    if family.document_barrier and not (isinstance(kinds, list) and kinds and _ATTENTION.issuperset(kinds)):
-        reasons.append(family.document_barrier)
+    if family.document_constraint and not (isinstance(kinds, list) and kinds and _ATTENTION.issuperset(kinds)):
+        reasons.append(family.document_constraint)
     if reasons:
         raise _refusal(
             f"{name} is of model type {family.model_type}, and document_mask is impossible since {reasons[0]}"

@@ -36,32 +36,6 @@ _INNER = (
 )
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "ffn_config.ffn_act_fn.name")
-_UNGATED = (
-    "opt",
-    "gpt2",
-    "gpt_neo",
-    "gptj",
-    "gpt_neox",
-    "codegen",
-    "bloom",
-    "falcon",
-    "mpt",
-    "persimmon",
-    "phi",
-    "nemotron",
-    "starcoder2",
-    "biogpt",
-    "bart",
-    "mbart",
-    "plbart",
-    "pegasus",
-    "marian",
-    "m2m_100",
-    "blenderbot",
-    "blenderbot-small",
-    "whisper",
-)
-"""Model types whose MLP has two matrices."""
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Logits that the loss works on at a time."""
 
@@ -253,14 +227,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
     if layers is None or width is None or heads is None or vocabulary is None or encoder is None:
         return None
     activation = next((value for key in _ACTIVATION if isinstance(value := config_value(values, key), str)), "silu")
-    bare = family.model_type.removeprefix("gqa_").replace("blenderbot_small", "blenderbot-small")
-    is_t5 = family.head_dim_key == "d_kv"
-    if is_t5:
+    is_t5 = family.is_t5
+    if family.mlp == "feed_forward_proj":
         stated = str(values.get("feed_forward_proj", "relu"))
         gated = stated.startswith("gated-")
         activation = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
     else:
-        gated = bare not in _UNGATED
+        gated = family.mlp == "gated"
     return Architecture(
         layers=layers,
         width=width,

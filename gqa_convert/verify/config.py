@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.table import Family, Modeling
+from gqa_convert.families.family import Family, LegacyConfigKeys, Modeling
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.report import Failure
 
@@ -50,7 +50,7 @@ def check_config(
         changes |= _leads_to(modeling, original)
     expected = copy.deepcopy(original)
     if modeling is None:
-        expected |= _restated(original)
+        expected |= _legacy_keys(original, family.legacy)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
         place = expected
@@ -67,54 +67,50 @@ def check_config(
     return f"SOURCE's but for {', '.join(changes)} ({groups} groups)"
 
 
-def _restated(original: dict[str, Any]) -> dict[str, Any]:
-    """Clients before transformers 5 look for the type of the numbers, for rotary positions and for experts elsewhere in
-    the config.
+def _legacy_keys(original: dict[str, Any], legacy: LegacyConfigKeys) -> dict[str, Any]:
+    """What transformers 4 looks for elsewhere in the config: the dtype, rotary positions and renamed counts.
+
+    The facts of the type are the family's; the rules are written here a second time, so that the converter's are
+    checked.
     """
-    model_type, nested = original.get("model_type"), original.get("rope_parameters")
+    nested = original.get("rope_parameters")
     nested = nested if isinstance(nested, dict) else {}
     renamed = {"torch_dtype": original.get("dtype")}
-    if model_type == "qwen3_moe":
-        renamed["num_experts"] = original.get("num_local_experts")
+    renamed |= {old: original.get(new) for new, old in legacy.renamed}
     sliding, full = nested.get("sliding_attention"), nested.get("full_attention")
-    if isinstance(sliding, dict) and model_type in ("gemma3_text", "gemma3n_text"):
-        renamed["rope_local_base_freq"] = sliding.get("rope_theta")
+    if isinstance(sliding, dict) and legacy.local_rotary_base is not None:
+        renamed[legacy.local_rotary_base] = sliding.get("rope_theta")
         nested = full or {}
     elif (
-        model_type == "olmo3"
+        legacy.one_rotary_base
         and isinstance(full, dict)
         and sliding == {"rope_theta": full.get("rope_theta"), "rope_type": "default"}
     ):
         nested = full
     if {type(value) for value in nested.values()} & {dict}:  # by kind of layer, which had no words in common before
         nested = {}
-    theta, part = (
-        ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
-    )
-    renamed |= {theta: nested.get("rope_theta"), part: nested.get("partial_rotary_factor")}
+    renamed |= {legacy.rotary_base: nested.get("rope_theta"), legacy.rotary_share: nested.get("partial_rotary_factor")}
     scaling = {key: nested[key] for key in nested if key not in ("rope_theta", "partial_rotary_factor")}
     scaled = scaling.get("rope_type") or scaling.get("type") or "default"
-    if scaled != "default" and (
-        model_type != "bamba" or nested.get("partial_rotary_factor") == 0.5
-    ):  # its class knows no other with that
-        renamed["rope_scaling"] = _as_older_classes_take_it(original, scaling, scaled)
+    if scaled != "default" and legacy.scaled_share in (None, nested.get("partial_rotary_factor")):
+        renamed["rope_scaling"] = _legacy_scaling(original, scaling, scaled, legacy)
     if scaled == "longrope":  # which was looked for beside it
         renamed["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
     absent = {key: value for key, value in renamed.items() if value is not None and original.get(key) is None}
-    if nested and scaled == "default" and model_type in ("apertus", "gpt_oss") and original.get("rope_scaling") is None:
-        absent["rope_scaling"] = None  # they scale by themselves unless told
+    if nested and scaled == "default" and legacy.scales_unless_null and original.get("rope_scaling") is None:
+        absent["rope_scaling"] = None
     return absent
 
 
-def _as_older_classes_take_it(original: dict[str, Any], scaling: dict[str, Any], scaled: str) -> dict[str, Any]:
-    """Some count the entries, of which transformers 5 has added some that it needn't have here."""
-    counted = {"olmo": {"factor"}, "olmo2": {"factor"}, "phi3": {"short_factor", "long_factor"}}
-    counted["phi4_multimodal"] = counted["phi3"]
+def _legacy_scaling(
+    original: dict[str, Any], scaling: dict[str, Any], scaled: str, legacy: LegacyConfigKeys
+) -> dict[str, Any]:
+    """`rope_scaling` without the entries that transformers 5 added, where the classes of transformers 4 count them."""
     told = {key for key in scaling if key in original and same_json(original[key], scaling[key])} | {
         "rope_type",
         "type",
     }
-    if scaling.keys() - told == counted.get(str(original.get("model_type"))):
+    if legacy.rope_scaling_keys and scaling.keys() - told == legacy.rope_scaling_keys:
         return {"type": scaled} | {key: scaling[key] for key in scaling if key not in told}
     return scaling
 

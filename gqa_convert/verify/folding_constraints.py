@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family, RotaryCount, RotaryShare
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import AttentionKind, config_value
 
@@ -47,8 +47,9 @@ def read_folding_constraints(
     clipped = bool(config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"))
     gains = f"{module}.{family.key_norm_name}."
     normed = family.key_norm != "none" and any(name.startswith(gains) for name in source.file_of)
-    if family.model_type == "llama4_text":  # its norm has no gains
-        normed = config.get("use_qk_norm") is not False
+    if family.gainless_key_norm is not None:
+        key, default = family.gainless_key_norm
+        normed = config.get(key, default) is not False
     return FoldingConstraints(
         keys=not (clipped or normed or family.key_constraint),
         values=not (clipped or family.value_constraint),
@@ -69,14 +70,14 @@ def rotated_rows(family: Family, config: dict[str, Any], width: int) -> int:
     Raises:
         ConfigError: the config turns an impossible number of rows.
     """
-    model_type = family.model_type.removeprefix("gqa_")
-    if family.rotary == "none":
+    dimensions = family.rotary_dimensions
+    if dimensions is None:
         return 0
-    if model_type == "chatglm":  # of which transformers has no class
-        return width // 2
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    stated = CONFIG_MAPPING[model_type](
+    if isinstance(dimensions, RotaryShare) and family.stock_type not in CONFIG_MAPPING:  # no class that could be asked
+        return int(width * dimensions.default)
+    stated = CONFIG_MAPPING[family.stock_type](
         **{key: _decoded(value) for key, value in config.items() if key not in ("model_type", "auto_map")}
     )
     if any(getattr(stated, key, None) is value for key, value in (("alibi", True), ("use_mem_rope", False))):
@@ -84,8 +85,8 @@ def rotated_rows(family: Family, config: dict[str, Any], width: int) -> int:
     if getattr(stated, "position_embedding_type", "rope") != "rope":
         return 0
     rotated: Any
-    if model_type in ("gptj", "codegen"):  # whose attention makes its own angles
-        rotated = stated.rotary_dim or width
+    if isinstance(dimensions, RotaryCount):  # the attention computes its own angles
+        rotated = getattr(stated, dimensions.key) or width
     else:
         rotated = _angles(stated, width)
     if type(rotated) is not int or not 0 <= rotated <= width or rotated % 2:

@@ -103,7 +103,7 @@ class Geometry:
             return "translated"
         if family.modeling is None:
             return "native" if family.native else "checkpoint's own code"
-        return "own file" if self.changed or family.modeling.model_type == family.model_type else "native"
+        return "own file" if self.changed or family.is_converted else "native"
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:

@@ -190,6 +190,8 @@ def test_configs_of_every_family_are_read_or_nothing_is_said(model_type: str) ->
         "vocab_size": 99,
         "is_encoder_decoder": False,
     }
+    if family.encoder:
+        config |= {"num_layers": 2, "encoder_layers": 2}
     read = read_architecture(config)
     assert read is not None
     assert (read.layers, read.width, read.heads, read.head_dim, read.vocabulary) == (2, 64, 4, 16, 99)

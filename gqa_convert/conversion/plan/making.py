@@ -69,7 +69,7 @@ def make_plan(
         _check_groups(groups, kv_heads, heads, family.model_type)
     target_architecture = _target(checkpoint, finder, groups, native)
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
-    modeling = None if target_architecture or (unchanged and not _converted_before(family)) else family.modeling
+    modeling = None if target_architecture or (unchanged and not family.is_converted) else family.modeling
     if target_architecture:
         shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, streamed)
         config = translate_config(checkpoint.config, target_architecture, groups)
@@ -121,11 +121,6 @@ def _target(
             )
         return None
     return found
-
-
-def _converted_before(family: Family) -> bool:
-    """Whether the source is a result of ours, with a modelling file of its own already."""
-    return family.modeling is not None and family.modeling.model_type == family.model_type
 
 
 def _converted_config(

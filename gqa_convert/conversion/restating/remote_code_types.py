@@ -5,6 +5,7 @@ from typing import Literal
 
 from gqa_convert.conversion.restating import configs
 from gqa_convert.families.layouts import FusedLayout
+from gqa_convert.families.refusals import RESTATED as STOCK_TYPES
 
 Bias = Literal["never", "always", "attention"]
 """Whether a module has a bias: never, always, or where the tensors have one, which `bias_key` of the stock config then
@@ -26,7 +27,6 @@ class Restated:
     """How a type's checkpoint becomes one of the stock type."""
 
     model_type: str
-    stock: str
     classes: tuple[tuple[str, str], ...]
     """The source's class for language modelling, as config.json names it, and the stock one."""
     config: configs.Reader
@@ -49,6 +49,11 @@ class Restated:
     alike_up_to: str | None = None
     """Key of the source's config with the number of tokens beyond which its own code computes something else."""
 
+    @property
+    def stock(self) -> str:
+        """The stock model type that computes the same."""
+        return STOCK_TYPES[self.model_type]
+
 
 def _same(names: str, bias: Bias = "never") -> tuple[Module, ...]:
     return tuple(Module(name, (name,), bias) for name in names.split())
@@ -66,7 +71,6 @@ RESTATED: dict[str, Restated] = {
     for record in (
         Restated(
             model_type="Yi",
-            stock="llama",
             classes=(("YiForCausalLM", "LlamaForCausalLM"),),
             config=configs.from_yi,
             outside=_OUTSIDE,
@@ -79,7 +83,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="open_llama",
-            stock="llama",
             classes=(("OpenLlamaForCausalLM", "LlamaForCausalLM"),),
             config=configs.from_open_llama,
             outside=_OUTSIDE,
@@ -87,7 +90,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="internlm",
-            stock="llama",
             classes=(("InternLMForCausalLM", "LlamaForCausalLM"),),
             config=configs.from_internlm,
             outside=_OUTSIDE,
@@ -96,7 +98,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="internlm2",
-            stock="llama",
             classes=(("InternLM2ForCausalLM", "LlamaForCausalLM"),),
             config=configs.from_internlm2,
             outside=(
@@ -118,7 +119,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="baichuan",
-            stock="llama",
             classes=(("BaiChuanForCausalLM", "LlamaForCausalLM"), ("BaichuanForCausalLM", "LlamaForCausalLM")),
             config=configs.from_baichuan,
             outside=_OUTSIDE,
@@ -128,7 +128,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="qwen",
-            stock="qwen2",
             classes=(("QWenLMHeadModel", "Qwen2ForCausalLM"),),
             config=configs.from_qwen,
             layers=("transformer.h", "model.layers"),
@@ -151,7 +150,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="stablelm_epoch",
-            stock="stablelm",
             classes=(("StableLMEpochForCausalLM", "StableLmForCausalLM"),),
             config=configs.from_stablelm_epoch,
             outside=(*_same("model.embed_tokens"), *_same("model.norm", "always"), *_same("lm_head")),
@@ -165,7 +163,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="minicpm",
-            stock="granite",
             classes=(("MiniCPMForCausalLM", "GraniteForCausalLM"),),
             config=configs.from_minicpm,
             outside=_OUTSIDE,
@@ -174,7 +171,6 @@ RESTATED: dict[str, Restated] = {
         ),
         Restated(
             model_type="phi-msft",
-            stock="phi",
             classes=(("PhiForCausalLM", "PhiForCausalLM"),),
             config=configs.from_phi_msft,
             layers=("transformer.h", "model.layers"),
@@ -194,7 +190,6 @@ RESTATED: dict[str, Restated] = {
         *(
             Restated(
                 model_type=model_type,
-                stock="falcon",
                 classes=(("RWForCausalLM", "FalconForCausalLM"), ("FalconForCausalLM", "FalconForCausalLM")),
                 config=configs.from_refined_web,
             )

@@ -353,7 +353,7 @@ class _Layer:
         return self.all.origin.attention_biases and bool(self.all.config.get("attention_bias", True))
 
     def claim_weight(self, name: str, rows: int, columns: int) -> None:
-        entry = self.all.claim(name, *((columns, rows) if self.all.origin.transposed else (rows, columns)))
+        entry = self.all.claim(name, *((columns, rows) if self.all.origin.family.transposed else (rows, columns)))
         self.all.check_arithmetic(name, entry.dtype)
 
     def weight(
@@ -373,7 +373,7 @@ class _Layer:
             runs=_joined(runs),
             place=place,
             gain=f"{folded}.weight" if folded else None,
-            transposed=self.all.origin.transposed,
+            transposed=self.all.origin.family.transposed,
             merged=merged,
         )
 
@@ -464,13 +464,13 @@ class _Layer:
     def head_start(self, head: int, role: Role) -> int:
         """The first row of a head in the source."""
         c, hidden = self.size.width, self.size.hidden
-        layout = self.all.origin.layout
-        if layout == "per_head":
+        layout = self.all.origin.fused_layout
+        if layout == "grouped":
             return (3 * head + ("query", "key", "value").index(role)) * c
-        if layout == "blocks":
+        if layout == "quarters":
             block, inside = divmod(head, self.size.heads // 4)
             return (3 * block + ("query", "value", "key").index(role)) * (hidden // 4) + inside * c
-        if layout == "sections":
+        if layout == "blocks":
             return ("query", "key", "value").index(role) * hidden + head * c
         return head * c
 

@@ -22,7 +22,7 @@ def register_modeling(model_type: str | None = None) -> None:
     """
     import transformers
 
-    found = {family.modeling.model_type: family.modeling for family in FAMILIES.values() if family.modeling}
+    found = {name: family.modeling for name, family in FAMILIES.items() if family.modeling and family.is_converted}
     for name, modeling in found.items():
         if model_type not in (None, name):
             continue

@@ -102,8 +102,9 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
 
     from gqa_convert.families.modeling import register_modeling
 
-    model_type = find_family(config.get("model_type")).model_type
-    if model_type.startswith("gqa_"):
+    family = find_family(config.get("model_type"))
+    model_type = family.model_type
+    if family.is_converted:
         register_modeling(model_type)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedFamilyError(

@@ -57,8 +57,8 @@ def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
     """Whether a norm follows the key projection. Most leave gains in the checkpoint; configs often leave out what is
     the default.
     """
-    if finder.family.model_type == "llama4_text":  # a norm without gains
-        return bool(finder.config.get("use_qk_norm", True))
+    if finder.family.gainless_key_norm is not None:
+        return bool(finder.config.get(*finder.family.gainless_key_norm))
     stem = f"{layer.module}.{finder.family.key_norm_name}."
     return finder.family.key_norm != "none" and any(name.startswith(stem) for name in finder.entries)
 

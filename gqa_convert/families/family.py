@@ -1,0 +1,278 @@
+"""The record of a model type: where its attention lies in the files, what its config keys mean, and what it needs.
+
+Data only. Names are those in the files, not those of the loaded model. A layer's attention is found by the end of a
+tensor's name, because prefixes vary between checkpoints of one family.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+from gqa_convert.families.layouts import FusedLayout
+
+CONVERTED_PREFIX = "gqa_"
+"""What the model types of results with a modelling file begin with; the names of their classes begin with `GQA`."""
+
+RECORDS = "gqa_convert/families/records/"
+GUIDE = "docs/adding-a-family.md"
+
+AttentionKind = Literal["decoder", "cross", "encoder"]
+"""Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's self-attention, which keeps
+no cache.
+"""
+
+KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
+"""How keys are normalised behind their projection, always or where the config says so.
+
+none: not at all. shared: each head by itself, with one gain vector [head_dim] for every head or without gains.
+per_head: each head by itself, with one tensor of gains [heads, head_dim]. per_head_list: the same with one tensor per
+head (`norms.0.weight`, ...). full: all heads at once, with gains [heads * head_dim].
+"""
+
+RotaryPairs = Literal["none", "half", "interleaved"]
+"""Which rows of a key head form a rotary pair: none; (j, j + rotated/2); (2j, 2j + 1)."""
+
+MLP = Literal["gated", "plain", "feed_forward_proj"]
+"""The matrices of an MLP, or of each expert: three (gate, up, down); two (up, down); three if the config key
+`feed_forward_proj` begins with `gated-`, else two.
+"""
+
+DocumentMask = Literal["positions", "mask", "masks_by_kind"]
+"""What makes transformers' class keep packed documents apart: position ids that begin anew with each document, from
+which the class builds its own masks; one prepared 4-D mask; a prepared 4-D mask for each kind of layer. Position ids
+are passed in every case.
+"""
+
+KVHeads = Literal["stated", "heads", "falcon"]
+"""What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryShare:
+    """The rotary dimensions of a key head as a share of `head_dim`."""
+
+    default: float
+    """The share where the config states none: the default of transformers' config class."""
+    keys: tuple[str, ...] = ()
+    """Config keys of the share, dotted where nested; the first one that is stated counts. Empty where the class ignores
+    whatever a config states."""
+    count_key: str | None = None
+    """Config key of the number of rotary dimensions, which counts where no share is stated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryCount:
+    """The rotary dimensions of a key head as a number."""
+
+    key: str
+    """Config key of the number; null and 0 stand for the whole head."""
+    default: int
+    """The number where the config lacks the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyConfigKeys:
+    """What transformers 4 expects in a config of the type; the defaults hold for most types."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Keys of transformers 5, each with its name in transformers 4."""
+    rotary_base: str = "rope_theta"
+    """Key of the rotary base outside `rope_parameters`."""
+    rotary_share: str = "partial_rotary_factor"
+    """Key of the share of rotary dimensions outside `rope_parameters`."""
+    local_rotary_base: str | None = None
+    """Key of the rotary base of layers with sliding-window attention, for types that have a second base there."""
+    one_rotary_base: bool = False
+    """Whether all layers had one base, and positions were scaled only in layers with full attention."""
+    scales_unless_null: bool = False
+    """Whether the class scaled positions unless `rope_scaling` was null."""
+    rope_scaling_keys: frozenset[str] = frozenset()
+    """The only keys that the class accepted in `rope_scaling` besides `type`; empty where it accepted any."""
+    scaled_share: float | None = None
+    """The only share of rotary dimensions that the class could combine with `rope_scaling`; None for any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modeling:
+    """A modelling file of this package, for families whose attention has no K/V-head count in transformers."""
+
+    file: str
+    """Its name in `gqa_convert/families/modeling/` and, with `.py`, in the checkpoints that it is copied into."""
+    source_type: str
+    """The stock model type of the sources."""
+    model_type: str
+    """The model type of the results, which stock classes must not load."""
+    classes: tuple[tuple[str, str], ...]
+    """transformers' auto classes, `AutoConfig` first, and the file's class for each."""
+    tokenizer: str
+    """The tokenizer class that transformers chooses by the stock model type where no file of the checkpoint names
+    one."""
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The entry of config.json that leads transformers to the file."""
+        return {auto: f"{self.file}.{name}" for auto, name in self.classes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one `model_type` stores attention, and what loads it with fewer K/V heads.
+
+    A field without a default is one whose wrong default would go unnoticed: every record states it.
+    """
+
+    model_type: str
+
+    # Where layers and attention lie
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = (("layers", ("num_hidden_layers",)),)
+    """Where a model without a head keeps its layers, and the config keys of their number, or of a list with an entry
+    for each layer; the first key that is stated counts."""
+    prefixes: tuple[str, ...] = ("", "model.", "model.model.", "transformer.")
+    """What transformers accepts in front of that: the name that a model with a head gives to the model without one
+    (`transformer` in question answering), nothing, or that name twice."""
+    without_attention: tuple[str, ...] = ()
+    """Parts of tensor names that mark a layer without attention."""
+    shared_layers_key: str | None = None
+    """Config key of the number of last layers that reuse the keys and values of earlier layers."""
+    attention: tuple[str, ...] = ("self_attn",)
+    """Names of the attention module inside a layer."""
+    cross_attention: tuple[str, ...] = ()
+    """Those of `attention` that attend to an encoder's output; a fused projection holds only keys and values there."""
+    encoder: str | None = None
+    """Name of the module whose attention belongs to an encoder; that is converted only with `--encoder`."""
+
+    # Projections
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    output: str = "o_proj"
+    fused: str | None = None
+    """Name of the one projection that holds queries, keys and values, for families without separate ones."""
+    fused_layout: FusedLayout = "blocks"
+    """Order of its rows in the source; the result has `blocks` wherever the number of K/V heads changes."""
+    transposed: bool = False
+    """Whether weights are stored [in, out], as Conv1D stores them."""
+    query_outputs: int = 1
+    """The query projection has this many times heads * head_dim rows (2 where it also computes a gate)."""
+
+    # Sizes in the config
+    hidden_key: str = "hidden_size"
+    """Config key of the hidden size."""
+    attention_input_key: str | None = None
+    """Config key of the input size of the query, key and value projections, where it is not the hidden size."""
+    heads_key: str = "num_attention_heads"
+    encoder_heads_key: str | None = None
+    kv_heads: KVHeads = "stated"
+    kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
+    """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
+    encoder_kv_heads_key: str = "encoder_num_key_value_heads"
+    head_dim_key: str | None = "head_dim"
+    mlp: MLP
+    """The matrices of the MLP."""
+
+    # Positions and norms
+    rotary: RotaryPairs
+    rotary_dimensions: RotaryShare | RotaryCount | None
+    """How many dimensions of a key head are rotary where positions are; None for `rotary = "none"`."""
+    rotary_only_when: tuple[str, bool | str] | None = None
+    """Config key and the value with which the model has rotary positions at all (truth is compared where the value is a
+    bool); None where it always has them."""
+    key_norm: KeyNorm
+    key_norm_name: str = "k_norm"
+    gainless_key_norm: tuple[str, bool] | None = None
+    """Config key that switches on a norm of keys without gains, which leaves no tensor in the files, and the key's
+    default; None where there is no such key."""
+
+    # Folding constraints
+    key_constraint: str | None = None
+    """What stands between keys and queries so that neither can take a factor of the other, besides norms with gains and
+    the config's own switches; None if nothing does. A clause that can follow "since"."""
+    value_constraint: str | None = None
+    """The same for values and the output projection."""
+    order_constraints: tuple[tuple[AttentionKind, str], ...] = ()
+    """Attention kinds in which something outside the attention module depends on the order of its heads, each with what
+    does: a clause that can follow "since"."""
+    order_constrained_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, do the same in every attention kind, each with the clause."""
+
+    # What can't be converted
+    refused_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, make a checkpoint of the family unconvertible, each with the reason."""
+    refused_unless: tuple[tuple[str, str], ...] = ()
+    """Config keys without which a checkpoint of the family is unconvertible, each with the reason."""
+    refused_values: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
+    """Config keys with the values that make a checkpoint unconvertible, each with the reason."""
+
+    # Training
+    is_t5: bool = False
+    """Whether this is T5's architecture: relative position biases, so that a text may have any length; RMSNorm; tied
+    embeddings by default; pretraining by span corruption."""
+    decoder_starts_with_last: bool = False
+    """Whether the decoder's input begins with the last token of its target (a language code, for instance), whatever
+    the config says."""
+    document_mask: DocumentMask = "positions"
+    document_constraint: str | None = None
+    """Why documents packed into one row can't be kept apart, unless every layer is attention (`layer_types`); None if
+    they can. A clause that can follow "since"."""
+    document_constrained_when: tuple[tuple[str, str], ...] = ()
+    """Config keys that, when set, are a reason of the same kind, each with the clause."""
+
+    # Software that loads the result
+    legacy: LegacyConfigKeys = field(default_factory=LegacyConfigKeys)
+    engines: frozenset[str] = frozenset({"transformers"})
+    """Software in which the family's grouped-query form was run without custom code."""
+    modeling: Modeling | None = None
+    """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
+
+    def __post_init__(self) -> None:
+        if (self.rotary == "none") != (self.rotary_dimensions is None):
+            raise FamilyRecordError(self.model_type, "states only one of rotary and rotary_dimensions")
+
+    @property
+    def native(self) -> bool:
+        """Whether transformers' own classes hold fewer K/V heads than query heads."""
+        return "transformers" in self.engines
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the type is that of a result with a modelling file of this package."""
+        return self.modeling is not None and self.modeling.model_type == self.model_type
+
+    @property
+    def stock_type(self) -> str:
+        """transformers' own model type: the source's for a result with a modelling file, else the type itself."""
+        return self.modeling.source_type if self.modeling else self.model_type
+
+
+class FamilyRecordError(ValueError):
+    """A family's record is incomplete or contradicts itself: a mistake in this package, not a user's."""
+
+    def __init__(self, model_type: str, problem: str) -> None:
+        super().__init__(
+            f"the record of model type {model_type} {problem}: correct it in {RECORDS}; {GUIDE} explains each field"
+        )
+
+
+def make_family(**stated: Any) -> Family:
+    """A record from its fields.
+
+    Raises:
+        FamilyRecordError: a field without a default is missing, or a field is unknown.
+    """
+    required = [each.name for each in fields(Family) if each.default is each.default_factory is MISSING]
+    model_type = str(stated.get("model_type"))
+    missing = [name for name in required if name not in stated]
+    if missing:
+        raise FamilyRecordError(model_type, f"lacks {', '.join(missing)}")
+    unknown = stated.keys() - {each.name for each in fields(Family)}
+    if unknown:
+        raise FamilyRecordError(model_type, f"has the unknown field {min(unknown)}")
+    return Family(**stated)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A model type that is known and not converted, and why."""
+
+    model_type: str
+    reason: str
+    """Ends the sentence "model type X can't be converted: ..."."""

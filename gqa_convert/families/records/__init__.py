@@ -1,0 +1,1 @@
+"""The records of all families, one file for each kind of architecture. `families.table` puts them together."""
