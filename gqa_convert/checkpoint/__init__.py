@@ -1,3 +1,1 @@
-"""Checkpoints on disk and on the Hub: reading their headers, copying byte ranges, publishing a folder whole or not at
-all.
-"""
+"""Checkpoints on disk and on the Hub: reading headers, copying byte ranges, and publishing a folder whole or not at all."""

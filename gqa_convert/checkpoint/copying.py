@@ -1,9 +1,8 @@
-"""Byte ranges from file to file inside the kernel, with shared blocks where the filesystem has them.
+"""Copy byte ranges from file to file inside the kernel, sharing disk blocks where the filesystem supports it.
 
-Source and output are both walked from front to back, so that the disk can be kept busy: bytes are asked for before they
-are needed, and, while the source comes from memory anyway, sent to the disk as soon as they are written, which leaves
-little for the final sync to wait for. While the disk is reading they are not: one disk is slower when it has to do both
-at once.
+Source and output are both walked from front to back. Bytes are requested before they are needed. While the source is
+in the page cache, written bytes are also sent to the disk at once, so that the final sync has little to wait for; while
+the disk is reading they are not, because one disk is slower when it reads and writes at the same time.
 """
 
 import ctypes
@@ -17,13 +16,13 @@ from pathlib import Path
 from gqa_convert.errors import CorruptCheckpointError
 
 BLOCK = 4096
-"""Bytes; filesystems that share blocks do so at this grain or a divisor of it."""
+"""Bytes. Filesystems that share blocks do so at this granularity or a divisor of it."""
 
 _STEP = 32 << 20
-"""Bytes asked for in one call: enough to make the calls' cost vanish, few enough for a smooth progress bar."""
+"""Bytes copied per call: large enough to amortise the call, small enough for a smooth progress bar."""
 
 _READ_AHEAD = 256 << 20
-"""Bytes; chosen among noisy runs (docs/log.md), in which shorter ones were no better."""
+"""Bytes. Chosen from noisy runs (docs/log.md) in which shorter distances were no better."""
 
 _FICLONERANGE = 0x4020940D
 _SYNC_FILE_RANGE_WRITE = 2
@@ -39,7 +38,7 @@ class SourceFile:
 
     Args:
         path: the file.
-        read_ahead: ask the kernel for bytes before they are needed; of no use where blocks are shared instead of read.
+        read_ahead: ask the kernel for bytes before they are needed; useless where blocks are shared instead of read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_ahead: bool = True) -> None:
@@ -48,29 +47,29 @@ class SourceFile:
         self.size = os.fstat(self.fd).st_size
         self._advised = 0 if read_ahead and hasattr(os, "posix_fadvise") else self.size
         self.cached = True
-        """Whether the bytes being read were in memory already, so that the disk is free to write meanwhile."""
+        """Whether the bytes being read were in the page cache already, so that the disk is free to write."""
 
     def close(self) -> None:
         os.close(self.fd)
 
     def expect(self, start: int) -> None:
-        """Say that reading has reached byte `start`, so that what follows is fetched in time."""
+        """Announce that reading has reached byte `start`, so that the kernel fetches what follows in time."""
         if self._advised < min(start + _READ_AHEAD, self.size):
             begin = max(start, self._advised)
             self._advised = min(start + 2 * _READ_AHEAD, self.size)
             self.cached = all(
-                self._is_cached(place) for place in (begin, (begin + self._advised) // 2, self._advised - 1)
+                self._is_cached(offset) for offset in (begin, (begin + self._advised) // 2, self._advised - 1)
             )
             os.posix_fadvise(self.fd, begin, self._advised - begin, os.POSIX_FADV_WILLNEED)
 
-    def _is_cached(self, place: int) -> bool:
+    def _is_cached(self, offset: int) -> bool:
         try:
-            return os.preadv(self.fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
-        except OSError:  # EAGAIN: not in memory; others: nobody can tell
+            return os.preadv(self.fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError:  # EAGAIN means not cached; other errors leave it unknown
             return False
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` from byte `start` on.
+        """Fill `view` with the bytes from `start`.
 
         Raises:
             CorruptCheckpointError: the file ends too early.
@@ -82,8 +81,9 @@ class SourceFile:
             view, start = view[done:], start + done
 
     def ended(self) -> CorruptCheckpointError:
+        """Return the error for a file that is shorter than its header says."""
         return CorruptCheckpointError(
-            f"{self.path} became shorter while it was read: copy it again and leave it alone meanwhile"
+            f"{self.path} became shorter while it was being read: copy it again, and do not write to it during a conversion"
         )
 
 
@@ -91,16 +91,16 @@ class OutputFile:
     """A new file that is written from front to back.
 
     Args:
-        path: must not exist.
-        size: bytes it will have; the space is reserved at once where the filesystem can.
-        progress: called with the number of bytes of every step.
+        path: a path that does not exist.
+        size: final size in bytes; the space is reserved at once where the filesystem supports it.
+        progress: called with the number of bytes after every step.
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int, progress: Progress) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self.at = 0
         self.eager = True
-        """Whether to send bytes to the disk as soon as they are written, rather than when the kernel sees fit."""
+        """Whether to send bytes to the disk as soon as they are written instead of when the kernel decides to."""
         self._progress = progress
         self._sent = 0
         self._in_kernel = hasattr(os, "copy_file_range")
@@ -123,11 +123,11 @@ class OutputFile:
         """Append a byte range of another file.
 
         Raises:
-            CorruptCheckpointError: the source ends too early, as when it is truncated meanwhile.
+            CorruptCheckpointError: the source ends too early, for example because it was truncated during the copy.
             OSError: reading or writing failed.
         """
         edge = min(nbytes, -start % BLOCK)
-        if edge and start % BLOCK == self.at % BLOCK and nbytes > BLOCK:  # blocks can only be shared from an edge on
+        if edge and start % BLOCK == self.at % BLOCK and nbytes > BLOCK:  # only whole blocks can be shared
             done = self._step(source, start, edge)
             start, nbytes = start + done, nbytes - done
         while nbytes:
@@ -137,14 +137,14 @@ class OutputFile:
             start, nbytes = start + done, nbytes - done
 
     def close(self) -> None:
-        """Wait until everything is on the disk, then close."""
+        """Wait until all bytes are on the disk, then close the file."""
         try:
             os.fsync(self.fd)
         finally:
             os.close(self.fd)
 
     def abandon(self) -> None:
-        """Close a file that nobody will want."""
+        """Close the file without syncing it; the caller discards it."""
         os.close(self.fd)
 
     def _step(self, source: SourceFile, start: int, nbytes: int) -> int:
@@ -173,12 +173,12 @@ class OutputFile:
         self._progress(nbytes)
         if self.eager and self.at - self._sent >= _STEP and hasattr(_libc, "sync_file_range"):
             span = (ctypes.c_int64(self._sent), ctypes.c_int64(self.at - self._sent))
-            _libc.sync_file_range(self.fd, *span, _SYNC_FILE_RANGE_WRITE)  # starts writing and returns; only a hint
+            _libc.sync_file_range(self.fd, *span, _SYNC_FILE_RANGE_WRITE)  # a hint: it starts the write and returns
             self._sent = self.at
 
 
 def can_share_blocks(path: str | os.PathLike[str], scratch: int) -> bool:
-    """Whether the filesystem lets a file and the open, empty file `scratch` share blocks (XFS, btrfs, bcachefs)."""
+    """Return whether the filesystem lets a file share blocks with the open, empty file `scratch` (XFS, btrfs, bcachefs)."""
     if Path(path).stat().st_size < BLOCK:
         return False
     source = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The types of tensors that can be merged."""
+"""The dtypes of tensors that can be merged."""
 
 from typing import Any, Final
 
@@ -11,4 +11,4 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""By the names that safetensors gives them."""
+"""NumPy dtype by safetensors name."""

@@ -1,4 +1,4 @@
-"""What kinds of weight files there are, which set is read, and which kinds are refused."""
+"""The formats of weight files: which set of files is read, and which formats are refused."""
 
 import json
 import re
@@ -40,8 +40,8 @@ _WEIGHT_PATTERNS = (
     "*.mlmodel",
     "adapter_config.json",
 )
-"""Weights in any format, adapters with their configs, and the state of an interrupted training: none of it may survive
-beside converted weights."""
+"""Weights in any format, adapters with their configs, and training state: none of them may lie beside converted
+weights."""
 
 _WEIGHT_FOLDERS = ("original/*", "onnx/*", "coreml/*", "openvino/*", "metal/*", "global_step*/*")
 
@@ -79,13 +79,13 @@ _WRAPPERS = (
     (re.compile(r"(^|\.)_fsdp_wrapped_module\."), "FSDP", "accelerate's unwrap_model"),
     (re.compile(r"(^|\.)_checkpoint_wrapped_module\."), "activation checkpointing", "the model before it was wrapped"),
 )
-"""Names that a tensor has inside a wrapper, which puts them there, and how the model inside is reached."""
+"""Pattern of tensor names inside a wrapper, the library that wraps, and how to reach the wrapped model."""
 
-_MERGE_FIRST = "load it in its own library and save it in bf16, then convert that"
+_MERGE_FIRST = "load the model in its own library, save it in bf16, and convert that"
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether the file at this relative path holds weights or training state, in whatever format."""
+    """Return whether the file at this relative path holds weights or training state, in any format."""
     base = name.rsplit("/", 1)[-1]
     return any(fnmatch(base, pattern) for pattern in _WEIGHT_PATTERNS) or any(
         fnmatch(name, folder) for folder in _WEIGHT_FOLDERS
@@ -93,7 +93,11 @@ def is_weight_file(name: str) -> bool:
 
 
 def choose_weights(files: Iterable[str], where: str) -> str:
-    """The one file that stands for the set of weights to read, as transformers would choose it.
+    """Return the weight file or index that transformers would load.
+
+    Args:
+        files: paths relative to the checkpoint.
+        where: the name of the checkpoint in error messages.
 
     Raises:
         UnsupportedFormatError: only an adapter, a training checkpoint or a foreign format was found.
@@ -103,24 +107,24 @@ def choose_weights(files: Iterable[str], where: str) -> str:
     for name in _PREFERENCE:
         if name in names and "adapter_config.json" in names:
             raise UnsupportedFormatError(
-                f"{where} holds a model and an adapter (adapter_config.json), and with peft installed transformers loads the adapter's base model "
-                "instead of this one: move adapter_config.json and adapter_model.* elsewhere, or merge the adapter first (merge_and_unload)"
+                f"{where} holds a model and an adapter (adapter_config.json), and transformers with peft loads the adapter's base model instead: "
+                "move adapter_config.json and adapter_model.* to another folder, or merge the adapter first (merge_and_unload)"
             )
         if name in names:
             return name
     if variant := _variant(names):
         raise UnsupportedFormatError(
-            f"{where} holds weights of the variant {variant[1]!r} only (found {variant[0]}), which nothing loads without being asked to: "
-            f"load it with from_pretrained(..., variant={variant[1]!r}), save_pretrained it without one, and name that folder"
+            f"{where} holds only weights of the variant {variant[1]!r} (found {variant[0]}), which transformers does not load by default: "
+            f"load it with from_pretrained(..., variant={variant[1]!r}), save it with save_pretrained without a variant, and name that folder"
         )
     refusals = (
         (
             ("resolved_recipe.yaml",),
-            "a run of gqa-convert uptrain: name the folder model/ in it, which is there when the run is complete",
+            "a run of gqa-convert uptrain: name its subfolder model/, which exists once the run is complete",
         ),
         (
             ("adapter_config.json", "adapter_model.*"),
-            "an adapter, no whole model: merge it into its base model first (merge_and_unload)",
+            "an adapter, not a whole model: merge it into its base model first (merge_and_unload)",
         ),
         (
             ("*.distcp", ".metadata"),
@@ -130,11 +134,14 @@ def choose_weights(files: Iterable[str], where: str) -> str:
             ("global_step*/*", "zero_to_fp32.py"),
             "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py",
         ),
-        (("*.gguf",), "a GGUF file: convert the Hugging Face checkpoint it was made from"),
-        (("*.h5", "*.msgpack", "*.ckpt.index"), "weights for TensorFlow or Flax only: save them as safetensors first"),
+        (("*.gguf",), "a GGUF file: convert the Hugging Face checkpoint that it was made from"),
+        (
+            ("*.h5", "*.msgpack", "*.ckpt.index"),
+            "only weights for TensorFlow or Flax: save the model as safetensors first",
+        ),
         (
             ("consolidated*.safetensors", "consolidated*.pth"),
-            "weights in the vendor's own layout: use the Hugging Face version",
+            "weights in the vendor's original layout: use the Hugging Face version",
         ),
     )
     for patterns, text in refusals:
@@ -142,12 +149,12 @@ def choose_weights(files: Iterable[str], where: str) -> str:
         if found:
             raise UnsupportedFormatError(f"{where} holds {text} (found {found[0]})")
     raise SourceNotFoundError(
-        f"{where} holds no weights: none of {', '.join(_PREFERENCE)} is there; name the folder that save_pretrained wrote"
+        f"{where} holds no weights (none of {', '.join(_PREFERENCE)}): name the folder that save_pretrained wrote"
     )
 
 
 def _variant(names: set[str]) -> tuple[str, str] | None:
-    """A weight file that transformers loads only where a variant is asked for, and the variant."""
+    """Return a weight file that transformers loads only with `variant=`, and the name of the variant."""
     for name in sorted(names):
         if found := _VARIANT.fullmatch(name):
             return name, found["single"] or found["bin"] or found["index"]
@@ -155,14 +162,13 @@ def _variant(names: set[str]) -> tuple[str, str] | None:
 
 
 def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedFormatError if the config or a config inside it is that of quantised weights."""
+    """Raise UnsupportedFormatError if the config, or a config inside it, describes quantised weights."""
     for key, value in config.items():
-        # transformers looks for a method in whatever quantization_config holds, be it empty
+        # transformers looks up a quantisation method even if quantization_config is empty
         if (key == "quantization_config" and value is not None) or (key == "compression_config" and value):
             if not value:
                 raise UnsupportedFormatError(
-                    f"{where} has {key} = {json.dumps(value)}, with which transformers loads nothing: remove the key if the weights are not "
-                    "quantised"
+                    f"{where} has {key} = {json.dumps(value)}, which transformers cannot load: remove the key if the weights are not quantised"
                 )
             method = value.get("quant_method", "unnamed method") if isinstance(value, Mapping) else value
             raise UnsupportedFormatError(f"{where} says that the weights are quantised ({method}): {_MERGE_FIRST}")
@@ -171,18 +177,16 @@ def refuse_quantised_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
-    """Raise UnsupportedFormatError if a tensor's name or type is that of quantised weights."""
+    """Raise UnsupportedFormatError if a tensor's name or dtype marks quantised weights."""
     if _QUANTISED_TENSORS.search(name) or (dtype in _QUANTISED_DTYPES and _QUANTISED_BYTES.search(name)):
         raise UnsupportedFormatError(f"{where} holds quantised weights (tensor {name}, type {dtype}): {_MERGE_FIRST}")
 
 
 def refuse_wrapped_tensor(name: str, where: str) -> None:
-    """Raise UnsupportedFormatError if a tensor's name is that of a model inside a wrapper, which transformers does not
-    look for.
-    """
+    """Raise UnsupportedFormatError if a tensor's name has the prefix of a wrapper, which transformers would not find."""
     for pattern, wrapper, inside in _WRAPPERS:
         if pattern.search(name):
             raise UnsupportedFormatError(
-                f"{where} holds a model that {wrapper} had wrapped (tensor {name}), and transformers does not look for such names: save the model "
-                f"inside it ({inside}) with save_pretrained, and convert that"
+                f"{where} holds a model wrapped by {wrapper} (tensor {name}), whose tensor names transformers does not recognise: save the "
+                f"wrapped model ({inside}) with save_pretrained, and convert that"
             )

@@ -1,7 +1,7 @@
-"""The safetensors header: read with every check, written byte for byte as the safetensors library writes it.
+"""Read safetensors headers with strict checks, and write them byte for byte as the safetensors library does.
 
-A file is 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes. The reader trusts nothing:
-a header may come from anywhere, and the converter copies byte ranges that it names.
+A file consists of 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes. The reader trusts
+nothing, because the converter copies the byte ranges that a header names.
 """
 
 import json
@@ -16,7 +16,7 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+"""The limit of the safetensors library."""
 
 LENGTH_BYTES = 8
 
@@ -46,12 +46,12 @@ DTYPE_BITS: Mapping[str, int] = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-"""Bits an element takes, by the safetensors name of its type."""
+"""Bits per element by safetensors dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: its type, its shape and its byte range counted from the start of the file."""
+    """The dtype, the shape and the byte range, counted from the start of the file, of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header. `tensors` is in the order of the bytes in the file."""
+    """A parsed header; `tensors` is in the order of their bytes in the file."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -76,10 +76,10 @@ class Header:
 
 
 def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
-    """The length in bytes of the JSON header, from a file's first 8 bytes.
+    """Return the length in bytes of the JSON header, read from the first 8 bytes of a file.
 
     Raises:
-        CorruptCheckpointError: the file is too short for the length it states, or the length is absurd.
+        CorruptCheckpointError: the file is shorter than the stated length, or the length exceeds the format's limit.
     """
     if len(first_bytes) < LENGTH_BYTES:
         raise CorruptCheckpointError(
@@ -89,26 +89,26 @@ def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpointError(
             f"{where} states a header of {length:,} bytes, over the format's limit of {MAX_HEADER_BYTES:,}: "
-            "it is damaged or no safetensors file"
+            "the file is damaged or not a safetensors file, download or copy it again"
         )
     if LENGTH_BYTES + length > file_size:
         raise CorruptCheckpointError(
-            f"{where} is truncated: its header alone needs {LENGTH_BYTES + length:,} bytes and the file has {file_size:,}: "
+            f"{where} is truncated: the header alone needs {LENGTH_BYTES + length:,} bytes and the file has {file_size:,}; "
             "download or copy it again"
         )
     return length
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
-    """Parse and check a JSON header (without its 8 length bytes).
+    """Parse and check a JSON header, without its 8 length bytes.
 
     Args:
-        raw: the header's bytes.
+        raw: the bytes of the header.
         file_size: size of the whole file in bytes.
-        where: what to call the file in an error message.
+        where: the name of the file in error messages.
 
     Raises:
-        CorruptCheckpointError: anything but a header whose tensors tile the rest of the file exactly.
+        CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
     """
 
     def corrupt(problem: str) -> CorruptCheckpointError:
@@ -120,7 +120,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     metadata = fields.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise corrupt("its __metadata__ is no map of strings")
+        raise corrupt("its __metadata__ is not a map of strings")
     data_start = LENGTH_BYTES + len(raw)
     tensors = {sys.intern(name): _entry(name, field, data_start, corrupt) for name, field in fields.items()}
     try:
@@ -136,16 +136,16 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
         expected = entry.start + entry.nbytes
     if expected > file_size:
         raise CorruptCheckpointError(
-            f"{where} is truncated: its tensors end at byte {expected:,} and the file has {file_size:,}: download or copy it again"
+            f"{where} is truncated: its tensors end at byte {expected:,} and the file has {file_size:,} bytes; download or copy it again"
         )
     if expected < file_size:
-        raise corrupt(f"{file_size - expected:,} bytes behind the last tensor belong to none")
+        raise corrupt(f"{file_size - expected:,} bytes after the last tensor belong to no tensor")
     return Header(ordered, metadata, data_start)
 
 
 def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise corrupt(f"tensor {name!r} lacks dtype, shape or data_offsets, or has more")
+        raise corrupt(f"tensor {name!r} does not have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise corrupt(f"tensor {name!r} has the unknown type {dtype!r}")
@@ -154,20 +154,19 @@ def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise corrupt(f"tensor {name!r} has impossible offsets")
     entry = TensorEntry(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
-    if (
-        max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST
-    ):  # also [2**62, 2**62, 0], as the safetensors library has it
+    # also refuses [2**62, 2**62, 0], as the safetensors library does
+    if max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST:
         raise corrupt(f"tensor {name!r} has an impossible shape")
     if entry.elements * DTYPE_BITS[dtype] != entry.nbytes * 8:
         raise corrupt(
-            f"tensor {name!r} of shape {list(shape)} and type {dtype} does not take the {entry.nbytes} bytes it is given"
+            f"tensor {name!r} of shape {list(shape)} and type {dtype} does not fit its byte range of {entry.nbytes} bytes"
         )
     return entry
 
 
 def _natural(digits: str) -> int:
     if digits.startswith("-") or len(digits) > 20:
-        raise ValueError(f"{digits[:24]} is no count")
+        raise ValueError(f"{digits[:24]} is not a count")
     return int(digits)
 
 
@@ -181,14 +180,14 @@ def build_header(
     *,
     data_start_modulo: tuple[int, int] = (0, 8),
 ) -> bytes:
-    """The 8 length bytes and the header of a new file whose tensors follow one another without holes.
+    """Return the 8 length bytes and the header of a new file whose tensors follow one another without gaps.
 
     Args:
-        tensors: name, type, shape and size in bytes of each, in file order.
-        metadata: the `__metadata__` map; left out when empty.
-        data_start_modulo: (remainder, modulus) that the first data byte's offset must satisfy; the header is padded
-            with spaces
-            until it does. A filesystem that shares blocks needs the source's own remainder modulo its block size.
+        tensors: name, dtype, shape and size in bytes of each tensor, in file order.
+        metadata: the `__metadata__` map; omitted if empty.
+        data_start_modulo: (remainder, modulus) that the offset of the first data byte must satisfy. The header is
+            padded with spaces until it does. To share blocks, a filesystem needs the remainder of the source modulo
+            its block size.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0

@@ -1,39 +1,39 @@
-"""A checkpoint on the Hugging Face Hub: its headers by range requests, or the whole of it through the Hub's cache."""
+"""Checkpoints on the Hugging Face Hub: headers through range requests, or a full download through the Hub's cache."""
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.store import FolderStore
+from gqa_convert.checkpoint.files import LocalFiles
 from gqa_convert.errors import SourceNotFoundError
 
 _CACHED_WHOLE_BYTES = 50_000_000
-"""JSON files up to this size go through the Hub's cache; of everything else only the asked-for ranges travel."""
+"""JSON files up to this size are downloaded into the Hub's cache; only the requested ranges of other files are."""
 
 _PATIENCE_SECONDS = 10
 _RETRIES = 2
 
 
-class HubStore:
+class HubFiles:
     """The files of a Hub repository at one commit, read by range requests."""
 
     def __init__(self, repo_id: str, revision: str | None, commit: str, files: dict[str, int]) -> None:
         self.repo_id = repo_id
         self.revision = revision
         self.commit = commit
-        self.files = files
+        self.sizes = files
         self.folder: Path | None = None
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if length == 0:
             return b""
-        if name.endswith(".json") and self.files[name] <= _CACHED_WHOLE_BYTES:
+        if name.endswith(".json") and self.sizes[name] <= _CACHED_WHOLE_BYTES:
             from huggingface_hub import hf_hub_download
 
-            path = _asking(self.repo_id, hf_hub_download, self.repo_id, name, revision=self.commit)
+            path = _request(self.repo_id, hf_hub_download, self.repo_id, name, revision=self.commit)
             return Path(path).read_bytes()[start : start + length]
-        return bytes(_asking(self.repo_id, self._read_range, name, start, length))
+        return bytes(_request(self.repo_id, self._read_range, name, start, length))
 
     def _read_range(self, name: str, start: int, length: int) -> bytes:
         from huggingface_hub import hf_hub_url
@@ -45,9 +45,8 @@ class HubStore:
             "GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_SECONDS, max_retries=_RETRIES
         ) as answer:
             hf_raise_for_status(answer)
-            skipped = (
-                0 if answer.status_code == 206 else start
-            )  # a server may ignore the range and send all from the start
+            # a server may ignore the range and send the file from its start
+            skipped = 0 if answer.status_code == 206 else start
             result = bytearray()
             for chunk in answer.iter_bytes(1 << 16):
                 result += chunk
@@ -56,7 +55,7 @@ class HubStore:
             return bytes(result[skipped : skipped + length])
 
     def download(self, leave_out: Iterable[str]) -> Path:
-        """The snapshot's folder in the Hub's cache, without the named files; its name is the commit."""
+        """Download all files but `leave_out`, and return the snapshot's folder in the Hub's cache, named by commit."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -65,8 +64,8 @@ class HubStore:
         if silence:
             disable_progress_bars()
         try:
-            # by the branch's name, not the commit: only so does the cache know the branch when there is no network
-            folder = _asking(
+            # by branch name, not by commit: only then does the cache know the branch without a network
+            folder = _request(
                 self.repo_id, snapshot_download, self.repo_id, revision=self.revision, ignore_patterns=patterns
             )
         finally:
@@ -75,11 +74,11 @@ class HubStore:
         return Path(folder)
 
 
-def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | FolderStore, str]:
-    """The store for a Hub id, and the commit it stands for; without network access a snapshot in the Hub's cache.
+def open_hub_files(repo_id: str, revision: str | None) -> tuple[HubFiles | LocalFiles, str]:
+    """Return the files of a Hub id and its commit; without a network, those of a snapshot in the Hub's cache.
 
     Raises:
-        SourceNotFoundError: no such repository, revision or access; or no network and nothing in the cache.
+        SourceNotFoundError: there is no such repository, revision or access, or no network and no cached snapshot.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -89,7 +88,7 @@ def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | Folde
         validate_repo_id(repo_id)
     except HFValidationError:
         raise SourceNotFoundError(
-            f"{repo_id} is neither a folder here nor a Hub id of the form org/name: check the path"
+            f"{repo_id} is neither a local folder nor a Hub id of the form org/name: check the path"
         ) from None
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
@@ -100,25 +99,25 @@ def open_hub_store(repo_id: str, revision: str | None) -> tuple[HubStore | Folde
         folder = _cached_snapshot(repo_id, revision)
         if folder is None:
             raise _explained(repo_id, problem) from None
-        return FolderStore(folder), folder.name
+        return LocalFiles(folder), folder.name
     files = {item.rfilename: item.size or 0 for item in info.siblings or []}
     visible = {name: size for name, size in files.items() if not any(part.startswith(".") for part in name.split("/"))}
-    return HubStore(repo_id, revision, str(info.sha), visible), str(info.sha)
+    return HubFiles(repo_id, revision, str(info.sha), visible), str(info.sha)
 
 
 def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
-    """The cache's folder for a revision; files may be lacking in it."""
+    """Return the cached folder of a revision, which may be incomplete, or None."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except Exception as problem:  # the newer of the client's versions tell of an incomplete snapshot in this way
+    except Exception as problem:  # newer versions of huggingface_hub report an incomplete snapshot in this way
         path = getattr(problem, "snapshot_path", None)
         return Path(path) if path else None
 
 
-def _asking(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
-    """Call the Hub's client; what it raises becomes one line."""
+def _request(repo_id: str, call: Any, *arguments: Any, **options: Any) -> Any:
+    """Call the Hub's client and turn its exceptions into one line."""
     try:
         return call(*arguments, **options)
     except Exception as problem:
@@ -132,7 +131,7 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
         return SourceNotFoundError(f"{repo_id} is gated: accept its terms on the Hub and log in with `hf auth login`")
     if isinstance(problem, RepositoryNotFoundError):
         return SourceNotFoundError(
-            f"{repo_id} is neither a folder here nor a repository on the Hub that you can see: check the name, or log in"
+            f"{repo_id} is neither a local folder nor a Hub repository that you can access: check the name, or log in with `hf auth login`"
         )
     if isinstance(problem, RevisionNotFoundError):
         return SourceNotFoundError(f"{repo_id} has no such revision on the Hub: check --revision")
@@ -142,9 +141,9 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     )
     if unreachable:
         return SourceNotFoundError(
-            f"{repo_id} is no folder here, and the Hub can't be reached, nor does its cache hold it ({detail}): "
+            f"{repo_id} is not a local folder, is not in the Hub's cache, and the Hub cannot be reached ({detail}): "
             "check the path or the network"
         )
     return SourceNotFoundError(
-        f"the Hub would not give {repo_id} ({detail}): try again later, or log in with `hf auth login`"
+        f"the Hub did not provide {repo_id} ({detail}): try again later, or log in with `hf auth login`"
     )

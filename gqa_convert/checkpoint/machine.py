@@ -1,4 +1,4 @@
-"""What a measurement ran on: every figure carries it."""
+"""The machine and software of a measurement, which every result file records."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ _LIBRARIES = ("torch", "transformers", "numpy")
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine and the software.
+    """Describe the machine and the software.
 
     Args:
-        device: what was computed on, such as `cpu` or `cuda:0`.
+        device: the device of the computation, such as `cpu` or `cuda:0`.
 
     Returns:
-        `device`, `processor`, `cores` (that this process may use), `memory_bytes`, `system`, and `versions` by library;
-        for a GPU its name is the processor and its memory the memory.
+        `device`, `processor`, `cores` (available to this process), `memory_bytes`, `system`, and `versions` by library.
+        For a GPU, `processor` and `memory_bytes` are the GPU's.
     """
     name, memory = _processor(), _memory()
     if device.startswith("cuda"):
@@ -39,12 +39,11 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def available_memory(device: Any, local_processes: int = 1) -> int | None:
-    """Bytes that each process of this machine may take: free memory of its GPU, or its share of what Linux calls
-    available.
+    """Return the bytes that this process may use: its GPU's free memory, or its share of Linux's available memory.
 
     Args:
-        device: of torch.
-        local_processes: how many share this machine.
+        device: a torch device.
+        local_processes: number of processes that share this machine.
     """
     if device.type == "cuda":
         import torch
@@ -61,12 +60,12 @@ def available_memory(device: Any, local_processes: int = 1) -> int | None:
 
 
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> dict[str, Any]:
-    """The head of a measurement's JSON: what it is, when and by which command it was made, and on what.
+    """Return the head of a measurement's JSON: its kind, the time, the command and the machine.
 
     Args:
-        kind: `evaluate`, `benchmark` and the like; `report` tells files apart by it.
-        command: the command line, None from Python.
-        device: what was computed on.
+        kind: the command that measured, such as `evaluate` or `benchmark`; `report` recognises files by it.
+        command: the command line, or None from Python.
+        device: the device of the computation.
     """
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"kind": kind, "created": created, "command": command, "machine": machine(device)}

@@ -1,9 +1,9 @@
-"""Whose a file is: what this program wrote may be replaced; everything else is its user's, and is neither deleted nor
+"""Decide which files this program wrote and may replace; all other files belong to the user and are never deleted or
 overwritten.
 
-The record that lies in every result lists the files written with it. A file that is not listed, or that is newer than
-the record and not what the record says, is the user's. Results of versions whose records have no list are judged by the
-names of their source's files.
+The record in every result lists the files that were written with it. A file belongs to the user if it is not listed, or
+if it is newer than the record and differs from what the record says. Records of early versions have no such list;
+there, the names of the source's files decide.
 """
 
 import hashlib
@@ -17,28 +17,27 @@ from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 RECORD = "gqa_conversion.json"
-"""Lies in every converted checkpoint and says how it was made."""
+"""The file in every converted checkpoint that records how it was made."""
 
 RESTATED = "gqa_restated.json"
-"""Lies in every restated checkpoint instead."""
+"""The corresponding file in every restated checkpoint."""
 
 WRITTEN = "written"
 """The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`."""
 
 _CONFIG = "config.json"
 _NAMED = 3
-"""Files that a message names; the others it counts."""
+"""Number of files that a message names; it counts the rest."""
 
 Entries = Mapping[str, Any]
 
 
 def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """What the record says of the files in a new result: their sizes, and the SHA-256 of all but weights.
+    """Return the record's list of files in a new result: sizes of all files, and SHA-256 of all but the weights.
 
     Args:
-        folder: with everything in it but the record, which is written last.
-        result: the record's `{"files": {name: {"bytes": ..., "sha256": ...}}}` of weight files, if their hashes are
-            known.
+        folder: the complete result without the record, which is written last.
+        result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their hashes are known.
     """
     listed: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -54,8 +53,9 @@ def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """The files in a folder that are not part of a result of this program, by their paths in it; a folder without any
-    of ours ends in `/`.
+    """Return the files in a folder that this program did not write, as relative paths.
+
+    A subfolder that holds only such files is one entry that ends in `/`.
     """
     record = next(
         (name for name in (RECORD, RESTATED) if (folder / name).is_file() and not (folder / name).is_symlink()), None
@@ -70,14 +70,14 @@ def foreign_files(folder: Path) -> list[str]:
     )
 
 
-def _foreign(folder: Path, inside: str, record: str, ours: Entries, homes: set[str]) -> Iterator[str]:
+def _foreign(folder: Path, inside: str, record: str, ours: Entries, parents: set[str]) -> Iterator[str]:
     for path in sorted((folder / inside).iterdir()):
         name = f"{inside}{path.name}"
         if path.is_symlink():
             yield name
         elif path.is_dir():
-            if name in homes:
-                yield from _foreign(folder, f"{name}/", record, ours, homes)
+            if name in parents:
+                yield from _foreign(folder, f"{name}/", record, ours, parents)
             else:
                 yield f"{name}/"
         elif (
@@ -89,8 +89,9 @@ def _foreign(folder: Path, inside: str, record: str, ours: Entries, homes: set[s
 
 
 def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
-    """Every file was complete before the record was written, so that a later one is ours only if it has the hash that
-    was recorded.
+    """Return whether a file is as it was written.
+
+    The record is written last, so a file that is newer than the record must have the recorded hash.
     """
     status = path.stat()
     if known.get("bytes") not in (None, status.st_size):
@@ -101,7 +102,7 @@ def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
 
 
 def _is_card(path: Path, name: str) -> bool:
-    """Whether a file is a model card of `publish`, which comes later than the record."""
+    """Return whether a file is a model card of `publish`, which is written after the record."""
     try:
         return name == CARD and is_our_card(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,7 +110,7 @@ def _is_card(path: Path, name: str) -> bool:
 
 
 def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """The files of a result, by name; none if its record can't be understood."""
+    """Return the files of a result by name, or an empty dict if the record is unreadable."""
     record = _read(folder / name)
     listed = record.get(WRITTEN)
     if listed is None and name == RECORD:
@@ -120,7 +121,7 @@ def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _older_entries(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of a record without a list: what a conversion copies of its source's files, and what it writes itself."""
+    """Return the files of a result whose record has no list: sidecar files of the source, and files of a conversion."""
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in _part(_part(record, "source"), "files").items():
         if not formats.is_weight_file(name):
@@ -131,9 +132,9 @@ def _older_entries(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, 
     config, index = _read(folder / _CONFIG), _read(folder / formats.SAFETENSORS_INDEX)
     shards = {file for file in _part(index, "weight_map").values() if isinstance(file, str)}
     entries |= {name: {} for name in (*shards, *([formats.SAFETENSORS_INDEX] if shards else []))}
-    for home in _part(config, "auto_map").values():
-        if isinstance(home, str) and home.startswith("gqa_"):
-            entries[f"{home.split('.')[0]}.py"] = {}
+    for reference in _part(config, "auto_map").values():
+        if isinstance(reference, str) and reference.startswith("gqa_"):
+            entries[f"{reference.split('.')[0]}.py"] = {}
     for name, entry in _part(_part(record, "result"), "files").items():
         if name in entries and isinstance(entry, dict):
             entries[name] = {"bytes": entry.get("bytes"), "sha256": entry.get("sha256")}
@@ -158,16 +159,16 @@ def _sha256(path: Path) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The first of some names, and how many there are beside them."""
+    """Return the first names of a list and the number of the others, for a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def set_aside(path: Path) -> Path:
-    """Give a file that is not ours another name, so that its own is free and nothing is lost.
+    """Rename a user's file so that its name becomes free, and return the new path.
 
     Raises:
-        OSError: it can't be renamed.
+        OSError: the file cannot be renamed.
     """
     number = 0
     while True:

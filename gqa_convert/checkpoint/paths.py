@@ -1,12 +1,13 @@
-"""Paths as a user writes them."""
+"""Paths as users write them, with `~` for a home folder."""
 
 import os
 from pathlib import Path
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """The path, with `~` and `~name` replaced by a home folder; as in a shell, `~name` stays where there is no such
-    user.
+    """Return the path with `~` and `~name` replaced by a home folder.
+
+    As in a shell, `~name` stays unchanged if there is no such user.
     """
     try:
         return Path(given).expanduser()
@@ -15,8 +16,9 @@ def local_path(given: str | os.PathLike[str]) -> Path:
 
 
 def expanded(name: str | os.PathLike[str]) -> str:
-    """A folder or a Hub id as it is recorded and printed: the user's own words, but for `~`, which stands for another
-    folder elsewhere.
+    """Return a folder or Hub id in the form that is recorded and printed.
+
+    This is what the user wrote, with `~` expanded because it means another folder for other users.
     """
     text = str(name)
     return str(local_path(text)) if text.startswith("~") else text

@@ -1,8 +1,8 @@
-"""A folder that appears whole or not at all.
+"""Publish a folder atomically: it appears whole or not at all.
 
-Work happens in a sibling of the result with a temporary name, under a lock that the kernel drops when the process dies.
-Publication syncs the folders and renames. The next run removes the leftovers of dead runs, and never those of a live
-one.
+The work happens in a temporary sibling of the result, under a lock that the kernel drops when the process dies.
+Publication syncs the folders and renames the sibling. The next run removes the leftovers of dead runs, and never those
+of a live one.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 
 from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.files import is_utf8
 from gqa_convert.checkpoint.locks import lock_folder
 from gqa_convert.checkpoint.ownership import foreign_files, some
 from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.checkpoint.store import is_utf8
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
 _LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
@@ -30,15 +30,14 @@ _ATTEMPTS = 100
 
 
 def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> None:
-    """Refuse a result folder that would lose or mix up files. An empty folder is as good as none.
+    """Refuse a result folder in which files would be lost or mixed. An empty folder is accepted.
 
     Raises:
-        OutputError: OUT holds something (without `overwrite`), or files that this program did not write; it is a file,
-            a link, a mount point
-            or the current folder; it is the source, or one lies within the other.
+        OutputError: `out` holds a result (without `overwrite`) or files that this program did not write; it is a file,
+            a link, a mount point or the current folder; it is the source, or one lies within the other.
     """
     if not is_utf8(str(out)):
-        raise OutputError(f"the path {out} is no UTF-8, in which results record it: name another folder")
+        raise OutputError(f"the path {out} is not UTF-8, so that records cannot hold it: name another folder")
     try:
         _check_destination(out, source, overwrite)
     except OSError as problem:
@@ -50,22 +49,22 @@ def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
     if source is not None:
         _check_apart(out, real, source)
     if out.is_symlink():
-        raise OutputError(f"{out} is a link: name the folder itself, or another one")
+        raise OutputError(f"{out} is a link: name the folder itself or another folder")
     if not out.exists():
         return
     if not out.is_dir():
         raise OutputError(f"{out} is a file: name a folder")
     foreign = foreign_files(real)
     if foreign:
-        what = f"files that gqa-convert did not write, or that were changed since ({some(foreign)})"
+        what = f"files that gqa-convert did not write or that were changed later ({some(foreign)})"
         raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
     if any(real.iterdir()) and not overwrite:
         raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")
     if os.path.ismount(real):
-        raise OutputError(f"{out} is a mount point, which can't be replaced as a whole: name a new folder in it")
+        raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
     if _current_folder().is_relative_to(real):
         raise OutputError(
-            f"{out} is the current folder, which would be gone once it is replaced: go to another folder, or name a new one"
+            f"{out} is the current folder or contains it, so that it cannot be replaced: change to another folder, or name a new one"
         )
 
 
@@ -78,18 +77,18 @@ def _check_apart(out: Path, real: Path, source: Path) -> None:
     if origin.is_relative_to(real):
         raise OutputError(f"{out} contains the source {source}: name another folder")
     if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
-        raise OutputError(f"{out} contains files that {source} links to: name another folder")
+        raise OutputError(f"{out} contains files to which the source {source} links: name another folder")
 
 
 def _current_folder() -> Path:
     try:
         return Path(os.path.realpath(Path.cwd()))
-    except FileNotFoundError:  # deleted already
+    except FileNotFoundError:  # the current folder was deleted
         return Path("/")
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove what dead runs left in a folder, as far as that is allowed; returns what was removed."""
+    """Remove the leftovers of dead runs in a folder, as far as permissions allow, and return the removed paths."""
     removed = []
     try:
         paths = sorted(path for path in parent.iterdir() if _LEFTOVER.fullmatch(path.name) and path.is_dir())
@@ -100,7 +99,7 @@ def sweep(parent: Path) -> list[Path]:
             handle = lock_folder(path)
         except OSError:
             continue
-        if handle is not None:  # else a live run's
+        if handle is not None:  # otherwise a live run holds the lock
             if not _restore(path):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
@@ -109,8 +108,10 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _restore(path: Path) -> bool:
-    """Whether `path` was an old result, set aside by a run that died before its own stood there, and now has its name
-    again.
+    """Give an old result its name back if a run set it aside and died before it published its own.
+
+    Returns:
+        Whether `path` was such a result and was renamed.
     """
     match = _LEFTOVER.fullmatch(path.name)
     if match is None or not match["aside"] or (path.parent / match["out"]).exists():
@@ -121,9 +122,10 @@ def _restore(path: Path) -> bool:
 
 
 class StagedFolder:
-    """A context in which `path` is a new, locked, temporary sibling of `out`; leaving it without `publish` removes it.
+    """A context manager that makes `path`, a new, locked, temporary sibling of `out`.
 
-    An OSError that leaves the context becomes a NoSpaceError or an OutputError.
+    Leaving the context without calling `publish` removes it. An OSError that leaves the context becomes a NoSpaceError
+    or an OutputError.
     """
 
     def __init__(self, out: Path) -> None:
@@ -138,18 +140,17 @@ class StagedFolder:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(_ATTEMPTS):
                 self.path = self.out.parent / f".{self.out.name}.gqa-convert-{secrets.token_hex(4)}"
-                # for signals that come when no other code can catch them; it runs at the latest when the interpreter
-                # ends
+                # cleans up after signals that no other code can catch, at the latest when the interpreter exits
                 self._cleanup = weakref.finalize(self, _discard, self.path, new_parents, os.getpid())
                 self.path.mkdir()
                 try:
                     self._handle = lock_folder(self.path)
-                except OSError:  # the filesystem has no locks; there, no sweep takes anything either
+                except OSError:  # the filesystem has no locks; there, `sweep` removes nothing either
                     return self
                 if self._handle is not None:
                     return self
-                self._cleanup.detach()  # a sweep was faster and takes it away
-            raise OutputError(f"{self.out.parent} loses every folder that is made in it: name another folder")
+                self._cleanup.detach()  # another process's sweep locked the folder first and removes it
+            raise OutputError(f"{self.out.parent} loses every new folder at once: name another folder")
         except BaseException as problem:
             if self._cleanup is not None:
                 self._cleanup()
@@ -170,10 +171,10 @@ class StagedFolder:
             raise _explained(error, self.out) from error
 
     def publish(self, *, overwrite: bool) -> None:
-        """Give the folder its name, at once. Its files must be synced; the folders are synced here.
+        """Give the folder its final name in one step. Its files must be synced already; folders are synced here.
 
         Raises:
-            OutputError: something has appeared at `out` meanwhile.
+            OutputError: another file or folder has appeared at `out`.
         """
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
@@ -183,35 +184,30 @@ class StagedFolder:
                 _rename(self.path, self.out, _RENAME_NOREPLACE)
             except FileExistsError:
                 raise OutputError(
-                    f"{self.out} has appeared meanwhile: name a new folder, or replace it with --overwrite"
+                    f"{self.out} was created by another process during the run: name a new folder, or replace it with --overwrite"
                 ) from None
         elif any(self.out.iterdir()):
             self._replace()
         else:
-            self.path.rename(self.out)  # takes the place of an empty folder only
+            self.path.rename(self.out)  # succeeds only if the folder there is still empty
         self.path = self.out
         sync(self.out.parent)
 
     def _replace(self) -> None:
-        """Exchange the two folders in one step, so that a complete one stands at `out` at every moment; the old one
-        goes last.
-        """
+        """Exchange the two folders in one step, so that `out` is complete at every moment, and remove the old one."""
         _rename(self.path, self.out, _RENAME_EXCHANGE)
-        if foreign := foreign_files(self.path):  # written between the check and the exchange
+        if foreign := foreign_files(self.path):  # files that appeared between the check and the exchange
             _rename(self.path, self.out, _RENAME_EXCHANGE)
             raise OutputError(
-                f"{self.out} was written to meanwhile ({some(foreign)}): move that away, or name a new folder"
+                f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
             )
         sync(self.out.parent)
-        shutil.rmtree(
-            self.path, ignore_errors=True
-        )  # that is the old one now; should this process die, the next run removes it
+        # `path` is the old folder now; if this process dies here, the next run removes it
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _discard(path: Path, new_parents: list[Path], process: int) -> None:
-    """Remove a temporary folder, if it has not been given its name yet, and the folders above it that were made for
-    it.
-    """
+    """Remove a temporary folder unless it was published, and the parent folders that were made for it."""
     if os.getpid() != process:
         return
     shutil.rmtree(path, ignore_errors=True)
@@ -223,20 +219,20 @@ def _discard(path: Path, new_parents: list[Path], process: int) -> None:
 
 
 def _explained(problem: OSError, out: Path) -> GQAConvertError:
-    """What the system says, as one line."""
+    """Turn an error of the operating system into one line."""
     if is_disk_full(problem):
         return NoSpaceError(
-            f"the disk or quota of {out.parent} is full, nothing was left behind: make room or name another disk"
+            f"the disk or quota of {out.parent} is full and nothing was written: free some space, or name a folder on another disk"
         )
     at = f" at {problem.filename}" if problem.filename else ""
     detail = problem.strerror or str(problem) or type(problem).__name__
     return OutputError(
-        f"{out} can't be made ({detail}{at}), nothing was left behind: check the disk, or name another folder"
+        f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
     )
 
 
 def _rename(old: Path, new: Path, flag: int) -> None:
-    """Linux's renameat2; where the filesystem lacks it, the nearest that plain renames can do."""
+    """Rename with Linux's renameat2 or, where the filesystem lacks it, with the closest sequence of plain renames."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         if renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:

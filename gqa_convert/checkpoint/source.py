@@ -1,6 +1,4 @@
-"""Open a checkpoint: its config, the headers of its weight files, and the list of everything else in it. No weight is
-read.
-"""
+"""Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.store import FileStore, FolderStore, is_utf8
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import (
     ConfigError,
@@ -29,8 +27,9 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One weight file: its name, its size in bytes, its header, and whether it must be spilled before byte ranges can
-    be read.
+    """One weight file: its name, its size in bytes and its header.
+
+    `spilled` says that the file must be written out as plain bytes before byte ranges can be read.
     """
 
     file: str
@@ -38,7 +37,7 @@ class Shard:
     header: Header
     spilled: bool = False
     modified_ns: int | None = None
-    """When the local file was last written."""
+    """Modification time of the local file in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,25 @@ class Checkpoint:
     """A checkpoint whose headers have been read and checked."""
 
     source_id: str
-    """As the user named it: a folder or a Hub id."""
+    """The folder or Hub id that the user named."""
     revision: str | None
-    """The commit on the Hub, if it came from there."""
+    """The commit on the Hub, or None for a local folder."""
     folder: Path | None
-    """Where the files are, or None if they are on the Hub and were not downloaded."""
+    """The local folder with the files, or None if they are on the Hub and were not downloaded."""
     config: dict[str, Any]
     weights_format: Literal["safetensors", "torch"]
     shards: tuple[Shard, ...]
     index_metadata: dict[str, Any] | None
     """The `metadata` of the index, or None if there is a single weight file."""
     carried: tuple[str, ...]
-    """Files that a conversion copies as they are."""
+    """Sidecar files that a conversion copies unchanged."""
     left_behind: tuple[str, ...]
-    """Weight files in other formats and the like, which a conversion must not copy."""
+    """Weights in other formats and training state, which a conversion must not copy."""
     sizes: dict[str, int]
-    """Every file's size in bytes."""
+    """Size in bytes of every file."""
 
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
-        """Every tensor in file order: its shard's number, its name, its entry."""
+        """Yield every tensor in file order as (shard number, name, entry)."""
         for number, shard in enumerate(self.shards):
             for name, entry in shard.header.tensors.items():
                 yield number, name, entry
@@ -78,14 +77,13 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     """Open a local folder or a Hub repository.
 
     Args:
-        source: a folder, or a Hub id such as `org/name`. A path that exists wins.
+        source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
-        download: fetch the whole checkpoint into the Hub's cache, so that `folder` is set. Without it only the config,
-            the index
-            and the tensor headers of a Hub repository are read, by range requests.
+        download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the
+            config, the index and the tensor headers of a Hub repository are read, through range requests.
 
     Raises:
-        SourceNotFoundError: there is no such folder or repository, or no checkpoint in it.
+        SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
         ConfigError: `config.json` is missing or no JSON object.
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
         UnsupportedFormatError: quantised weights, an adapter, a training checkpoint or a foreign format.
@@ -94,31 +92,31 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     if path is not None and path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(
-                f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
+                f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
             )
-        return read_checkpoint(FolderStore(path), expanded(source), None)
+        return read_checkpoint(LocalFiles(path), expanded(source), None)
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
-    from gqa_convert.checkpoint.hub import HubStore, open_hub_store
+    from gqa_convert.checkpoint.hub import HubFiles, open_hub_files
 
-    store, commit = open_hub_store(str(source), revision)
-    if download and isinstance(store, HubStore):
-        folder = store.download(_survey(store, str(source)).others)
-        store, commit = FolderStore(folder), folder.name
-    return read_checkpoint(store, str(source), commit)
+    files, commit = open_hub_files(str(source), revision)
+    if download and isinstance(files, HubFiles):
+        folder = files.download(_survey(files, str(source)).others)
+        files, commit = LocalFiles(folder), folder.name
+    return read_checkpoint(files, str(source), commit)
 
 
 def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
-    """A checkpoint as a local folder; one on the Hub is downloaded only once its headers have passed a check.
+    """Open a checkpoint as a local folder, and download one on the Hub only after its headers have passed a check.
 
     Args:
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
-        check: called with a checkpoint on the Hub; what it raises stops the download.
+        check: called with a checkpoint on the Hub before the download; an exception prevents the download.
     """
     try:
         remote = open_checkpoint(source, revision=revision)
-    except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
+    except RemoteHeadersError:  # `.bin` files have no headers that could be read first
         return open_checkpoint(source, revision=revision, download=True)
     if remote.folder is not None:
         return remote
@@ -127,151 +125,153 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
 
 
 def _local_path(source: str | Path) -> Path | None:
-    """The path that `source` names, or None if there is nothing."""
+    """Return the path that `source` names, or None if it does not exist."""
     if not is_utf8(str(source)):
-        raise SourceNotFoundError(f"the path {source} is no UTF-8, in which results record it: rename the folder")
+        raise SourceNotFoundError(f"the path {source} is not UTF-8, so that records cannot hold it: rename the folder")
     try:
         path = Path(source).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError) as problem:  # too long, no permission, no such user, NUL
-        raise SourceNotFoundError(f"{source} can't be looked at ({problem}): check the path") from None
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, no permission, no such user, NUL byte
+        raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What the names of the files, the config and the index tell."""
+    """What the file names, the config and the index of a checkpoint say."""
 
     config: dict[str, Any]
     chosen: str
+    """The weight file or index that transformers would load."""
     weight_map: dict[str, str] | None
+    """File by tensor name, or None if there is no index."""
     index_metadata: dict[str, Any] | None
     shard_files: list[str]
     others: tuple[str, ...]
     """Weight files that are not read."""
 
 
-def _survey(store: FileStore, source_id: str) -> _Survey:
-    if CONFIG not in store.files:
-        formats.choose_weights(
-            store.files, source_id
-        )  # an adapter or a foreign format has a better explanation than the next line
+def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
+    if CONFIG not in files.sizes:
+        formats.choose_weights(files.sizes, source_id)  # raises a more helpful error for adapters and foreign formats
         raise ConfigError(f"{source_id} has no config.json: name the folder that save_pretrained wrote")
-    config = parse_object(_read_json(store, CONFIG), f"{source_id}/{CONFIG}", ConfigError)
+    config = parse_object(_read_json(files, CONFIG), f"{source_id}/{CONFIG}", ConfigError)
     formats.refuse_quantised_config(config, f"{source_id}/{CONFIG}")
-    chosen = formats.choose_weights(store.files, source_id)
+    chosen = formats.choose_weights(files.sizes, source_id)
     named = config.get("transformers_weights")
     if named is not None and named != chosen:
         raise UnsupportedFormatError(
-            f"{source_id}/{CONFIG} names {named!r} as its weights, not {chosen}: save the model anew"
+            f"{source_id}/{CONFIG} names {named!r} as its weights instead of {chosen}: save the model again with save_pretrained"
         )
     weight_map: dict[str, str] | None = None
     index_metadata: dict[str, Any] | None = None
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
-        weight_map, index_metadata = _read_index(store, chosen, source_id)
+        weight_map, index_metadata = _read_index(files, chosen, source_id)
         shard_files = sorted(set(weight_map.values()))
     else:
         shard_files = [chosen]
     for file in shard_files:
-        if file not in store.files:
+        if file not in files.sizes:
             raise CorruptCheckpointError(
-                f"{source_id}/{file} is missing, though {chosen} names it: download or copy it again"
+                f"{source_id}/{file} is missing, although {chosen} names it: download or copy it again"
             )
     read = {chosen, *shard_files}
-    others = tuple(sorted(name for name in store.files if formats.is_weight_file(name) and name not in read))
+    others = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
     return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
 
 
-def read_checkpoint(store: FileStore, source_id: str, revision: str | None) -> Checkpoint:
-    """Read and check the config and all headers of the checkpoint in `store`; the errors are `open_checkpoint`'s."""
-    survey = _survey(store, source_id)
-    if store.folder is None:
-        with ThreadPoolExecutor(8) as pool:  # what takes time there is the way to the server and back
-            shards = list(pool.map(lambda file: read_shard(store, file, source_id), survey.shard_files))
+def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None) -> Checkpoint:
+    """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
+    survey = _survey(files, source_id)
+    if files.folder is None:
+        with ThreadPoolExecutor(8) as pool:  # network latency dominates
+            shards = list(pool.map(lambda file: read_shard(files, file, source_id), survey.shard_files))
     else:
-        shards = [read_shard(store, file, source_id) for file in survey.shard_files]
-    _check_census(shards, survey.weight_map, source_id, survey.chosen)
+        shards = [read_shard(files, file, source_id) for file in survey.shard_files]
+    _check_tensor_list(shards, survey.weight_map, source_id, survey.chosen)
     return Checkpoint(
         source_id=source_id,
         revision=revision,
-        folder=store.folder,
+        folder=files.folder,
         config=survey.config,
         weights_format="torch" if survey.chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX) else "safetensors",
         shards=tuple(shards),
         index_metadata=survey.index_metadata,
-        carried=tuple(name for name in store.files if name != CONFIG and not formats.is_weight_file(name)),
+        carried=tuple(name for name in files.sizes if name != CONFIG and not formats.is_weight_file(name)),
         left_behind=survey.others,
-        sizes=dict(store.files),
+        sizes=dict(files.sizes),
     )
 
 
-def _read_json(store: FileStore, name: str) -> bytes:
-    if store.files[name] > MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{name} has {store.files[name]:,} bytes, far too many for what it should hold")
-    return store.read(name, 0, store.files[name])
+def _read_json(files: CheckpointFiles, name: str) -> bytes:
+    if files.sizes[name] > MAX_JSON_BYTES:
+        raise CorruptCheckpointError(
+            f"{name} has {files.sizes[name]:,} bytes, over the limit of {MAX_JSON_BYTES:,} for a JSON file: download or copy it again"
+        )
+    return files.read(name, 0, files.sizes[name])
 
 
-def _read_index(store: FileStore, name: str, source_id: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """The index's weight map (tensor -> file) and metadata, every entry checked to be a plain file name."""
+def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the index's weight map (tensor to file) and metadata, after checking that every entry is a file name."""
     where = f"{source_id}/{name}"
     suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
-    index = parse_object(_read_json(store, name), where)
+    index = parse_object(_read_json(files, name), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CorruptCheckpointError(
-                f"{where} sends tensor {tensor!r} to {file!r}, which is no file of this folder: do not trust it"
+                f"{where} maps tensor {tensor!r} to {file!r}, which is not a file name in this folder: do not trust the checkpoint"
             )
         if not file.endswith(suffix):
             raise CorruptCheckpointError(
-                f"{where} sends tensor {tensor!r} to {file!r}, which is no {suffix} file: download it again"
+                f"{where} maps tensor {tensor!r} to {file!r}, which is not a {suffix} file: download the index again"
             )
-    # tens of thousands of names: each is kept once, here and in the headers
+    # interned, because the headers hold the same tens of thousands of names
     return {sys.intern(tensor): sys.intern(file) for tensor, file in weight_map.items()}, metadata
 
 
-def read_shard(store: FileStore, file: str, source_id: str) -> Shard:
-    """One weight file's header, by itself."""
-    where, size = f"{source_id}/{file}", store.files[file]
-    if size < 1024 and store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER:
+def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
+    """Read and check the header of one weight file."""
+    where, size = f"{source_id}/{file}", files.sizes[file]
+    if size < 1024 and files.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER:
         raise CorruptCheckpointError(
             f"{where} is only a Git LFS pointer to the weights: fetch them with `git lfs pull`"
         )
-    modified_ns = (store.folder / file).stat().st_mtime_ns if store.folder else None
+    modified_ns = (files.folder / file).stat().st_mtime_ns if files.folder else None
     if file.endswith(".safetensors"):
-        length = header_length(store.read(file, 0, LENGTH_BYTES), size, where)
-        return Shard(file, size, parse_header(store.read(file, LENGTH_BYTES, length), size, where), False, modified_ns)
-    if store.folder is None:
+        length = header_length(files.read(file, 0, LENGTH_BYTES), size, where)
+        return Shard(file, size, parse_header(files.read(file, LENGTH_BYTES, length), size, where), False, modified_ns)
+    if files.folder is None:
         raise RemoteHeadersError(
-            f"{source_id} holds {file} and no safetensors, so that its tensors can't be listed from afar: download it and name the folder"
+            f"{source_id} holds {file} and no safetensors, so that its tensors cannot be listed remotely: download it and name the folder"
         )
     from gqa_convert.checkpoint.torch_files import read_torch_header
 
-    header, spilled = read_torch_header(store.folder / file)
+    header, spilled = read_torch_header(files.folder / file)
     return Shard(file, size, header, spilled, modified_ns)
 
 
-def _check_census(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
-    """Every tensor once, where the index says, none quantised, and none of a model inside a wrapper."""
-    homes: dict[str, str] = {}
+def _check_tensor_list(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
+    """Check that every tensor occurs once, in the file that the index names, and is neither quantised nor wrapped."""
+    file_of: dict[str, str] = {}
     for shard in shards:
         for name, entry in shard.header.tensors.items():
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
             formats.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
-            if name in homes:
+            if name in file_of:
                 raise CorruptCheckpointError(
-                    f"{source_id} holds tensor {name!r} twice, in {homes[name]} and {shard.file}: remove one"
+                    f"{source_id} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"
                 )
-            homes[name] = shard.file
-    if weight_map is None or homes == weight_map:
+            file_of[name] = shard.file
+    if weight_map is None or file_of == weight_map:
         return
     for name, file in weight_map.items():
-        if homes.get(name) != file:
+        if file_of.get(name) != file:
             raise CorruptCheckpointError(
-                f"{source_id}/{index_name} promises tensor {name!r} in {file}, which does not hold it: copy both again"
+                f"{source_id}/{index_name} lists tensor {name!r} in {file}, which does not hold it: download or copy both again"
             )
-    stray = next(name for name in homes if name not in weight_map)
+    stray = next(name for name in file_of if name not in weight_map)
     raise CorruptCheckpointError(
-        f"{source_id}/{homes[stray]} holds tensor {stray!r}, which {index_name} does not name: copy both again"
+        f"{source_id}/{file_of[stray]} holds tensor {stray!r}, which {index_name} does not list: download or copy both again"
     )

@@ -1,4 +1,4 @@
-"""A checkpoint's weight files, open for reading by byte ranges."""
+"""The weight files of a checkpoint, open for reading byte ranges."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +9,10 @@ from gqa_convert.errors import CorruptCheckpointError
 
 
 class SourceFiles:
-    """The source's weight files, opened when first asked for; old `.bin` files are spilled to plain bytes before."""
+    """The source's weight files by shard number, each opened when it is first used.
+
+    Old `.bin` files whose tensors have no usable offsets are first written out as plain bytes ("spilled").
+    """
 
     def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
         self._checkpoint = checkpoint
@@ -17,7 +20,7 @@ class SourceFiles:
         self._stack = stack
         self._open: dict[int, SourceFile] = {}
         self.shared = self._probe_sharing()
-        """Whether output files can share blocks with the source."""
+        """Whether output files can share disk blocks with the source."""
 
     def __getitem__(self, number: int) -> SourceFile:
         if number not in self._open:
@@ -38,7 +41,7 @@ class SourceFiles:
         return self._open[number]
 
     def check_unchanged(self) -> None:
-        """Raise CorruptCheckpointError if a file was written to since its header was read."""
+        """Raise CorruptCheckpointError if a file was modified after its header was read."""
         for number in self._open:
             self._check_unchanged(number)
 
@@ -49,7 +52,7 @@ class SourceFiles:
         status = path.stat()
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
             raise CorruptCheckpointError(
-                f"{path} has changed since it was planned: leave the source alone meanwhile, and try again"
+                f"{path} has changed since its header was read: do not write to the source during a conversion, and try again"
             )
 
     def _probe_sharing(self) -> bool:

@@ -1,4 +1,4 @@
-"""JSON that must mean one thing only: no duplicate keys, the expected top-level type, errors that name the file."""
+"""Strict JSON parsing: duplicate keys and unexpected top-level types are errors, and every error names the file."""
 
 import codecs
 import json
@@ -29,20 +29,20 @@ def parse_object(
     error: type[GQAConvertError] = CorruptCheckpointError,
     parse_int: Callable[[str], int] | None = None,
 ) -> dict[str, Any]:
-    """The JSON object in `raw`.
+    """Parse the JSON object in `raw`.
 
     Args:
         raw: UTF-8 text.
-        where: what to call the file in an error message.
-        error: the class to raise.
+        where: the name of the file in error messages.
+        error: the exception class to raise.
         parse_int: turns a number's digits into an integer, or raises ValueError.
 
     Raises:
-        error: the text is no UTF-8, no JSON, no object, nested too deeply, or repeats a key.
+        error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
     """
     if raw.startswith(codecs.BOM_UTF8):
         raise error(
-            f"{where} begins with a byte order mark, with which transformers can't read it: save it as UTF-8 without the mark"
+            f"{where} begins with a byte order mark, which transformers cannot read: save it as UTF-8 without the mark"
         )
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
@@ -50,6 +50,6 @@ def parse_object(
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):
         raise error(
-            f"{where} holds a JSON {type(value).__name__} where an object belongs: download or copy the file again"
+            f"{where} holds a JSON {type(value).__name__} instead of an object: download or copy the file again"
         )
     return value

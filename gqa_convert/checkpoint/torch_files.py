@@ -1,9 +1,9 @@
-"""`pytorch_model.bin` files as byte ranges.
+"""Read `pytorch_model.bin` files as byte ranges.
 
-torch writes a tensor's bytes uncompressed into a zip file, so that they can be copied like those of a safetensors file
-once their offsets are known. `torch.load` under FakeTensorMode yields the offsets without reading a weight, and
-`weights_only=True` keeps a pickle from running code. What has no usable offset (the format before torch 1.6, transposed
-tensors) is spilled to a plain file.
+torch stores the bytes of a tensor uncompressed in a zip file, so that they can be copied like those of a safetensors
+file once their offsets are known. `torch.load` under FakeTensorMode yields the offsets without reading a weight, and
+`weights_only=True` prevents a pickle from running code. Files without usable offsets (the format before torch 1.6,
+transposed tensors) are spilled: written out as plain bytes.
 """
 
 import sys
@@ -45,36 +45,34 @@ def _load(path: Path, **options: Any) -> dict[str, Any]:
             (line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else repr(problem)
         )
         raise CorruptCheckpointError(
-            f"{path} cannot be read as plain tensors ({detail[:160]}): it is damaged or holds code, which is never run"
+            f"{path} cannot be read as plain tensors ({detail[:160]}): the file is damaged or holds code, which is never run"
         ) from None
     if not isinstance(state, dict):
         raise UnsupportedFormatError(
-            f"{path} holds a {type(state).__name__} where a map of tensors belongs: save model.state_dict()"
+            f"{path} holds a {type(state).__name__} instead of a map of tensors: save model.state_dict()"
         )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise UnsupportedFormatError(
-                f"{path} holds {name!r}, a {type(tensor).__name__} where a tensor belongs: save model.state_dict() alone"
+                f"{path} holds {name!r}, a {type(tensor).__name__} instead of a tensor: save only model.state_dict()"
             )
         if name == "__metadata__" or not name.isprintable():
-            raise CorruptCheckpointError(
-                f"{path} holds a tensor of the impossible name {name!r}: do not trust the file"
-            )
+            raise CorruptCheckpointError(f"{path} holds a tensor with the invalid name {name!r}: do not trust the file")
         if tensor.layout is not torch.strided:
             raise UnsupportedFormatError(
-                f"{path} holds {name!r}, a sparse tensor: save the model as plain tensors first"
+                f"{path} holds {name!r}, a sparse tensor: save the model with dense tensors first"
             )
     return state
 
 
 def read_torch_header(path: Path) -> tuple[Header, bool]:
-    """The tensors of a `.bin` file, and whether it must be spilled.
+    """Return the tensors of a `.bin` file, and whether it must be spilled.
 
-    With True, the entries' offsets are those of the file that `spill` writes, not of `path` itself.
+    If it must be, the offsets are those in the file that `spill` writes, not those in `path`.
 
     Raises:
         CorruptCheckpointError: the file is damaged or holds more than tensors.
-        UnsupportedFormatError: it holds something other than a map of names to tensors.
+        UnsupportedFormatError: the file holds something other than a map of names to tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -95,16 +93,14 @@ def read_torch_header(path: Path) -> tuple[Header, bool]:
         start = base + tensor.storage_offset() * tensor.element_size()
         if start + nbytes > size:
             raise CorruptCheckpointError(
-                f"{path} is truncated: tensor {name!r} ends behind the file: download or copy it again"
+                f"{path} is truncated: tensor {name!r} extends past the end of the file; download or copy it again"
             )
         tensors[name] = TensorEntry(_NAMES[str(tensor.dtype)], tuple(tensor.shape), start, nbytes)
     return Header(dict(sorted(tensors.items(), key=lambda item: item[1].start)), {}, 0), False
 
 
 def _refuse_unusual_zip(path: Path) -> None:
-    """Raise UnsupportedFormatError if the tensors' bytes do not lie in the zip file as this machine has them in
-    memory.
-    """
+    """Raise UnsupportedFormatError if the zip file does not hold the tensors' bytes as they would lie in memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
@@ -114,14 +110,12 @@ def _refuse_unusual_zip(path: Path) -> None:
                 if record.filename.endswith("/byteorder") and record.file_size < 99
             ]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return  # the format before, or a damaged file: torch will see
+        return  # the older format or a damaged file, which torch.load tells apart
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise UnsupportedFormatError(
-            f"{path} was compressed: load it with torch.load and save it again with torch.save"
-        )
+        raise UnsupportedFormatError(f"{path} is compressed: load it with torch.load and save it again with torch.save")
     if any(order != sys.byteorder.encode() for order in orders):
         raise UnsupportedFormatError(
-            f"{path} has another byte order than this machine: load it with torch.load and save it again"
+            f"{path} has a different byte order than this machine: load it with torch.load and save it again with torch.save"
         )
 
 
@@ -136,7 +130,7 @@ def _spill_header(state: dict[str, Any]) -> Header:
 
 
 def spill(path: Path, destination: Path) -> None:
-    """Write the tensors of a `.bin` file one behind the other, as `read_torch_header` said they would lie."""
+    """Write the tensors of a `.bin` file one after another, at the offsets that `read_torch_header` returned."""
     import torch
 
     with destination.open("xb") as file:

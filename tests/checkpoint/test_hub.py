@@ -181,7 +181,7 @@ class TestConvert:
             started = time.monotonic()
             answer = ask(url, tmp_path / "empty", "plan", "org/model", **env)
             assert answer["error"] == "SourceNotFoundError"
-            assert "can't be reached, nor does its cache hold it" in answer["message"]
+            assert "is not in the Hub's cache, and the Hub cannot be reached" in answer["message"]
             assert time.monotonic() - started < 10
 
     def test_a_cache_that_holds_only_a_part(self, hub: HubServer, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class TestDestination:
             out.unlink()
         out.write_text("x")
         refused(OutputError, "is a file", call=lambda: convert_checkpoint(source, out, 4, overwrite=overwrite))
-        refused(OutputError, "can't be made", call=lambda: convert_checkpoint(source, out / "sub" / "sub", 4))
+        refused(OutputError, "cannot be written", call=lambda: convert_checkpoint(source, out / "sub" / "sub", 4))
         assert out.read_text() == "x"
 
     @pytest.mark.parametrize("place", ["/proc/nowhere/out", "/dev/null/out", "x" * 300])

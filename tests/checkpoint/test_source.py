@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.checkpoint import store
+from gqa_convert.checkpoint import files
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
@@ -108,7 +108,7 @@ class TestRead:
     def test_a_path_goes_before_a_hub_id(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(single.parent)
         assert open_checkpoint("single").folder is not None
-        refused("single", SourceNotFoundError, "leave --revision out", revision="main")
+        refused("single", SourceNotFoundError, "omit --revision", revision="main")
 
     def test_loops_of_links_end(self, single: Path) -> None:
         (single / "sub").mkdir()
@@ -200,19 +200,19 @@ class TestIndex:
     def test_ways_out_of_the_folder(self, sharded: Path, file: str) -> None:
         shutil.copy(sharded / FIRST, sharded.parent / "x.safetensors")
         edit_index(sharded, **{"model.norm.weight": file})
-        refused(sharded, CorruptCheckpointError, "model.norm.weight", "no file of this folder")
+        refused(sharded, CorruptCheckpointError, "model.norm.weight", "not a file name in this folder")
 
     @pytest.mark.parametrize("file", [None, 3, ["x"], {"a": 1}, True])
     def test_files_that_are_no_names(self, sharded: Path, file: Any) -> None:
         index = json.loads((sharded / INDEX).read_bytes())
         index["weight_map"]["model.norm.weight"] = file
         (sharded / INDEX).write_text(json.dumps(index))
-        refused(sharded, CorruptCheckpointError, "no file of this folder")
+        refused(sharded, CorruptCheckpointError, "not a file name in this folder")
 
     @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", INDEX, "pytorch_model.bin"])
     def test_files_of_another_kind(self, sharded: Path, file: str) -> None:
         edit_index(sharded, **{"model.norm.weight": file})
-        refused(sharded, CorruptCheckpointError, "no .safetensors file")
+        refused(sharded, CorruptCheckpointError, "not a .safetensors file")
 
     def test_a_missing_shard(self, sharded: Path) -> None:
         (sharded / SECOND).unlink()
@@ -232,12 +232,12 @@ class TestIndex:
     def test_bytes_behind_the_last_tensor(self, sharded: Path) -> None:
         with (sharded / SECOND).open("ab") as file:
             file.write(b"x")
-        refused(sharded, CorruptCheckpointError, SECOND, "1 bytes behind the last tensor")
+        refused(sharded, CorruptCheckpointError, SECOND, "1 bytes after the last tensor")
 
     def test_a_header_that_lies(self, sharded: Path) -> None:
         raw = (sharded / SECOND).read_bytes()
         (sharded / SECOND).write_bytes(raw.replace(b"[60,96]", b"[61,96]", 1).replace(b"[56,60]", b"[57,60]", 1))
-        refused(sharded, CorruptCheckpointError, SECOND, "does not take the")
+        refused(sharded, CorruptCheckpointError, SECOND, "does not fit its byte range")
 
     def test_a_git_lfs_pointer(self, sharded: Path) -> None:
         (sharded / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n")
@@ -251,13 +251,13 @@ class TestIndex:
 
     def test_a_promise_that_is_not_kept(self, sharded: Path) -> None:
         edit_index(sharded, **{"lm_head.extra": FIRST})
-        refused(sharded, CorruptCheckpointError, "lm_head.extra", "promises")
+        refused(sharded, CorruptCheckpointError, "lm_head.extra", "lists tensor")
         edit_index(sharded, **{"lm_head.extra": None, "lm_head.weight": FIRST})
-        refused(sharded, CorruptCheckpointError, "lm_head.weight", "promises")
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "lists tensor")
 
     def test_a_stray_tensor(self, sharded: Path) -> None:
         edit_index(sharded, **{"lm_head.weight": None})
-        refused(sharded, CorruptCheckpointError, "lm_head.weight", "does not name")
+        refused(sharded, CorruptCheckpointError, "lm_head.weight", "does not list")
 
     @pytest.mark.parametrize(
         "raw",
@@ -284,7 +284,7 @@ class TestIndex:
 
     def test_a_gigantic_index(self, sharded: Path) -> None:
         os.truncate(sharded / INDEX, 300_000_000)
-        refused(sharded, CorruptCheckpointError, "far too many")
+        refused(sharded, CorruptCheckpointError, "over the limit")
 
 
 class TestRefusals:
@@ -357,10 +357,10 @@ class TestRefusals:
         (single / f"{foreign}.txt").write_text("")
         refused(single, CorruptCheckpointError, r"x\udcff.txt", "rename or remove it")
         (single / f"{foreign}.txt").unlink()
-        with pytest.raises(OutputError, match="no UTF-8"):
+        with pytest.raises(OutputError, match="not UTF-8"):
             convert_checkpoint(single, tmp_path / foreign, 3, method="mean")
         single.rename(tmp_path / foreign)
-        refused(tmp_path / foreign, SourceNotFoundError, "no UTF-8", "rename the folder")
+        refused(tmp_path / foreign, SourceNotFoundError, "not UTF-8", "rename the folder")
         assert [path.name for path in tmp_path.iterdir()] == [foreign]
 
     def test_half_a_surrogate_pair_in_the_config(self, single: Path, tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ class TestRefusals:
             (["model-q4.gguf"], "GGUF"),
             (["tf_model.h5"], "TensorFlow"),
             (["flax_model.msgpack"], "TensorFlow or Flax"),
-            (["consolidated.00.pth"], "vendor's own layout"),
+            (["consolidated.00.pth"], "vendor's original layout"),
         ],
     )
     @pytest.mark.parametrize("config", [True, False])
@@ -475,7 +475,9 @@ class TestRefusals:
         (single / "model.safetensors").unlink()
         for file in files:
             (single / file).write_bytes(b"{}")
-        refused(single, UnsupportedFormatError, f"of the variant {variant!r} only", files[0], f"variant={variant!r}")
+        refused(
+            single, UnsupportedFormatError, f"only weights of the variant {variant!r}", files[0], f"variant={variant!r}"
+        )
 
     def test_a_variant_beside_the_weights_is_left_behind(self, single: Path) -> None:
         for file in (
@@ -508,7 +510,7 @@ class TestRefusals:
     def test_a_link_to_nothing(self, single: Path, target: str) -> None:
         (single / "model.safetensors").unlink()
         (single / "model.safetensors").symlink_to(target)
-        refused(single, CorruptCheckpointError, "link to nothing")
+        refused(single, CorruptCheckpointError, "broken link")
 
     @pytest.mark.parametrize(
         "path", ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b"]
@@ -525,5 +527,5 @@ class TestRefusals:
         def denied(path: Path, *_: Any) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr(store.Path, "open", denied)
-        refused(single, CorruptCheckpointError, "config.json can't be read (Permission denied)")
+        monkeypatch.setattr(files.Path, "open", denied)
+        refused(single, CorruptCheckpointError, "config.json cannot be read (Permission denied)")

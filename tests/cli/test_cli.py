@@ -144,7 +144,7 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
         (("plan", "{source}", "--groups", "3", "--method", "median"), ("median", "mean")),
         (("plan", "{source}", "--groups", "3", "--gruops", "4"), ("--gruops",)),
         (("plan", "{source}", "--groups", "3", "--revision", "main"), ("local folder", "--revision")),
-        (("plan", "{missing}", "--groups", "3"), ("neither a folder here nor a Hub id",)),
+        (("plan", "{missing}", "--groups", "3"), ("neither a local folder nor a Hub id",)),
         (("plan", "{source}/config.json", "--groups", "3"), ("is a file",)),
         (("convert", "{source}", "{source}", "--groups", "3"), ("is the source itself",)),
         (("convert", "{source}", "{source}/out", "--groups", "3"), ("inside the source",)),

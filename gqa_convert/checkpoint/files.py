@@ -1,6 +1,4 @@
-"""Where a checkpoint's files come from: a local folder here; `hub.py` adds a repository on the Hub with the same two
-methods.
-"""
+"""The files of a checkpoint in a local folder, and the protocol that `hub.py` implements for a repository on the Hub."""
 
 import os
 from pathlib import Path
@@ -9,33 +7,34 @@ from typing import NoReturn, Protocol
 from gqa_convert.errors import CorruptCheckpointError
 
 
-class FileStore(Protocol):
-    """A set of files that can be read in pieces."""
+class CheckpointFiles(Protocol):
+    """The files of a checkpoint, readable in byte ranges."""
 
-    files: dict[str, int]
-    """Path relative to the checkpoint, with forward slashes -> size in bytes."""
+    sizes: dict[str, int]
+    """Size in bytes by path relative to the checkpoint, with forward slashes."""
 
     folder: Path | None
     """The local folder that holds the files, or None if they are remote."""
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """`length` bytes of a file from byte `start` on; fewer at the file's end."""
+        """Return `length` bytes of a file from byte `start`, or fewer at the end of the file."""
         ...
 
 
-class FolderStore:
-    """The files of a local folder, hidden ones and Python caches left out; links are followed, as the Hub's cache
-    needs.
+class LocalFiles:
+    """The files of a local folder, without hidden files and Python caches.
+
+    Links are followed, because the Hub's cache consists of links.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder: Path | None = folder
-        self.files: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
         for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
             if Path(root).resolve() in (
                 parent.resolve() for parent in Path(root).parents if parent.is_relative_to(folder)
             ):
-                folders.clear()  # a link that leads back up
+                folders.clear()  # the folder is a link to one of its parents
                 continue
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
             for name in sorted(names):
@@ -43,10 +42,10 @@ class FolderStore:
                 if name.startswith("."):
                     continue
                 if path.is_file():
-                    _refuse_foreign_bytes(path.relative_to(folder).as_posix(), folder)
-                    self.files[path.relative_to(folder).as_posix()] = path.stat().st_size
+                    _refuse_non_utf8(path.relative_to(folder).as_posix(), folder)
+                    self.sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
                 elif path.is_symlink() and not path.exists():
-                    raise CorruptCheckpointError(f"{path} is a link to nothing: download or copy the checkpoint again")
+                    raise CorruptCheckpointError(f"{path} is a broken link: download or copy the checkpoint again")
 
     def read(self, name: str, start: int, length: int) -> bytes:
         assert self.folder is not None
@@ -58,14 +57,14 @@ class FolderStore:
             _refuse(problem)
 
 
-def _refuse_foreign_bytes(name: str, folder: Path) -> None:
-    """Records and indexes are UTF-8, and the Hub's names too."""
+def _refuse_non_utf8(name: str, folder: Path) -> None:
+    """Raise CorruptCheckpointError for a name that records, indexes and the Hub, which use UTF-8, cannot hold."""
     if not is_utf8(name):
-        raise CorruptCheckpointError(f"{folder} holds a file whose name is no UTF-8 ({name}): rename or remove it")
+        raise CorruptCheckpointError(f"{folder} holds a file whose name is not UTF-8 ({name}): rename or remove it")
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name, as Python reads it from the system, is UTF-8 there."""
+    """Return whether a name that Python read from the operating system is valid UTF-8 there."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -75,5 +74,5 @@ def is_utf8(name: str) -> bool:
 
 def _refuse(problem: OSError) -> NoReturn:
     raise CorruptCheckpointError(
-        f"{problem.filename} can't be read ({problem.strerror}): check its permissions and the disk"
+        f"{problem.filename} cannot be read ({problem.strerror}): check its permissions and the disk"
     ) from None
