@@ -77,7 +77,7 @@ def _check_apart(out: Path, real: Path, source: Path) -> None:
     if origin.is_relative_to(real):
         raise OutputError(f"{out} contains the source {source}: name another folder")
     if out.is_dir() and any(path.is_symlink() and path.resolve().is_relative_to(real) for path in source.rglob("*")):
-        raise OutputError(f"{out} contains files to which the source {source} links: name another folder")
+        raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
 
 
 def _current_folder() -> Path:

@@ -130,7 +130,7 @@ class TestDestination:
 
     @pytest.mark.parametrize("place", ["/proc/nowhere/out", "/dev/null/out", "x" * 300])
     def test_places_that_cannot_be_written(self, source: Path, tmp_path: Path, place: str) -> None:
-        refused(OutputError, "can't be", call=lambda: convert_checkpoint(source, tmp_path / place, 4))
+        refused(OutputError, "cannot be", call=lambda: convert_checkpoint(source, tmp_path / place, 4))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
     def test_an_unwritable_parent(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

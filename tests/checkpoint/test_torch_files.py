@@ -279,5 +279,5 @@ class TestRefuse:
         with pytest.raises(CorruptCheckpointError, match="not a file name in this folder"):
             open_checkpoint(source)
         write_index(source / "pytorch_model.bin.index.json", {"x": "model.safetensors"})
-        with pytest.raises(CorruptCheckpointError, match=r"no \.bin file"):
+        with pytest.raises(CorruptCheckpointError, match=r"not a \.bin file"):
             open_checkpoint(source)
