@@ -13,95 +13,95 @@ DOCUMENT = Path(__file__).with_name("families.md")
 HEAD = """\
 # Model families
 
-Written by `docs/make_families.py` from `families.py`, `engines.py` and `translation/homes.py` in `gqa_convert/`; edit the tables there,
-then run the script.
+`docs/make_families.py` writes this page from `table.py`, `engines.py` and `target_architectures.py` in `gqa_convert/families/`. To change it, edit
+the tables there and run the script.
 
 {native} model types (`model_type` in `config.json`) have a grouped-query form that stock classes of their own type load, {own} get a
-modelling file, and one brings code of its own. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
-is tested against its own source: logits, decoding with and without a cache, heads in the cache.
+modelling file, and one carries its own code. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
+is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache.
 
-- Projections: names inside the attention module, in files. `[q | k | v]` is one fused projection; `q (2x)` also yields a gate.
-- Key norm: `shared` normalises each head by itself, with one gain for all or none; `per head` has a gain for each head, in one
-  tensor or in a list of them; `full` runs over all heads at once. Some types have it only where their config says so.
-- Rotary: which numbers of a head form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types leave out layers.
-- Engines: transformers is tested for every type. vLLM and llama.cpp stand where a tiny random checkpoint of the type, converted from 12 to 3
-  K/V heads, gave transformers' tokens and logits; *in italics* where only their lists of architectures name it. `gqa-convert plan` says
-  "yes" and "by its list"; "not known to" is what failed or was not tried. Try the engine on your own: `gqa-convert check-serving`.
+- Projections: the names inside the attention module, in files. `[q | k | v]` is one fused projection; `q (2x)` also yields a gate.
+- Key norm: `shared` normalises each head separately, with one gain for all or none; `per head` has a gain for each head, in one
+  tensor or in a list of them; `full` runs over all heads at once. Some types have the norm only if their config says so.
+- Rotary: the numbers of a head that form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types have layers without rotary positions.
+- Engines: transformers is tested for every type. vLLM and llama.cpp are listed if a tiny random checkpoint of the type, converted from 12 to 3
+  K/V heads, gave transformers' tokens and logits, and *in italics* if only their lists of architectures name the type. `gqa-convert plan` says
+  "yes" and "by its list"; "not known to" means that the type failed or was not tried. To test an engine on your result, run `gqa-convert check-serving`.
 
-## What engines compute otherwise
+## Where engines differ from transformers
 
-Found with vLLM 0.32.0 on a CPU (with transformers 5.19) and llama.cpp as of llama-cpp-python 0.3.36, each against transformers 5.23 on the
+These differences were found with vLLM 0.32.0 on a CPU (with transformers 5.19) and llama.cpp as of llama-cpp-python 0.3.36, each against transformers 5.23 on the
 same files.
 
-- **Sliding windows.** llama.cpp attends to everything in mistral, mixtral, phi3 and starcoder2, and in qwen2 and qwen3 with
-  `use_sliding_window`: from the window on, other tokens. vLLM lets cohere2 and cohere2_moe see one token more than the window. `plan`
-  says up to how many tokens the result is the same.
-- **gpt_oss in llama.cpp** has other logits, by up to 5.3% of their spread: it rounds the bounds of YaRN (`truncate: false` is not heard).
-- **dots1 in llama.cpp** is taken to have as many K/V heads as heads, and a converted one does not load. So it is with **phi**.
-- **ernie4_5_moe in llama.cpp** does not load: the converter computes the width of the shared experts from the number of K/V heads.
-- **olmoe in llama.cpp** loads with as many K/V heads as heads only: its norm of keys is taken to be as wide as that of queries.
-- **lfm2_moe in vLLM** gave other tokens, **gemma3n_text** other logits, **phimoe** none that are finite; **bamba** and **solar_open in
-  llama.cpp** gave other tokens.
-- vLLM on a CPU in float32 ends with errors in falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next.
-- **glm and nemotron in llama.cpp** load where heads are hidden size / heads wide; granitemoehybrid is right there without rotary positions,
+- **Sliding windows.** llama.cpp attends to all tokens in mistral, mixtral, phi3 and starcoder2, and in qwen2 and qwen3 with
+  `use_sliding_window`, so tokens differ beyond the window. vLLM lets cohere2 and cohere2_moe see one token more than the window. `plan`
+  states up to how many tokens the result is the same.
+- **gpt_oss in llama.cpp** has logits that differ by up to 5.3% of their spread: it rounds the bounds of YaRN and ignores `truncate: false`.
+- **dots1 in llama.cpp** is assumed to have as many K/V heads as query heads, so a converted one does not load. The same holds for **phi**.
+- **ernie4_5_moe in llama.cpp** does not load: the converter computes the size of the shared experts from the number of K/V heads.
+- **olmoe in llama.cpp** loads only with as many K/V heads as query heads: its key norm is assumed to have the size of the query norm.
+- **lfm2_moe in vLLM** gave different tokens, **gemma3n_text** different logits, **phimoe** no finite logits; **bamba** and **solar_open in
+  llama.cpp** gave different tokens.
+- vLLM on a CPU in float32 fails with errors in falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next.
+- **glm and nemotron in llama.cpp** load if `head_dim` is `hidden_size` / heads; granitemoehybrid is right there without rotary positions
   and wrong with them.
-- llama.cpp's converter and vLLM's own classes want config keys that transformers 5 does not write (`rotary_pct` of cohere2, `rotary_dim`
+- llama.cpp's converter and vLLM's own classes need config keys that transformers 5 does not write (`rotary_pct` of cohere2, `rotary_dim`
   and `scoring_func` of minimax_m2, `score_func` of afmoe, `conv_dim` of lfm2, "attention" and "mamba" as layer types of granitemoehybrid):
-  `convert` keeps them where the source has them.
+  `convert` keeps them if the source has them.
 
 ## Native
 
-The result keeps its type; the config key says how many K/V heads there are.
+The result keeps its type; the config key states the number of K/V heads.
 """
 
 TRANSLATED = """
 ## Translated
 
-Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows put in
-the other order, missing biases filled with zeros. With as many K/V heads as before, logits are the source's up to rounding (tested to
-1e-5 in float32). This route is taken where it is open, unless `--no-native` is given; `--native` says why it is closed.
+Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows
+reordered, missing biases filled with zeros. With all K/V heads, logits are the source's up to rounding (tested to
+1e-5 in float32). `convert` takes this route where it is available, unless `--no-native` is given; `--native` says why it is not.
 
-phi with fewer K/V heads than query heads loads in transformers (4.57 and 5 were run) and in vLLM, by transformers' class; llama.cpp takes it
-to have as many K/V heads as heads.
+phi with fewer K/V heads than query heads loads in transformers (4.57 and 5 were run) and in vLLM, by transformers' class; llama.cpp assumes
+as many K/V heads as query heads.
 """
 
 OWN = """
-## Own file
+## Modelling file
 
-The result has the type `gqa_...` and brings one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert
+The result has the type `gqa_...` and carries one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert
 being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know
 these types. All have the config keys `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`).
-In encoder-decoder models self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count
-nothing changes but the two `multi_query` keys, and stock classes load the copy.
+In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count,
+nothing changes except the two `multi_query` keys, and stock classes load the copy.
 
-- Fused projections lie in the source as `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), as `4 x [q | v | k]` or as
-  `[q | k | v]`; the result always has `[q | k | v]`.
+- Fused projections have the layout `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), `4 x [q | v | k]` or
+  `[q | k | v]` in the source; the result always has `[q | k | v]`.
 """
 
 CODE = """
-## Code of its own
+## Code in the checkpoint
 
-transformers loads the result by the code in the checkpoint (`trust_remote_code=True`), which is copied and never run by gqa-convert.
+transformers loads the result with the code in the checkpoint (`trust_remote_code=True`), which gqa-convert copies and never runs.
 """
 
 RESTATED_HEAD = """
 ## Rewritten first
 
-These types load by code of their own, in the names that it has, and compute what a stock type computes. `gqa-convert restate SOURCE STOCK`
-writes a checkpoint of the stock type: tensors are renamed, fused projections split, config keys put in the stock type's words; K/V heads stay
-as many as they are. Code from the checkpoint is never run, and code for its model is left behind; a tokenizer's is kept. Then convert STOCK,
-which also stands for the source in every other command. Logits are the source's up to rounding: each type is tested, to 1e-5 in float32,
-against a forward pass written down from its published code. Whatever a stock class does not compute is refused: the ALiBi of Baichuan 13B,
+These types load with custom code and compute what a stock type computes. `gqa-convert restate SOURCE STOCK`
+writes a checkpoint of the stock type: it renames tensors, splits fused projections and translates config keys. The number of K/V heads stays
+the same. Code from the checkpoint is never run; the code of its model is left behind, that of its tokenizer is kept. Then convert STOCK,
+which also serves as the source in every other command. Logits are the source's up to rounding: each type is tested, to 1e-5 in float32,
+against a forward pass written from its published code. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B,
 the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
 
-Baichuan 2 scales the rows of its output projection to length one in every forward pass; here that is done once. Qwen is the same up to
+Baichuan 2 scales the rows of its output projection to length one in every forward pass; `restate` does this once. Qwen is the same up to
 `seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
 """
 
 REFUSED = """
 ## Refused
 
-Model types that are known and can't be converted, and why.
+These model types are known and cannot be converted, for the reason given.
 """
 
 
