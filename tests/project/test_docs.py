@@ -262,6 +262,21 @@ def test_anchors_lead_somewhere(path: Path) -> None:
         assert anchor in slugs(path.parent / target if target else path), f"{path.name} links to {target}#{anchor}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_files_that_a_page_names_exist(path: Path) -> None:
+    for name in re.findall(
+        r"`((?:gqa_convert|tests|docs|benchmarks|recipes)/[\w./-]+)`", path.read_text(encoding="utf-8")
+    ):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"
+
+
+def test_the_picture_of_the_architecture_shows_every_room() -> None:
+    rooms = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    drawn = re.findall(r">(\w+)</text>", (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8"))
+    assert len(rooms) == 13
+    assert set(rooms) <= set(drawn)
+
+
 def test_the_site_has_all_pages() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r": (\S+\.md)$", settings, re.MULTILINE)
