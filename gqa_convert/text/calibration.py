@@ -28,8 +28,9 @@ from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder, 
 from gqa_convert.text.decoder_start import decoder_start
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import Integers, mix, permuted
-from gqa_convert.text.samples import SPAN_CORRUPTION, make_sampler
+from gqa_convert.text.samples import make_sampler
 from gqa_convert.text.sources import as_source, open_source
 from gqa_convert.text.spans import T5, SpanCut, has_sentinels, shape_for
 from gqa_convert.text.text_files import FileText

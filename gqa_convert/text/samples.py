@@ -6,25 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.collating import DecoderInput
-from gqa_convert.text.infilling import InfillingSampler, mask_token
-from gqa_convert.text.opening import Opener, PairOpener, TextOpener, infilling_frames
+from gqa_convert.text.objectives import OBJECTIVES, Objective, SampleSettings
+from gqa_convert.text.opening import Opener, PairOpener, TextOpener
 from gqa_convert.text.order import Integers, Mixture, mix
-from gqa_convert.text.packing import CausalSampler, Sampler
+from gqa_convert.text.packing import Sampler
 from gqa_convert.text.pair_files import PairFile
 from gqa_convert.text.pair_sampling import PairSampler
-from gqa_convert.text.sources import Source, as_source
-from gqa_convert.text.spans import T5, UL2, SpanSampler
+from gqa_convert.text.sources import as_source
 from gqa_convert.text.token_files import Progress, TokenSource, default_cache
-from gqa_convert.text.tokenizing import end_of_text
-
-CAUSAL, SPAN_CORRUPTION, UL2_MIXTURE, TEXT_INFILLING, PAIRS = OBJECTIVES = (
-    "causal",
-    "span_corruption",
-    "ul2",
-    "text_infilling",
-    "pairs",
-)
 
 
 class Samples:
@@ -125,12 +114,11 @@ def open_samples(
     """Training samples; what has not been tokenised yet is tokenised by the local main process while the others wait.
 
     Args:
-        sources: strings, mappings or objects with the attributes of `Source`.
+        sources: strings, mappings or `Source` objects.
         tokenizer: a transformers tokenizer.
         objective: one of OBJECTIVES.
         sequence_length: tokens of a causal block, of the encoder's input in span corruption, of the decoder's text in
-            text infilling, and
-            of either text of a pair at most.
+            text infilling, and of either text of a pair at most.
         seed: of the order and the corruption.
         document_mask: number the documents of causal blocks, for attention within each.
         decoder_start: what the decoder's input begins with; the padding token by default, as for T5.
@@ -144,19 +132,9 @@ def open_samples(
         DataError: the text can't be found or read, is too short, or does not suit the tokenizer; or the cache can't be
             written.
     """
-    opened, sampler, settings = _open(
-        sources,
-        tokenizer,
-        objective,
-        sequence_length,
-        document_mask,
-        (decoder_start, starts_with_last),
-        cache,
-        is_local_main,
-        wait,
-        progress,
-    )
-    return Samples(opened, sampler, seed, settings)
+    settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
+    opened, sampler, stated = _open(sources, objective, settings, cache, is_local_main, wait, progress)
+    return Samples(opened, sampler, seed, stated)
 
 
 def evaluation_blocks(
@@ -177,19 +155,9 @@ def evaluation_blocks(
     """Consecutive blocks of the first `tokens` tokens of the data, shared among the sources by weight; otherwise as
     `open_samples`.
     """
-    opened, sampler, settings = _open(
-        sources,
-        tokenizer,
-        objective,
-        sequence_length,
-        document_mask,
-        (decoder_start, starts_with_last),
-        cache,
-        is_local_main,
-        wait,
-        progress,
-    )
-    blocks = EvaluationBlocks(opened, sampler, tokens, settings)
+    settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
+    opened, sampler, stated = _open(sources, objective, settings, cache, is_local_main, wait, progress)
+    blocks = EvaluationBlocks(opened, sampler, tokens, stated)
     for source, _ in opened:
         source.close()
     return blocks
@@ -197,33 +165,32 @@ def evaluation_blocks(
 
 def _open(
     sources: Sequence[Any] | str,
-    tokenizer: Any,
     objective: str,
-    sequence_length: int,
-    document_mask: bool,
-    decoder: tuple[int | None, bool],
+    settings: SampleSettings,
     cache: Path | None,
     is_local_main: bool,
     wait: Callable[[], None],
     progress: Progress,
 ) -> tuple[list[tuple[TokenSource, float]], Sampler, str]:
+    """The tokens and weight of each source, the sampler, and a text that stands for the settings."""
     folder = default_cache() if cache is None else cache
     try:
         given = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
         if not given:
             raise DataError("there is no data: name at least one source of text")
-        _check_objective(objective, sequence_length, document_mask=document_mask)
+        record = _checked(objective, settings)
         Mixture([source.weight for source in given])
-        if objective == PAIRS:
-            opener: Opener = PairOpener(tokenizer, folder, progress)
+        sampler = None
+        if record.sampler is None:
+            opener: Opener = PairOpener(settings.tokenizer, folder, progress)
         else:
-            sampler: Sampler = _text_sampler(given, tokenizer, objective, sequence_length, document_mask, decoder)
+            sampler = record.sampler(settings, given)
             opener = TextOpener(
-                tokenizer,
+                settings.tokenizer,
                 folder,
                 progress,
-                closed=objective == CAUSAL,
-                framed=objective == TEXT_INFILLING,
+                closed=record.closes_documents,
+                framed=record.frames_blocks,
                 shortest=sampler.shortest,
             )
         opened = [opener.make(source) for source in given] if is_local_main else []
@@ -232,63 +199,34 @@ def _open(
     if not is_local_main:
         opened = [opener.find(source) for source in given]
     weighted = [(tokens, source.weight) for tokens, source in zip(opened, given, strict=True)]
-    if objective == PAIRS:  # whose mean length is known only now
+    if sampler is None:  # the mean length of the pairs is known only now
         pairs = [(tokens, weight) for tokens, weight in weighted if isinstance(tokens, PairFile)]
-        sampler = PairSampler(sequence_length, pairs, _decoder_input(tokenizer, *decoder))
-    settings = f"{objective} {sequence_length} {document_mask} {decoder[0]}" + (" last" if decoder[1] else "")
-    return weighted, sampler, settings
+        sampler = PairSampler(settings.length, pairs, settings.decoder_input)
+    stated = f"{objective} {settings.length} {settings.document_mask} {settings.decoder_start}"
+    return weighted, sampler, stated + (" last" if settings.starts_with_last else "")
 
 
-def _check_objective(objective: str, sequence_length: int, *, document_mask: bool) -> None:
+def _checked(objective: str, settings: SampleSettings) -> Objective:
+    """The record of an objective that is possible with these settings."""
     if objective not in OBJECTIVES:
         raise DataError(f"there is no objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
-    if sequence_length < 1:
-        raise DataError(f"sequence_length is {sequence_length}, expected a number above 0")
-    if document_mask and objective != CAUSAL:
+    if settings.length < 1:
+        raise DataError(f"sequence_length is {settings.length}, expected a number above 0")
+    if settings.document_mask and not OBJECTIVES[objective].masks_documents:
         raise DataError(f"document_mask is for the objective causal, and this is {objective}: leave it out")
-
-
-def _text_sampler(
-    given: Sequence[Source],
-    tokenizer: Any,
-    objective: str,
-    length: int,
-    document_mask: bool,
-    decoder: tuple[int | None, bool],
-) -> Sampler:
-    if objective != TEXT_INFILLING:
-        return make_sampler(tokenizer, objective, length, document_mask=document_mask, decoder_start=decoder[0])
-    mask = mask_token(tokenizer)
-    frame = max(frame.size for source in given for frame in infilling_frames(tokenizer, source))
-    return InfillingSampler(length, frame, mask, _decoder_input(tokenizer, *decoder))
-
-
-def _decoder_input(tokenizer: Any, start: int | None, last_first: bool) -> DecoderInput:
-    start = _decoder_start(tokenizer, start)
-    return DecoderInput(start, start if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id), last_first)
-
-
-def _decoder_start(tokenizer: Any, stated: int | None) -> int:
-    start = tokenizer.pad_token_id if stated is None else stated
-    if start is None:
-        raise DataError(
-            "the tokenizer has no padding token, which the decoder's input begins with: set decoder_start_token_id in config.json"
-        )
-    return int(start)
+    return OBJECTIVES[objective]
 
 
 def make_sampler(
     tokenizer: Any, objective: str, sequence_length: int, *, document_mask: bool, decoder_start: int | None
 ) -> Sampler:
-    """What makes the samples of causal, span_corruption or ul2.
+    """The sampler of an objective on running text whose samples do not depend on the source.
 
     Raises:
         DataError: the tokenizer lacks a token that the objective needs, or the lengths make no sense.
     """
-    _check_objective(objective, sequence_length, document_mask=document_mask)
-    if objective == CAUSAL:
-        return CausalSampler(sequence_length, end_of_text(tokenizer), document_mask=document_mask)
-    start = _decoder_start(tokenizer, decoder_start)
-    if objective == UL2_MIXTURE:
-        return SpanSampler(sequence_length, tokenizer, UL2, decoder_start=start, cap_spans=True)
-    return SpanSampler(sequence_length, tokenizer, T5, decoder_start=start, cap_spans=False)
+    settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start)
+    record = _checked(objective, settings)
+    if record.sampler is None or record.frames_blocks:
+        raise DataError(f"samples of {objective} depend on their source: open them with open_samples")
+    return record.sampler(settings, ())

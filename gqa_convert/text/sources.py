@@ -6,12 +6,14 @@ A source of files is read once from its beginning to its end; a Hub dataset is a
 import glob
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.errors import DataError
+from gqa_convert.errors import DataError, RecipeError
 from gqa_convert.text.hub_rows import HubText, commit_of
+from gqa_convert.text.keys import key, keys_of, read_keys, read_path
 from gqa_convert.text.stdlib_text import source_files
 from gqa_convert.text.text_files import SUFFIXES, FileText, kind_of
 
@@ -20,52 +22,97 @@ HELD_OUT = "python-stdlib:held-out"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
-    """Where text comes from, as a recipe says it.
+    """Where text comes from, as a recipe states it."""
 
-    Attributes:
-        source: a file, a folder, a pattern with `*`, the id of a Hub dataset, or `python-stdlib`.
-        weight: its share of the samples, relative to those of the other sources.
-        text_field: the field or column that holds the text, in JSON lines, Parquet files and Hub datasets.
-        split: of a Hub dataset.
-        name: the configuration of a Hub dataset.
-        revision: branch, tag or commit of a Hub dataset.
-        source_field: for pairs of texts, the field of what an encoder reads.
-        target_field: the field of what its decoder is to write.
-        source_language: where the tokenizer marks languages, that of the texts that are read, as the tokenizer writes
-            it.
-        target_language: that of the texts that are to be written.
+    source: str = key(
+        "A file, a folder, a pattern with `*`, the id of a Hub dataset, or `python-stdlib` (the sources of this Python; "
+        "`python-stdlib:held-out` is the held-out part).",
+        path=True,
+        aliases=("path",),
+    )
+    weight: float = key("The share of the samples, relative to the weights of the other sources.", default=1.0, above=0)
+    text_field: str = key(
+        "The field or column that holds the text, in JSON lines, JSON arrays, Parquet files and Hub datasets.",
+        default="text",
+        aliases=("column",),
+    )
+    split: str = key("The split of a Hub dataset.", default="train")
+    name: str | None = key("The configuration of a Hub dataset.", default=None, aliases=("dataset_config", "subset"))
+    revision: str | None = key("The branch, tag or commit of a Hub dataset.", default=None)
+    source_field: str | None = key(
+        "For pairs of texts: the field of what the encoder reads. `translation.en` is the entry `en` of the field "
+        "`translation`.",
+        default=None,
+        aliases=("source_column", "input_field"),
+    )
+    target_field: str | None = key(
+        "For pairs of texts: the field of what the decoder learns to write.",
+        default=None,
+        aliases=("target_column", "label_field"),
+    )
+    source_language: str | None = key(
+        "The language of the texts that the encoder reads, as the tokenizer writes it, where the tokenizer marks "
+        "languages (mBART, PLBART, M2M100, NLLB). Text infilling needs only this one.",
+        default=None,
+        aliases=("src_lang",),
+    )
+    target_language: str | None = key(
+        "The language of the texts that the decoder learns to write.", default=None, aliases=("tgt_lang",)
+    )
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether the source holds pairs of texts, not running text."""
+        return self.source_field is not None
+
+
+def read_source(where: str, item: Any) -> Source:
+    """A source from what a recipe holds.
+
+    Args:
+        where: the key that holds it, for messages.
+        item: a source, a string or a mapping.
+
+    Raises:
+        RecipeError: it is none of these, or a key of it is unknown or not allowed.
     """
+    if isinstance(item, Source):
+        return item
+    if not isinstance(item, Mapping):
+        return Source(read_path(where, item))
+    values = read_keys(Source, item, where)
+    if "source" not in values:
+        raise RecipeError(f"{where} has no key 'source': name a file, a glob or a Hub data set")
+    return Source(**values)
 
-    source: str
-    weight: float = 1.0
-    text_field: str = "text"
-    split: str = "train"
-    name: str | None = None
-    revision: str | None = None
-    source_field: str | None = None
-    target_field: str | None = None
-    source_language: str | None = None
-    target_language: str | None = None
+
+def read_sources(where: str, value: Any) -> tuple[Source, ...]:
+    """Sources from what a recipe holds: one of what `read_source` takes, or a list of them.
+
+    Raises:
+        RecipeError: the list is empty, or one of them is not allowed.
+    """
+    if not isinstance(value, list | tuple):
+        return (read_source(where, value),)
+    if not value:
+        raise RecipeError(f"{where} is an empty list: name at least one file, glob or Hub data set")
+    return tuple(read_source(f"{where}[{index}]", item) for index, item in enumerate(value))
 
 
 def as_source(given: object) -> Source:
-    """A source from what a recipe holds: a string, a mapping, or an object with the same attributes."""
-    if isinstance(given, Source):
-        return given
-    if isinstance(given, str):
+    """A source from a `Source`, a string or a mapping.
+
+    Raises:
+        DataError: it is none of these, or a key of it is unknown or not allowed.
+    """
+    if isinstance(given, str):  # an empty one is refused when it is opened
         return Source(given)
-    names = [field.name for field in fields(Source)]
-    if isinstance(given, Mapping):
-        if unknown := sorted(str(key) for key in given if key not in names):
-            raise DataError(f"a data source has no key {unknown[0]!r}: its keys are {', '.join(names)}")
-        if "source" not in given:
-            raise DataError(
-                f"a data source says nothing about where it is: give it the key `source` beside {sorted(map(str, given))}"
-            )
-        return Source(**given)
-    return Source(**{name: getattr(given, name) for name in names})
+    try:
+        return read_source("the data source", given)
+    except RecipeError as problem:
+        raise DataError(str(problem)) from None
 
 
 def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText | HubText:
@@ -108,11 +155,11 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText |
 
 def _refuse_hub_keys(source: Source) -> None:
     """What only a dataset on the Hub has would be ignored."""
-    unused = Source(source.source)
-    for key in ("split", "name", "revision"):
-        if getattr(source, key) != getattr(unused, key):
+    for name in ("split", "name", "revision"):
+        value = getattr(source, name)
+        if value != keys_of(Source)[name].default:
             raise DataError(
-                f"{source.source} is on this machine, and {key} = {getattr(source, key)!r} belongs to datasets on the Hub: leave {key} out"
+                f"{source.source} is on this machine, and {name} = {value!r} belongs to datasets on the Hub: leave {name} out"
             )
 
 

@@ -16,8 +16,6 @@ from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.geometry import config_value
 from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.families.table import find_family
-from gqa_convert.text.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING
-from gqa_convert.text.spans import T5, UL2, shape_for
 from gqa_convert.training.recipe import Recipe
 
 GB = 1e9
@@ -254,19 +252,6 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
 def _count(config: dict[str, Any], *keys: str) -> int | None:
     found = (config_value(config, key) for key in keys)
     return next((value for value in found if type(value) is int and value > 0), None)
-
-
-def target_length(objective: str, sequence_length: int) -> int:
-    """Tokens of the longest decoder's side of a sample: in span corruption what was taken out, a sentinel per span, and
-    end-of-text.
-    """
-    if objective == CAUSAL:
-        return 0
-    if objective in (TEXT_INFILLING, PAIRS):
-        return sequence_length
-    denoisers = T5 if objective == SPAN_CORRUPTION else UL2
-    shapes = [shape_for(denoiser, sequence_length) for denoiser in denoisers]
-    return max((shape.noise + shape.spans + 1 for shape in shapes if shape is not None), default=sequence_length)
 
 
 def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe) -> dict[str, int]:

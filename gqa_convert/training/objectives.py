@@ -6,8 +6,7 @@ from typing import Any
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder
-from gqa_convert.text.samples import CAUSAL, PAIRS, SPAN_CORRUPTION, TEXT_INFILLING, UL2_MIXTURE
-from gqa_convert.text.spans import has_sentinels
+from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, PAIRS
 from gqa_convert.training.recipe import Recipe
 
 _FIELDS = "source_field and target_field in data"
@@ -26,17 +25,16 @@ def check_input(name: str, config: dict[str, Any]) -> None:
 
 
 def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
-    """The objectives that suit a model that reads text; of an encoder-decoder the last one is pairs, which needs no
-    special token.
+    """The names of the objectives that suit a model that reads text, in the order of preference.
 
     Args:
         config: what config.json holds.
         tokenizer: the model's.
     """
-    if not is_encoder_decoder(config):
-        return (CAUSAL,)
-    spans = (SPAN_CORRUPTION, UL2_MIXTURE) if has_sentinels(tokenizer) else ()
-    return (*spans, *((TEXT_INFILLING,) if tokenizer.mask_token_id is not None else ()), PAIRS)
+    encoder_decoder = is_encoder_decoder(config)
+    return tuple(
+        name for name, each in OBJECTIVES.items() if each.encoder_decoder == encoder_decoder and each.suits(tokenizer)
+    )
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) -> str:
@@ -77,8 +75,7 @@ def _refusal(recipe: Recipe, possible: Sequence[str]) -> str:
     instead = f"use {_either([*possible[:-1], f'{PAIRS} (with {_FIELDS})'])}"
     if objective == CAUSAL:
         return f"{named} is an encoder-decoder: {instead}"
-    missing = "mask token" if objective == TEXT_INFILLING else "sentinel tokens <extra_id_0>, <extra_id_1>, ..."
-    return f"{named} has no {missing} in its tokenizer: {instead}"
+    return f"{named} has no {OBJECTIVES[objective].needs} in its tokenizer: {instead}"
 
 
 def _either(choices: Sequence[str]) -> str:

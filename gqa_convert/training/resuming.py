@@ -5,11 +5,8 @@ from typing import Any
 
 from gqa_convert.errors import ResumeError
 from gqa_convert.training.checkpoints import Checkpoints, Progress
-from gqa_convert.training.recipe import BOOKKEEPING, EXECUTION, Recipe, make_recipe
+from gqa_convert.training.recipe import AGAINST_DIVERGENCE, BOOKKEEPING, EXECUTION, Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
-
-AGAINST_DIVERGENCE = ("learning_rate", "gradient_clipping", "precision")
-"""Keys that may change where a run has diverged."""
 
 
 def look_back(

@@ -14,6 +14,7 @@ from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.conversion.provenance import PROVENANCE, earlier_record
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
+from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.samples import evaluation_blocks, open_samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
@@ -218,7 +219,7 @@ class Run:
             return None
         length, target = longest or (
             opened.sequence_length,
-            memory.target_length(opened.objective, opened.sequence_length),
+            OBJECTIVES[opened.objective].target_length(opened.sequence_length),
         )
         setting = memory.setting_of(
             self.recipe,

@@ -1,5 +1,6 @@
 """Sources of text and token files: what is read, what is refused, and what survives."""
 
+import dataclasses
 import errno
 import gzip
 import json
@@ -24,7 +25,6 @@ from gqa_convert.text.sources import Source, as_source, open_source
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import TokenFile, build_token_file, open_token_file
 from gqa_convert.text.tokenizing import TextEncoder
-from gqa_convert.training.recipe import DataSource
 from tests.helpers.data_helpers import EOS, demo_tokenizer, span_tokenizer
 
 TOKENIZER = span_tokenizer()
@@ -196,9 +196,9 @@ def test_bad_sources(tmp_path: Path) -> None:
         4,
         EOS,
     ]
-    with pytest.raises(DataError, match="no key 'wieght'"):
+    with pytest.raises(DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"):
         as_source({"source": "some.txt", "wieght": 2})
-    with pytest.raises(DataError, match="key `source`"):
+    with pytest.raises(DataError, match="no key 'source'"):
         as_source({"weight": 2})
     with pytest.raises(DataError, match="at least one source"):
         open_samples([], TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path)
@@ -215,11 +215,10 @@ def test_local_text_has_no_keys_of_the_hub(tmp_path: Path, key: str, place: str)
     assert str(caught.value).startswith(source)
 
 
-def test_sources_of_a_recipe() -> None:
-    given = DataSource(
-        source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1"
-    )
-    assert as_source(given) == Source("org/some", 2.0, "content", "train[:1%]", "en", "v1")
+def test_sources_as_mappings() -> None:
+    given = Source(source="org/some", weight=2.0, text_field="content", split="train[:1%]", name="en", revision="v1")
+    assert as_source(given) is given
+    assert as_source(dataclasses.asdict(given)) == given
     assert as_source({"source": "org/some", "weight": 2}) == Source("org/some", 2)
 
 

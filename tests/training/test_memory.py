@@ -12,6 +12,7 @@ import torch
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.training import memory
 from gqa_convert.training.memory import Architecture, Setting, plan, read_architecture
 from gqa_convert.training.recipe import read_recipe
@@ -85,7 +86,7 @@ def test_recipes_state_the_memory_that_is_planned(path: Path) -> None:
         sequence_length=read.sequence_length,
         processes=processes,
         sharded="fsdp2.yaml" in text,
-        target_length=memory.target_length(objective, read.sequence_length),
+        target_length=OBJECTIVES[objective].target_length(read.sequence_length),
         teacher_parameters=source if read.teacher else 0,
         teacher_bytes=4 if "flan" in path.stem else 2,
         device="cpu" if path.stem == "tiny" else "cuda",
@@ -234,7 +235,7 @@ def test_t5_is_read() -> None:
     [("causal", 0), ("span_corruption", 114), ("ul2", 513), ("text_infilling", 512), ("pairs", 512)],
 )
 def test_lengths_of_targets(objective: str, length: int) -> None:
-    assert memory.target_length(objective, 512) == length
+    assert OBJECTIVES[objective].target_length(512) == length
 
 
 def test_what_is_free_is_said() -> None:

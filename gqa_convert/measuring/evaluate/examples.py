@@ -9,9 +9,10 @@ import numpy as np
 from gqa_convert.errors import DataError
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.framing import Languages, frame_around, speak
+from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import mix
 from gqa_convert.text.pair_files import shortened
-from gqa_convert.text.samples import SPAN_CORRUPTION, make_sampler
+from gqa_convert.text.samples import make_sampler
 from gqa_convert.text.scoring.material import Batch, Integers, Material
 from gqa_convert.text.scoring.texts import byte_ends, encode
 from gqa_convert.text.scoring.windows import longest_first

@@ -10,9 +10,10 @@ import yaml
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.recipe import readers
-from gqa_convert.training.recipe.making import KEYS, instead, make_recipe
-from gqa_convert.training.recipe.schema import Recipe
+from gqa_convert.text.keys import suggestion
+from gqa_convert.text.scalars import shown
+from gqa_convert.training.recipe.making import make_recipe
+from gqa_convert.training.recipe.schema import KEYS, Recipe
 
 _LONGEST_FILE = 1_000_000  # bytes
 
@@ -39,7 +40,7 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise yaml.MarkedYAMLError(
-                    problem=f"a key must be a word, not {readers.shown(key)}", problem_mark=key_node.start_mark
+                    problem=f"a key must be a word, not {shown(key)}", problem_mark=key_node.start_mark
                 )
             if key in seen:
                 raise yaml.MarkedYAMLError(
@@ -99,7 +100,7 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         if not sign or not key:
             raise RecipeError(f"the override {override!r} has no key and value: write it as key=value")
         if key not in KEYS:
-            raise RecipeError(f"the override {override!r} has an unknown key {key!r}: {instead(key, KEYS)}")
+            raise RecipeError(f"the override {override!r} has an unknown key {key!r}: {suggestion(key, Recipe)}")
         if key in values:
             raise RecipeError(f"the override {key} is given twice: give it once")
         values[key] = _load(text, f"the override {override!r}")
@@ -107,13 +108,12 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe in a YAML file.
+    """Read the recipe in a YAML file.
 
     Args:
         path: of the file.
         overrides: `key=value`, the value written as in the file; they replace what the file says. A budget stated here
-            replaces the
-            file's, however that one is stated.
+            replaces the file's, in whichever way the file states it.
 
     Raises:
         RecipeError: the file or an override can't be read, or the recipe makes no sense.

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.recipe.schema import DataSource, Recipe
+from gqa_convert.text.keys import keys_of
+from gqa_convert.text.objectives import OBJECTIVES
+from gqa_convert.text.sources import Source
+from gqa_convert.training.recipe.schema import Recipe
 
-_TEXT_FIELD = DataSource("").text_field
+_TEXT_FIELD = keys_of(Source)["text_field"].default
 
 
 def check_pairs(recipe: Recipe) -> None:
@@ -33,17 +36,17 @@ def check_pairs(recipe: Recipe) -> None:
             f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
         )
     speaking = [key for key, source in named if source.source_language is not None]
-    if recipe.objective in ("causal", "span_corruption", "ul2") and speaking:
+    if recipe.objective != "auto" and not OBJECTIVES[recipe.objective].marks_languages and speaking:
         raise RecipeError(
             f"objective is {recipe.objective} and {speaking[0]} names source_language: it is for pairs and text_infilling"
         )
 
 
-def _named(key: str, sources: Sequence[DataSource]) -> list[tuple[str, DataSource]]:
+def _named(key: str, sources: Sequence[Source]) -> list[tuple[str, Source]]:
     return [(key if len(sources) == 1 else f"{key}[{number}]", source) for number, source in enumerate(sources)]
 
 
-def _check_keys(key: str, source: DataSource) -> None:
+def _check_keys(key: str, source: Source) -> None:
     for one, other in (
         ("source_field", "target_field"),
         ("target_field", "source_field"),

@@ -1,4 +1,4 @@
-"""What a recipe is: its keys as typed fields, and what follows from them."""
+"""What a recipe is: its keys, each declared once, and what follows from them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,9 +8,11 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.recipe import readers
+from gqa_convert.text.keys import TOKENS, Change, key, keys_of
+from gqa_convert.text.objectives import ObjectiveName
+from gqa_convert.text.scalars import shown
+from gqa_convert.text.sources import Source, read_sources
 
-Objective = Literal["auto", "causal", "span_corruption", "ul2", "text_infilling", "pairs"]
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 Precision = Literal["bf16", "no"]
@@ -18,140 +20,171 @@ Trainable = Literal["all", "attention", "kv"]
 TeacherDtype = Literal["bf16", "float32", "auto"]
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-"""What `trackers` may name: those that accelerate knows."""
-
-BUDGET = ("tokens", "alpha", "pretraining_tokens")
-"""The keys that say how long training lasts."""
-
-BOOKKEEPING = (
-    "output",
-    "save_every",
-    "keep_checkpoints",
-    "evaluate_every",
-    "evaluation_data",
-    "evaluation_tokens",
-    "trackers",
-    "log_every",
-)
-"""Keys that leave the trained weights as they are: a resumed run may change them."""
-
-EXECUTION = ("micro_batch_size", "gradient_checkpointing", "compile")
-"""Keys that change rounding, memory and speed alone: a run that ran out of memory may go on with others."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataSource:
-    """Where text comes from: files, a glob, a Hub data set, or `python-stdlib`."""
-
-    source: str
-    weight: float = 1.0
-    """Its share of the samples, beside those of the other sources."""
-    text_field: str = "text"
-    """Name of the column that holds the text, in JSONL, Parquet and Hub data sets."""
-    split: str = "train"
-    name: str | None = None
-    """The configuration of a Hub data set."""
-    revision: str | None = None
-    source_field: str | None = None
-    """For pairs of texts: the column of what the encoder reads."""
-    target_field: str | None = None
-    """The column of what the decoder is to write."""
-    source_language: str | None = None
-    """Where the tokenizer marks languages: that of the texts that are read."""
-    target_language: str | None = None
-    """That of the texts that are to be written."""
-
-    @property
-    def holds_pairs(self) -> bool:
-        """Whether it is pairs of texts, and not running text."""
-        return self.source_field is not None
+"""The experiment trackers that accelerate supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a converted checkpoint is uptrained. Made by `read_recipe` or `make_recipe`, which check it."""
+    """How a converted checkpoint is uptrained. `read_recipe` and `make_recipe` make and check it."""
 
-    model: str
-    """The converted checkpoint: a folder or a Hub id."""
-    output: str
-    """Folder of the run: its checkpoints, its log and the trained model."""
-    data: tuple[DataSource, ...]
-    """Training text."""
-    objective: Objective = "auto"
-    """`auto` is next-token prediction for decoders; for encoder-decoders pairs where the data name their fields, or
-    else span corruption or text infilling, whichever the tokenizer has tokens for."""
-    sequence_length: int | None = None
-    """Tokens of a sample, of either text of a pair at most; by default the model's context up to 2048, and up to 512
-    for encoder-decoders."""
-    micro_batch_size: int = 1
-    """Sequences per process and forward pass: a matter of memory, never of the result's meaning."""
-    tokens: int | None = None
-    """The budget, in tokens of text."""
-    alpha: float | None = None
-    """The budget as a share of `pretraining_tokens`."""
-    pretraining_tokens: int | None = None
-    """Tokens that the source was pretrained on."""
-    tokens_per_step: int = 65536
-    """Of all processes together; rounded to whole sequences."""
-    learning_rate: float = 2e-4
-    """The peak."""
-    warmup_steps: int | None = None
-    """Steps of linear warm-up; by default 2% of all, at most 1000."""
-    schedule: Schedule = "cosine"
-    final_learning_rate: float = 0.1
-    """Share of `learning_rate` that cosine and wsd end at."""
-    decay_share: float = 0.2
-    """Share of the steps in which wsd decays."""
-    optimizer: OptimizerName = "adamw"
-    weight_decay: float = 0.0
-    """On matrices only."""
-    beta1: float = 0.9
-    """Of AdamW, alone or beside Muon."""
-    beta2: float = 0.95
-    gradient_clipping: float | None = 1.0
-    """Largest norm of all gradients together."""
-    precision: Precision = "bf16"
-    """Of the computation; weights and moments are float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    trainable: Trainable = "all"
-    """`attention`: its projections; `kv`: key and value projections, and whole fused tensors that hold them."""
-    dropout: float = 0.0
-    """Probability in every dropout of the model, in place of its config's: uptraining goes on with pretraining, which
-    T5 1.1 and most decoders did without."""
-    seed: int = 0
-    save_every: int = 500
-    """Steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """How many of the last are kept."""
-    evaluate_every: int | None = None
-    """Steps between evaluations."""
-    evaluation_data: tuple[DataSource, ...] | None = None
-    """Text that is not trained on."""
-    evaluation_tokens: int = 131072
-    teacher: str | None = None
-    """The source checkpoint, to distil from: a folder or a Hub id."""
-    distillation_weight: float | None = None
-    """Weight of the match with the teacher, the language-model loss having the rest; by default 1.0 with a teacher."""
-    temperature: float = 1.0
-    """Of student and teacher, in the match."""
-    teacher_top_k: int | None = None
-    """Match this many of the teacher's most likely tokens, and the rest as one."""
-    teacher_dtype: TeacherDtype = "auto"
-    attention_matching: float = 0.0
-    """Weight of the match of each layer's attention output with the teacher's."""
-    document_mask: bool = False
-    """Tokens attend to their own document only."""
-    trackers: tuple[str, ...] = ()
-    """Experiment trackers to report to, besides the log file."""
-    compile: bool = False
-    """Use torch.compile."""
-    log_every: int = 1
-    """Steps between lines of the log."""
+    model: str = key("The converted checkpoint: a folder or a Hub id.", path=True, aliases=("source",))
+    output: str = key(
+        "The folder of the run: its checkpoints, its log and the trained model.",
+        path=True,
+        change="bookkeeping",
+        aliases=("output_dir", "out"),
+    )
+    data: tuple[Source, ...] = key(
+        "The training text; see [sources of text](#sources-of-text).",
+        reader=read_sources,
+        aliases=("dataset", "datasets"),
+    )
+    objective: Literal["auto", ObjectiveName] = key(
+        "What the model learns to predict; see [objectives](#objectives).", default="auto"
+    )
+    sequence_length: int | None = key(
+        "The length of a sample, which each [objective](#objectives) defines. The default is the model's context, up to "
+        "2048, and up to 512 for encoder-decoders.",
+        default=None,
+        least=2,
+        most=2**24,
+        unit=TOKENS,
+        aliases=("max_length", "max_seq_length", "block_size"),
+    )
+    micro_batch_size: int = key(
+        "Samples per process and forward pass. It changes memory and speed, not the meaning of the result.",
+        default=1,
+        most=2**20,
+        unit="samples",
+        change="execution",
+    )
+    tokens: int | None = key(
+        "The training budget.",
+        default=None,
+        unit=TOKENS,
+        change="budget",
+        aliases=("max_steps", "steps", "num_train_epochs", "epochs"),
+    )
+    alpha: float | None = key(
+        "The training budget as a share of `pretraining_tokens`.", default=None, above=0, most=1, change="budget"
+    )
+    pretraining_tokens: int | None = key(
+        "How many tokens the source was pretrained on.", default=None, unit=TOKENS, change="budget"
+    )
+    tokens_per_step: int = key(
+        "The batch of one optimizer step over all processes, rounded to whole samples.",
+        default=65536,
+        unit=TOKENS,
+        aliases=("batch_size", "gradient_accumulation_steps"),
+    )
+    learning_rate: float = key(
+        "The peak learning rate.", default=2e-4, above=0, most=1, change="divergence", aliases=("lr",)
+    )
+    warmup_steps: int | None = key(
+        "The length of the linear warm-up. The default is 2% of all steps, at most 1000.",
+        default=None,
+        least=0,
+        unit="steps",
+        aliases=("warmup",),
+    )
+    schedule: Schedule = key(
+        "The learning rate after the warm-up; see [schedules](#schedules).",
+        default="cosine",
+        aliases=("lr_scheduler_type",),
+    )
+    final_learning_rate: float = key(
+        "The share of `learning_rate` that `cosine` and `wsd` end at.", default=0.1, least=0, most=1
+    )
+    decay_share: float = key("The share of the steps in which `wsd` decays.", default=0.2, above=0, most=1)
+    optimizer: OptimizerName = key("The optimizer; see [optimizers](#optimizers).", default="adamw")
+    weight_decay: float = key("Decoupled weight decay, of matrices only.", default=0.0, least=0, most=10)
+    beta1: float = key("The first beta of AdamW, alone or beside Muon.", default=0.9, least=0, below=1)
+    beta2: float = key("The second beta of AdamW, alone or beside Muon.", default=0.95, least=0, below=1)
+    gradient_clipping: float | None = key(
+        "The largest norm of all gradients together; `null` for none.",
+        default=1.0,
+        above=0,
+        change="divergence",
+        aliases=("max_grad_norm",),
+    )
+    precision: Precision = key(
+        "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
+        default="bf16",
+        change="divergence",
+        aliases=("mixed_precision",),
+    )
+    gradient_checkpointing: bool = key(
+        "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
+    )
+    trainable: Trainable = key(
+        "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"
+    )
+    dropout: float = key(
+        "The probability of every dropout of the model, in place of its config's. Uptraining continues pretraining, "
+        "which T5 1.1 and most decoders did without dropout.",
+        default=0.0,
+        least=0,
+        below=1,
+    )
+    seed: int = key(
+        "The seed of the order of samples, of corruption and of dropout.", default=0, least=0, most=2**32 - 1
+    )
+    save_every: int = key("The interval between checkpoints.", default=500, unit="steps", change="bookkeeping")
+    keep_checkpoints: int = key(
+        "How many of the newest checkpoints are kept.", default=2, change="bookkeeping", aliases=("save_total_limit",)
+    )
+    evaluate_every: int | None = key(
+        "The interval between evaluations; by default only at the start and at the end.",
+        default=None,
+        unit="steps",
+        change="bookkeeping",
+    )
+    evaluation_data: tuple[Source, ...] | None = key(
+        "Held-out text to evaluate on.", default=None, reader=read_sources, change="bookkeeping"
+    )
+    evaluation_tokens: int = key(
+        "How much of the held-out text is used.", default=131072, unit=TOKENS, change="bookkeeping"
+    )
+    teacher: str | None = key("The source checkpoint, to distil from: a folder or a Hub id.", default=None, path=True)
+    distillation_weight: float | None = key(
+        "The weight of the match with the teacher; the language-model loss has the rest of 1. The default is 1.0 with a "
+        "teacher.",
+        default=None,
+        least=0,
+        most=1,
+        needs_teacher=True,
+    )
+    temperature: float = key(
+        "The temperature of student and teacher in the match.", default=1.0, above=0, most=1000, needs_teacher=True
+    )
+    teacher_top_k: int | None = key(
+        "Match this many of the teacher's most likely tokens, and the rest as one.", default=None, needs_teacher=True
+    )
+    teacher_dtype: TeacherDtype = key("The type of the teacher's weights.", default="auto", needs_teacher=True)
+    attention_matching: float = key(
+        "The weight of the match of each layer's attention output with the teacher's.",
+        default=0.0,
+        least=0,
+        needs_teacher=True,
+    )
+    document_mask: bool = key(
+        "Tokens attend to their own document only, in training and in evaluation; see "
+        "[documents in one row](#documents-in-one-row).",
+        default=False,
+    )
+    trackers: tuple[str, ...] = key(
+        "Experiment trackers of accelerate to report to, besides the log file.",
+        default=(),
+        choices=TRACKERS,
+        change="bookkeeping",
+        aliases=("report_to",),
+    )
+    compile: bool = key("Use torch.compile.", default=False, change="execution")
+    log_every: int = key("The interval between lines of the log.", default=1, unit="steps", change="bookkeeping")
 
     @property
     def budget_tokens(self) -> int:
-        """Tokens of text to train on, however the recipe states them."""
+        """The tokens of text to train on, however the recipe states them."""
         if self.tokens is not None:
             return self.tokens
         assert self.alpha is not None
@@ -161,11 +194,11 @@ class Recipe:
 
     @property
     def language_model_weight(self) -> float:
-        """Weight of the language-model loss: what distillation leaves of 1."""
+        """The weight of the language-model loss: what distillation leaves of 1."""
         return 1.0 - (self.distillation_weight or 0.0)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
-        """Sequences of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
+        """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
         return max(1, (2 * self.tokens_per_step + tokens_per_sample) // (2 * tokens_per_sample))
 
     def steps(self, tokens_per_sample: int | Fraction) -> int:
@@ -173,7 +206,7 @@ class Recipe:
         return -(-self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample))
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up in a run of so many steps.
+        """Warm-up steps of a run with so many steps.
 
         Raises:
             RecipeError: the recipe states more of them than the run has.
@@ -187,34 +220,53 @@ class Recipe:
         return self.warmup_steps
 
     def resolved(self) -> dict[str, Any]:
-        """All keys as plain data, defaults filled in; `make_recipe` makes the same recipe of it."""
+        """All keys as plain data, defaults included; `make_recipe` makes the same recipe of it."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def differences(
-        self, other: "Recipe", may_grow: Iterable[str] = BUDGET, may_change: Iterable[str] = (*BOOKKEEPING, *EXECUTION)
+        self, other: "Recipe", may_grow: Iterable[str] | None = None, may_change: Iterable[str] | None = None
     ) -> tuple[str, ...]:
-        """What speaks against resuming a run of this recipe with another one.
+        """The keys that keep another recipe from resuming a run of this one.
 
         Args:
-            other: the recipe to go on with.
+            other: the recipe to resume with.
             may_grow: keys that may differ as long as the number that they state, or the budget that they state
-                together, does not shrink.
-            may_change: keys that may differ in any way.
+                together, does not shrink; by default BUDGET.
+            may_change: keys that may differ in any way; by default BOOKKEEPING and EXECUTION.
 
         Returns:
-            A phrase for each key in the way, such as "seed was 0 and is now 1"; nothing where the run can go on.
+            A phrase for each such key, such as "seed was 0 and is now 1".
         """
+        growing = set(BUDGET if may_grow is None else may_grow)
+        free = {*BOOKKEEPING, *EXECUTION} if may_change is None else set(may_change)
         before, after = self.resolved(), other.resolved()
-        growing, free = set(may_grow), set(may_change)
-        keys = [key for key in before if before[key] != after[key] and key not in free]
+        keys = [name for name in before if before[name] != after[name] and name not in free]
         found = [
-            f"{key} was {readers.shown(_brief(before[key]))} and is now {readers.shown(_brief(after[key]))}"
-            for key in keys
-            if not (key in growing and (key in BUDGET or _grown(before[key], after[key])))
+            f"{name} was {shown(_brief(before[name]))} and is now {shown(_brief(after[name]))}"
+            for name in keys
+            if not (name in growing and (name in BUDGET or _grown(before[name], after[name])))
         ]
         if growing & {*BUDGET} & {*keys} and other.budget_tokens < self.budget_tokens:
             found.append(f"the budget was {self.budget_tokens} tokens and is now {other.budget_tokens}")
         return tuple(found)
+
+
+KEYS = keys_of(Recipe)
+"""The declarations of all keys, by name, in their order."""
+
+
+def _that_change(when: Change) -> tuple[str, ...]:
+    return tuple(name for name, each in KEYS.items() if each.change == when)
+
+
+BUDGET = _that_change("budget")
+"""The keys that state how long training lasts."""
+BOOKKEEPING = _that_change("bookkeeping")
+"""The keys that the trained weights do not depend on: a resumed run may change them."""
+EXECUTION = _that_change("execution")
+"""The keys that only rounding, memory and speed depend on: a run that ran out of memory may resume with others."""
+AGAINST_DIVERGENCE = _that_change("divergence")
+"""The keys that may change once a run has diverged."""
 
 
 def _grown(before: object, after: object) -> bool:
@@ -222,17 +274,18 @@ def _grown(before: object, after: object) -> bool:
 
 
 def _brief(value: Any) -> Any:
-    """Plain data, with sources of text as a recipe may write them: without what is as by default."""
+    """Plain data, with sources of text as a recipe would state them: without defaults."""
     if isinstance(value, list):
         return f"[{', '.join(str(_brief(item)) for item in value)}]" if len(value) != 1 else _brief(value[0])
     if not isinstance(value, dict):
         return value
-    usual = dataclasses.asdict(DataSource(""))
-    stated = {key: item for key, item in value.items() if key == "source" or item != usual[key]}
-    return value["source"] if len(stated) == 1 else f"{{{', '.join(f'{key}: {item}' for key, item in stated.items())}}}"
+    stated = {name: value[name] for name, each in keys_of(Source).items() if value[name] != each.default}
+    return (
+        value["source"] if len(stated) == 1 else f"{{{', '.join(f'{name}: {item}' for name, item in stated.items())}}}"
+    )
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, DataSource):
+    if isinstance(value, Source):
         return dataclasses.asdict(value)
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,180 @@
+"""The training objectives: one record each, which says what models it suits and how its samples are made.
+
+docs/adding-an-objective.md names every other file that a new objective touches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from gqa_convert.errors import DataError
+from gqa_convert.text.sources import Source
+
+if TYPE_CHECKING:
+    from gqa_convert.text.collating import DecoderInput
+    from gqa_convert.text.packing import Sampler
+    from gqa_convert.text.spans import Denoiser
+
+ObjectiveName = Literal["causal", "span_corruption", "ul2", "text_infilling", "pairs"]
+CAUSAL: Final = "causal"
+SPAN_CORRUPTION: Final = "span_corruption"
+PAIRS: Final = "pairs"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSettings:
+    """What a sampler is made with.
+
+    Attributes:
+        tokenizer: a transformers tokenizer.
+        length: `sequence_length`, in tokens.
+        document_mask: whether tokens attend to their own document only.
+        decoder_start: the first token of the decoder's input; None for the padding token.
+        starts_with_last: whether the decoder's input starts with the target's last token instead.
+    """
+
+    tokenizer: Any
+    length: int
+    document_mask: bool = False
+    decoder_start: int | None = None
+    starts_with_last: bool = False
+
+    @property
+    def first_token(self) -> int:
+        """The first token of the decoder's input.
+
+        Raises:
+            DataError: there is none.
+        """
+        start = self.tokenizer.pad_token_id if self.decoder_start is None else self.decoder_start
+        if start is None:
+            raise DataError(
+                "the tokenizer has no padding token, which the decoder's input begins with: set decoder_start_token_id in config.json"
+            )
+        return int(start)
+
+    @property
+    def decoder_input(self) -> "DecoderInput":
+        """How the decoder's input follows from a target."""
+        from gqa_convert.text.collating import DecoderInput
+
+        start, pad = self.first_token, self.tokenizer.pad_token_id
+        return DecoderInput(start, start if pad is None else int(pad), self.starts_with_last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """One training objective.
+
+    Attributes:
+        encoder_decoder: whether it trains encoder-decoders; otherwise it trains decoders.
+        sampler: makes the sampler, from settings and the sources of text; None where the samples are pairs, whose
+            sampler needs the tokenised pairs.
+        target_length: the longest decoder side of a sample in tokens, from `sequence_length`; 0 without an encoder.
+        needs: what the tokenizer must have, for messages; empty for nothing.
+        suits: whether a tokenizer has it.
+        closes_documents: whether documents are tokenised with end-of-text behind each.
+        frames_blocks: whether the tokenizer's special tokens stand around each block.
+        masks_documents: whether `document_mask` is possible.
+        marks_languages: whether `source_language` has a meaning.
+    """
+
+    encoder_decoder: bool
+    sampler: Callable[[SampleSettings, Sequence[Source]], "Sampler"] | None
+    target_length: Callable[[int], int]
+    needs: str = ""
+    suits: Callable[[Any], bool] = lambda tokenizer: True
+    closes_documents: bool = False
+    frames_blocks: bool = False
+    masks_documents: bool = False
+    marks_languages: bool = False
+
+
+def _causal(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+    from gqa_convert.text.packing import CausalSampler
+    from gqa_convert.text.tokenizing import end_of_text
+
+    del sources
+    return CausalSampler(settings.length, end_of_text(settings.tokenizer), document_mask=settings.document_mask)
+
+
+def _span_corruption(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+    from gqa_convert.text.spans import T5, SpanSampler
+
+    del sources
+    return SpanSampler(settings.length, settings.tokenizer, T5, decoder_start=settings.first_token, cap_spans=False)
+
+
+def _ul2(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+    from gqa_convert.text.spans import UL2, SpanSampler
+
+    del sources
+    return SpanSampler(settings.length, settings.tokenizer, UL2, decoder_start=settings.first_token, cap_spans=True)
+
+
+def _text_infilling(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+    from gqa_convert.text.infilling import InfillingSampler, mask_token
+    from gqa_convert.text.opening import infilling_frames
+
+    mask = mask_token(settings.tokenizer)
+    frame = max(frame.size for source in sources for frame in infilling_frames(settings.tokenizer, source))
+    return InfillingSampler(settings.length, frame, mask, settings.decoder_input)
+
+
+def _has_sentinels(tokenizer: Any) -> bool:
+    from gqa_convert.text.spans import has_sentinels
+
+    return has_sentinels(tokenizer)
+
+
+def _longest_span_target(denoisers: "Sequence[Denoiser]", length: int) -> int:
+    """The removed tokens, a sentinel per span, and end-of-text."""
+    from gqa_convert.text.spans import shape_for
+
+    shapes = [shape_for(denoiser, length) for denoiser in denoisers]
+    return max((shape.noise + shape.spans + 1 for shape in shapes if shape is not None), default=length)
+
+
+def _t5_target(length: int) -> int:
+    from gqa_convert.text.spans import T5
+
+    return _longest_span_target(T5, length)
+
+
+def _ul2_target(length: int) -> int:
+    from gqa_convert.text.spans import UL2
+
+    return _longest_span_target(UL2, length)
+
+
+_SENTINELS = "sentinel tokens <extra_id_0>, <extra_id_1>, ..."
+OBJECTIVES: dict[str, Objective] = {
+    "causal": Objective(
+        encoder_decoder=False,
+        sampler=_causal,
+        target_length=lambda length: 0,
+        closes_documents=True,
+        masks_documents=True,
+    ),
+    "span_corruption": Objective(
+        encoder_decoder=True,
+        sampler=_span_corruption,
+        target_length=_t5_target,
+        needs=_SENTINELS,
+        suits=_has_sentinels,
+    ),
+    "ul2": Objective(
+        encoder_decoder=True, sampler=_ul2, target_length=_ul2_target, needs=_SENTINELS, suits=_has_sentinels
+    ),
+    "text_infilling": Objective(
+        encoder_decoder=True,
+        sampler=_text_infilling,
+        target_length=lambda length: length,
+        needs="mask token",
+        suits=lambda tokenizer: tokenizer.mask_token_id is not None,
+        frames_blocks=True,
+        marks_languages=True,
+    ),
+    "pairs": Objective(encoder_decoder=True, sampler=None, target_length=lambda length: length, marks_languages=True),
+}
+"""The objectives by name. `auto` takes the first one that suits a model and its tokenizer."""
