@@ -1,15 +1,36 @@
 """Runs the program, or Python, in another process."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.fork_server import ENVIRONMENT, ForkServer, environment
+
 COMMAND = [sys.executable, "-m", "gqa_convert"]
 
 
+@functools.cache
+def server() -> ForkServer:
+    """Return the server of this test process, which starts at its first use."""
+    return ForkServer()
+
+
 def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `gqa-convert ARGUMENTS` and return its exit code and output."""
-    command = [*COMMAND, *map(str, arguments)]
+    """Run `gqa-convert ARGUMENTS` in a process of its own and return its exit code and output."""
+    return run_python("-m", "gqa_convert", *arguments, timeout=timeout)
+
+
+def run_python(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that has imported torch.
+
+    It is a new interpreter instead where the test has changed an environment variable that a library may read while it
+    is imported.
+    """
+    words = [str(argument) for argument in arguments]
+    if environment() == ENVIRONMENT:
+        return server().run(words, timeout)
+    command = [sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 

@@ -1,9 +1,14 @@
 """The structure of the test tree."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import gqa_convert
+from tests.helpers.command_line import run_python
 
 TESTS = Path(__file__).parents[1]
 SHARED = {"helpers", "project"}
@@ -36,3 +41,40 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
             if module.startswith("tests.") and not module.startswith(("tests.helpers", "tests.verify"))
         }
         assert not shared, f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into tests/helpers/"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('out'); print('err', file=sys.stderr); sys.exit(3)",
+        "sys.exit('a message')",
+        "print(os.getcwd(), os.environ['COLUMNS'], sys.argv[1:], 'gqa_convert' in sys.modules)",
+        "raise SystemExit",
+        "os.kill(os.getpid(), 9)",
+        "import atexit; atexit.register(print, 'at the end'); print('whole', end='')",
+        "sys.stdout = open('/dev/full', 'w'); print('lost')",
+    ],
+)
+def test_a_fork_is_as_a_new_interpreter(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "77")
+    command = ["-c", f"import os, sys\n{code}", "one", "two words"]
+    new = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    fork = run_python(*command)
+    assert (fork.returncode, fork.stdout) == (new.returncode, new.stdout)
+    assert fork.stderr == new.stderr or "/dev/full" in code
+
+
+def test_a_fork_has_a_time_limit_and_its_traceback() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_python("-c", "import time; time.sleep(60)", timeout=0.2)
+    failed = run_python("-c", "1 / 0")
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_another_environment_needs_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, sys; print(os.environ.get('HF_HOME'), 'torch' in sys.modules)"
+    assert run_python("-c", code).stdout.endswith(" True\n")
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    assert run_python("-c", code).stdout == "/elsewhere False\n"
