@@ -311,7 +311,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
 
 def test_the_readmes_figure_shows_the_measurements(tmp_path: Path) -> None:
     """Both variants are drawn anew, with a panel for each model and a mark for each loss."""
-    command = [sys.executable, "-m", "benchmarks.quality.figure", "--folder", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.quality.figure", "--folder", str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert made.stderr == ""
     models = json.loads((ROOT / "docs" / "results" / "quality.json").read_text())["models"]

@@ -44,7 +44,7 @@ def test_what_is_imported_is_installed() -> None:
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             known = required | sys.stdlib_module_names | (extra | own if id(node) in late else set())
-            assert {name.split(".")[0] for name in imported} <= known, f"{path}:{node.lineno}"
+            assert {name.split(".")[0] for name in imported} <= known, f"{path}: {imported}"
 
 
 def test_links_lead_somewhere() -> None:

@@ -36,7 +36,7 @@ def show_plan(plan: "Plan") -> None:
     for layers, tensor, before, after, dtype, method in _runs_of_layers(plan):
         changes.add_row(layers, tensor, before, after, dtype, method)
     console.print(changes)
-    totals = Table("", "before", "after", "ratio", title="What it brings", title_justify="left")
+    totals = Table("", "before", "after", "ratio", title="Savings", title_justify="left")
     rows: list[tuple[str, int, int, Callable[[float], str]]] = [
         ("parameters", plan.parameters_before, plan.parameters_after, lambda n: f"{n:,}"),
         ("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size),
