@@ -11,12 +11,13 @@ from typing import Any
 
 from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_as_json, hash_files
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
-from gqa_convert.conversion.fit.run import LayerDone, merge_heads
+from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.conversion.provenance import PROVENANCE, FileHasher, earlier_record, provenance, record_files
+from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
 
@@ -99,7 +100,7 @@ def convert_checkpoint(
     sweep(Path(os.path.realpath(out)).parent)
     with ExitStack() as stack:
         staged = stack.enter_context(StagedFolder(out))
-        merged = merge_heads(plan, out, text, stack, on_layer)
+        merged = merge_whole_layers(plan, out, text, stack, on_layer)
         with FileHasher(checkpoint, weights=hash_weights) as hasher:
             written = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
@@ -107,11 +108,11 @@ def convert_checkpoint(
         write_sidecar_files(plan, staged.path)
         # methods that work on whole layers take so long that reading their result again is nothing beside it
         result = (
-            record_files(staged.path, (shard.file for shard in plan.shards))
+            hash_files(staged.path, (shard.file for shard in plan.shards))
             if hash_weights or merged.errors is not None
             else None
         )
-        record = provenance(
+        record = record_conversion(
             plan,
             errors,
             digests,
@@ -120,12 +121,12 @@ def convert_checkpoint(
             head_order=merged.head_order,
             result=result,
             previous=previous,
-            written=list_written(staged.path, result),
+            written=list_written(staged.path, None if result is None else files_as_json(result)),
         )
-        write_json(staged.path / PROVENANCE, record)
+        write_json(staged.path / PROVENANCE, record.as_json())
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    calibrated = {} if merged.calibration is None else {"calibration": merged.calibration}
+    calibrated = {} if merged.calibration is None else {"calibration": merged.calibration.as_json()}
     return {**plan.summary(), **calibrated, "out": str(out), "out_bytes": total, "merge_error": errors}
 
 

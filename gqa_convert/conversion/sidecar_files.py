@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.atomic_files import sync
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.conversion.plan import OutputShard
-from gqa_convert.conversion.provenance import PROVENANCE
 from gqa_convert.families.table import Modeling
 from gqa_convert.families.target_architectures import TargetArchitecture
 

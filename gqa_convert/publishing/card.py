@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.measuring.results.records import Origin, Score
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.facts import Base, Facts

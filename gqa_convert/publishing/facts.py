@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.conversion.provenance import PROVENANCE
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.measuring.results.fields import Fields, parse_json
 from gqa_convert.measuring.results.parsing import read_conversion

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts

@@ -10,9 +10,9 @@ from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.ownership import WRITTEN, list_written
+from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_as_json, hash_files
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.provenance import PROVENANCE, earlier_record, record_files
 
 _SHARD = "5GB"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -42,7 +42,9 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
-        conversion["result"] = record_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
+        conversion["result"] = files_as_json(
+            hash_files(staged.path, (path.name for path in staged.path.glob("*.safetensors")))
+        )
         conversion[WRITTEN] = list_written(staged.path, conversion["result"])
         (staged.path / PROVENANCE).write_text(
             json.dumps(conversion, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

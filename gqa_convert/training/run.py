@@ -11,8 +11,8 @@ import torch
 
 from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.machine import available_memory, measurement
+from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import check_destination, sweep
-from gqa_convert.conversion.provenance import PROVENANCE, earlier_record
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.samples import evaluation_blocks, open_samples

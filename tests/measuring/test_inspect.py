@@ -365,7 +365,7 @@ def test_a_source_that_yields_nan(planted: tuple[Path, Path], tmp_path: Path) ->
     model.save_pretrained(tmp_path / "broken")
     span_tokenizer(0).save_pretrained(tmp_path / "broken")
     with pytest.raises(
-        NonFiniteError, match=r"brings NaN or Inf to model\.layers\.0\.self_attn on the calibration text"
+        NonFiniteError, match=r"yields NaN or Inf at model\.layers\.0\.self_attn on the calibration text"
     ):
         inspect_checkpoint(tmp_path / "broken", calibration=str(planted[1]), calibration_tokens=640)
 

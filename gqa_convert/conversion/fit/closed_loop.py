@@ -26,7 +26,7 @@ from gqa_convert.conversion.fit.lockstep.spilling import mapped_file
 from gqa_convert.conversion.fit.matching import STEPS, match
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.resource_errors import explained
-from gqa_convert.conversion.fit.statistics import Moment, Ridge
+from gqa_convert.conversion.fit.statistics import Ridge, moments_of
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import UnsupportedFamilyError
@@ -231,7 +231,7 @@ class LayerFitting:
 
     def run(self) -> tuple[Heads, dict[str, Any]]:
         """The merged layer, and what is to be noted of it."""
-        moments = self.moments()
+        moments = moments_of(self.site, self.source)
         order = order_heads(self.source, self.groups, self.constraints, moments)
         pooled = self.error(self.pooled())  # of neighbours as they are in the source
         self.source = ordered(self.source, order)
@@ -253,19 +253,6 @@ class LayerFitting:
             array.reshape(self.groups, -1, *array.shape[1:]).mean(1) for array in (self.source.keys, self.source.values)
         )
         return replace(self.source, keys=keys, values=values)
-
-    def moments(self) -> Moments:
-        """Of the student's inputs."""
-        asking = Moment(self.source.queries.shape[-1] - 1)
-        reading = Moment(self.source.keys.shape[-1] - 1)
-        crossed = False
-        for _, call in self.site.calls:
-            asking.add(call.hidden, call.counted)
-            if call.states is not call.hidden:
-                crossed = True
-                reading.add(call.states, call.states_counted)
-        queries = asking.damped()
-        return Moments(queries, reading.damped() if crossed else queries)
 
     def low_frequency_pairs(self, moments: Moments) -> int | None:
         """From which rotary pair on the keys are merged as if they did not turn.

@@ -1,17 +1,18 @@
 """From a plan to one whose K/V heads are merged already, by whichever method works on whole layers."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gqa_convert._version import __version__
+from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
 from gqa_convert.conversion.fit.layers import LayerDone, merge_layers, merged_plan
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import Plan
 
-__all__ = ["LayerDone", "Merged", "merge_heads"]
+__all__ = ["LayerDone", "Merged", "merge_whole_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,15 @@ class Merged:
     plan: Plan
     errors: dict[str, float] | None = None
     """None where the writer merges, and measures."""
-    calibration: dict[str, Any] | None = None
-    """What text was used."""
+    calibration: CalibrationRecord | None = None
+    """The text that was used."""
     head_order: dict[str, list[int]] = field(default_factory=dict)
     """By module: the source's K/V heads in the order in which they were merged, where it is not their own."""
 
 
-def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
+def merge_whole_layers(
+    plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone
+) -> Merged:
     """Do what has to be done before a plan can be written.
 
     Args:
@@ -63,15 +66,15 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
 
     calibration = calibrate(plan, options)
     steps = STEPS if options.steps is None else options.steps
-    noted = {
-        "text": calibration.description,
-        "tokens": calibration.tokens,
-        "sequence_length": calibration.sequence_length,
-        "seed": options.seed,
-        "steps": steps,
-        "digest": calibration.digest,
-    }
-    store = stack.enter_context(MergedLayers(out, fingerprint | noted, keep=True))
+    noted = CalibrationRecord(
+        text=calibration.description,
+        tokens=calibration.tokens,
+        sequence_length=calibration.sequence_length,
+        seed=options.seed,
+        steps=steps,
+        digest=calibration.digest,
+    )
+    store = stack.enter_context(MergedLayers(out, fingerprint | noted.inputs(), keep=True))
     errors = fit_checkpoint(
         plan,
         store,
@@ -81,8 +84,8 @@ def merge_heads(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitS
         kl_steps=options.kl_steps,
         held_out=calibration.held_out,
     )
-    finish = store.finished() or {"kl_steps": 0, "kl": None}
-    noted |= {name: finish[name] for name in ("kl_steps", "kl")}
+    if finish := store.finished():
+        noted = replace(noted, kl_steps=finish["kl_steps"], kl=Divergence(**finish["kl"]))
     return Merged(merged_plan(plan, store), errors, noted, _head_order(plan, store))
 
 

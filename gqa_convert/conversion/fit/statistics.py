@@ -7,6 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion.fit.lockstep.captured_module import CapturedModule
+from gqa_convert.merging.folding.heads import Heads
+from gqa_convert.merging.folding.merge import Moments
+
 DAMPING = 0.01
 """Of a moment, relative to the mean of its diagonal."""
 _NARROW = 1024
@@ -48,6 +52,24 @@ class Moment:
         mean = float(np.mean(np.diag(found)[:-1]))
         found[np.diag_indices(self.width)] += DAMPING * mean if mean > 0 else 1.0
         return np.asarray(found)
+
+
+def moments_of(module: CapturedModule, heads: Heads) -> Moments:
+    """The moments of a module's inputs over all batches, of the student where the runner has one.
+
+    Args:
+        module: with the calls of all batches.
+        heads: of the source's layer, for the number of inputs of its projections.
+    """
+    asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
+    crossed = False
+    for _, call in module.calls:
+        asking.add(call.hidden, call.counted)
+        if call.states is not call.hidden:
+            crossed = True
+            reading.add(call.states, call.states_counted)
+    queries = asking.damped()
+    return Moments(queries, reading.damped() if crossed else queries)
 
 
 @dataclass

@@ -7,12 +7,13 @@ where the whole model is in memory: larger ones end with their layers.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.layers import LayerDone, attention_of
 from gqa_convert.conversion.fit.lockstep.module_names import find_modules
@@ -37,14 +38,6 @@ _MOST_PARAMETERS = 1_000_000_000
 """Above which a CPU would need hours."""
 _ACTIVATIONS = 40
 """Numbers that a layer keeps for the way back, per token and unit of width, roughly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """KL(source || student) on text that no stage has seen, in nats per token."""
-
-    before: float
-    after: float
 
 
 def train_together(

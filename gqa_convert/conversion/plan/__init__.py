@@ -4,7 +4,17 @@ written.
 Everything that can be refused without reading weights is refused here. The plan holds no arrays and needs no torch.
 """
 
+from gqa_convert.conversion.plan.group_counts import merging_counts, spread
 from gqa_convert.conversion.plan.making import make_plan
 from gqa_convert.conversion.plan.model import OutputShard, OutputTensor, Piece, Plan, TensorChange
 
-__all__ = ["OutputShard", "OutputTensor", "Piece", "Plan", "TensorChange", "make_plan"]
+__all__ = [
+    "OutputShard",
+    "OutputTensor",
+    "Piece",
+    "Plan",
+    "TensorChange",
+    "make_plan",
+    "merging_counts",
+    "spread",
+]

@@ -7,6 +7,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.completeness import check_tensors
+from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
 from gqa_convert.conversion.plan.model import Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
 from gqa_convert.errors import GroupsError, OptionError
@@ -160,8 +161,7 @@ def _converted_config(
 
 
 def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
-    down = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
-    up = [count for count in range(2 * kv_heads, heads + 1, kv_heads) if heads % count == 0]
+    down, up = merging_counts(kv_heads), repeating_counts(kv_heads, heads)
     if groups not in down and groups not in up:
         choices = ", ".join(map(str, down)) + (
             f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""

@@ -5,6 +5,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.plan.group_counts import merging_counts
 from gqa_convert.conversion.translation.tensors import TranslatedTensor
 from gqa_convert.families.engines import listed_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
@@ -199,7 +200,7 @@ class Plan:
         """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V
         heads.
         """
-        degrees = [degree for degree in range(1, self.heads + 1) if self.heads % degree == 0]
+        degrees = merging_counts(self.heads)
         split = [degree for degree in degrees if self.groups % degree == 0]
         copied = [degree for degree in degrees if degree > self.groups and degree % self.groups == 0]
         return split, copied

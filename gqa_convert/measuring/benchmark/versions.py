@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.measuring.benchmark.subject import NEEDS_HEAD, Subject, build, refused_attention
 
@@ -39,9 +39,7 @@ def plan_versions(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[
     """
     own = make_plan(checkpoint, 1).source_kv_heads
     if groups is None:
-        divisors = [count for count in range(1, own + 1) if own % count == 0]
-        chosen = min(_MOST_GROUPS, len(divisors))
-        groups = [divisors[round(place * (len(divisors) - 1) / max(1, chosen - 1))] for place in range(chosen)]
+        groups = spread(merging_counts(own), _MOST_GROUPS)
     return [make_plan(checkpoint, count) for count in sorted(set(groups))]
 
 

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
 from gqa_convert.conversion.fit.layers import SourceTensors, attention_of
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
@@ -234,9 +234,8 @@ def _plan(
     if heads[-1] == 1:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     if groups is None:
-        divisors = [count for count in range(1, heads[-1]) if math.gcd(*heads) % count == 0]
-        places = range(min(_MOST_GROUPS, len(divisors)))
-        return plan, [divisors[round(place * (len(divisors) - 1) / max(1, len(places) - 1))] for place in places]
+        counts = [count for count in merging_counts(*heads) if count < heads[-1]]
+        return plan, spread(counts, _MOST_GROUPS)
     if not groups:
         raise OptionError("--groups names no number: leave it out, or write it like 1,2,4")
     for count in sorted(set(groups)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.assembly import Assembly, as_parts
 from gqa_convert.conversion.fit.lockstep.captured_module import CapturedModule
 from gqa_convert.conversion.fit.lockstep.runner import Batch, LockstepRunner
-from gqa_convert.conversion.fit.statistics import Moment
+from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
@@ -89,7 +89,7 @@ def run_trials(
         ]  # the first: of the source
         for site, _, *copies in zip(source, *trials, strict=True):
             work = inspection(by_name[site.name])
-            moments = moments_of(site, work.heads)
+            moments = _finite_moments(site, work.heads)
             for (count, merged), copy in zip(work.merged(groups, moments), copies, strict=True):
                 copy.commit(_parameters(work, site, merged, count))
             records[site.name] = work.record(moments)
@@ -103,24 +103,16 @@ def run_trials(
     return [records[name] for name in by_name], {"source": _finite(before), "tokens": tokens, "by_groups": by_groups}
 
 
-def moments_of(site: CapturedModule, heads: Heads) -> Moments:
-    """Of the source's inputs of a layer.
+def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
+    """The moments of the source's inputs of a layer.
 
     Raises:
-        NonFiniteError: some are no finite numbers.
+        NonFiniteError: the source yields NaN or Inf.
     """
-    asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
-    crossed = False
-    for call, _ in site.calls:
-        asking.add(call.hidden, call.counted)
-        if call.states is not call.hidden:
-            crossed = True
-            reading.add(call.states, call.states_counted)
-    queries = asking.damped()
-    moments = Moments(queries, reading.damped() if crossed else queries)
+    moments = moments_of(site, heads)
     if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
         raise NonFiniteError(
-            f"the source brings NaN or Inf to {site.name} on the calibration text: look whether it computes sensible logits on it at all"
+            f"the source yields NaN or Inf at {site.name} on the calibration text: check that its logits on this text are finite"
         )
     return moments
 

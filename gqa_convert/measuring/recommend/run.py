@@ -9,7 +9,7 @@ from typing import Any, Final
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
@@ -159,7 +159,7 @@ def _plans(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[Plan]:
             f"{checkpoint.source_id} has layers with {counts} K/V heads, so that no N is its own: look at it with inspect"
         )
     if groups is None:
-        groups = [count for count in range(1, own) if own % count == 0]
+        groups = merging_counts(own)[:-1]
     if not groups:
         raise OptionError("--groups names no number: leave it out, or write it like 1,2,4")
     merged = [make_plan(checkpoint, count, method="factor") for count in sorted(set(groups) - {own})]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import ReportError
 from gqa_convert.measuring.results.fields import Fields, is_there, parse_json, told_apart
 from gqa_convert.measuring.results.parsing import (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.measuring.results.fields import Fields, is_there, parse_json
 from gqa_convert.measuring.results.parsing import located, read_config, read_conversion
 from gqa_convert.measuring.results.records import Benchmark, Conversion

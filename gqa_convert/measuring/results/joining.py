@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.conversion.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.measuring.results.identifying import SOURCE, Identity, converted, identify, misfit
 from gqa_convert.measuring.results.records import Benchmark, Conversion, Evaluation, Material, Origin, Score, Timing
 

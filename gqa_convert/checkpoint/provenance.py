@@ -1,0 +1,170 @@
+"""`gqa_conversion.json`, the record in every converted checkpoint: its fields, and how it is read.
+
+`conversion.provenance` fills it in. `verify` reads the file by itself, since it must not trust what wrote it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.ownership import RECORD, WRITTEN
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import parse_object
+
+PROVENANCE = RECORD
+FORMAT_VERSION = 1
+"""Of the record. A change that older versions of this program cannot read raises it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file, as it is recognised later."""
+
+    nbytes: int
+    sha256: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes} | ({} if self.sha256 is None else {"sha256": self.sha256})
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """KL(source || student) on held-out text, in nats per token, before and after a stage of training."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRecord:
+    """The calibration text that a method measured on, and what it did with it."""
+
+    text: str
+    """The file, folder or dataset, in words."""
+    tokens: int
+    sequence_length: int
+    seed: int
+    steps: int
+    """Gradient steps of each layer."""
+    digest: str
+    """SHA-256 of the tokens."""
+    kl_steps: int = 0
+    """Steps of the stage that trains all layers together."""
+    kl: Divergence | None = None
+    """None where that stage did not run."""
+
+    def inputs(self) -> dict[str, Any]:
+        """What the merged layers depend on."""
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "steps": self.steps,
+            "digest": self.digest,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        kl = None if self.kl is None else {"before": self.kl.before, "after": self.kl.after}
+        return self.inputs() | {"kl_steps": self.kl_steps, "kl": kl}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionRecord:
+    """Where a converted checkpoint comes from and how it was made."""
+
+    created: str
+    """UTC, as 2025-01-31T12:00:00Z."""
+    command: list[str] | None
+    """The command line, if there was one."""
+    machine: Mapping[str, Any]
+    source_id: str
+    """A folder or a Hub id."""
+    source_revision: str | None
+    source_files: Mapping[str, FileRecord]
+    model_type: str
+    method: str
+    """The effective method: `copy` or `repeat` where no heads are merged."""
+    seed: int | None
+    """None unless the method depends on it."""
+    calibration: CalibrationRecord | None
+    heads: int
+    """Query heads per layer."""
+    source_kv_heads: int
+    groups: int
+    """K/V heads per layer of the result."""
+    encoder: bool
+    """Whether an encoder's self-attention was converted too."""
+    route: str
+    """What loads the result, as `Plan.route` names it."""
+    cache_bytes: Mapping[str, Mapping[str, int]]
+    """`kv_bytes_per_token` and `cross_kv_bytes_per_encoder_token`, each before and after."""
+    head_order: Mapping[str, list[int]]
+    """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
+    merge_error: Mapping[str, float]
+    """By tensor; or by module and part of it, where whole layers were merged."""
+    result_files: Mapping[str, FileRecord] | None
+    """The weight files of the result, if they were hashed."""
+    previous: Mapping[str, Any] | None
+    """The record of the conversion that made the source, unchanged."""
+    written: Mapping[str, Any]
+    """Every file beside the record, as `ownership.list_written` lists them."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "created": self.created,
+            "command": self.command,
+            "machine": dict(self.machine),
+            "source": {
+                "id": self.source_id,
+                "revision": self.source_revision,
+                "files": {name: file.as_json() for name, file in self.source_files.items()},
+            },
+            "model_type": self.model_type,
+            "method": self.method,
+            "seed": self.seed,
+            "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "heads": self.heads,
+            "source_kv_heads": self.source_kv_heads,
+            "groups": self.groups,
+            "encoder": self.encoder,
+            "route": self.route,
+            **self.cache_bytes,
+            "head_order": dict(self.head_order),
+            "merge_error": dict(self.merge_error),
+            "uptraining_tokens": 0,
+            "result": None if self.result_files is None else files_as_json(self.result_files),
+            "previous": self.previous,
+            WRITTEN: dict(self.written),
+        }
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """The sizes and SHA-256 of files by their names, sorted; reads them whole."""
+    found = {}
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            found[name] = FileRecord((folder / name).stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    return found
+
+
+def files_as_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    """`{"files": {name: {"bytes": ..., "sha256": ...}}}`."""
+    return {"files": {name: file.as_json() for name, file in files.items()}}
+
+
+def earlier_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The record in a local checkpoint that this program made, as its file has it; None without one.
+
+    Raises:
+        CorruptCheckpointError: the file cannot be read.
+    """
+    if PROVENANCE not in checkpoint.carried:
+        return None
+    assert checkpoint.folder is not None
+    path = checkpoint.folder / PROVENANCE
+    return parse_object(path.read_bytes(), str(path))
