@@ -1,28 +1,25 @@
-"""One exception per mistake a user can make.
+"""One exception class per kind of mistake.
 
-Code of conduct: a message is one line that says what is wrong, what was found and what to do about it. The command line
-prints it and exits with the class's `exit_code`: 2 for a mistake in what was asked or given, 1 for work or a check that
-failed.
+A message is one line that says what is wrong, what was found and what to do. The command line prints it and exits with
+the `exit_code` of the class: 2 for a mistake in the arguments or inputs, 1 for work or a check that failed.
 """
 
 _LONGEST = 1000
 
 
 class GQAConvertError(Exception):
-    """Base of every error this package raises on purpose."""
+    """The base class of all errors that this package raises deliberately."""
 
     exit_code = 2
-    told_elsewhere = False
-    """Another process of the same run has the same error and prints it."""
+    reported_elsewhere = False
+    """Whether another process of the same run prints the same error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
 
 
 def _one_line(message: str) -> str:
-    """The message on one printable line of bearable length: the names it quotes come from files that nobody vouches
-    for.
-    """
+    """Return the message as one printable line of limited length, since it may quote names from untrusted files."""
     line = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[:_LONGEST]
     )
@@ -30,15 +27,15 @@ def _one_line(message: str) -> str:
 
 
 class SourceNotFoundError(GQAConvertError):
-    """No such folder or Hub repository, or it holds no checkpoint."""
+    """The source is neither a folder nor a Hub repository, or it holds no checkpoint."""
 
 
 class CorruptCheckpointError(GQAConvertError):
-    """A file of the checkpoint is missing, truncated or contradicts itself."""
+    """A file of the checkpoint is missing, truncated or inconsistent."""
 
 
 class ConfigError(GQAConvertError):
-    """`config.json` cannot be read, or the tensors' shapes contradict it."""
+    """`config.json` cannot be read, or the shapes of the tensors contradict it."""
 
 
 class UnsupportedFamilyError(GQAConvertError):
@@ -46,15 +43,15 @@ class UnsupportedFamilyError(GQAConvertError):
 
 
 class UnsupportedFormatError(GQAConvertError):
-    """The weights are quantised, an adapter, a training checkpoint or in a foreign format."""
+    """The weights are quantised, an adapter, a training checkpoint, or in a foreign format."""
 
 
 class NoLanguageModelError(GQAConvertError):
-    """The checkpoint was saved without the language-model head that the work needs."""
+    """The checkpoint lacks the language-model head that the task needs."""
 
 
 class RemoteHeadersError(UnsupportedFormatError):
-    """The weights' format does not let their tensors be listed without downloading them."""
+    """The format of the weights does not allow their tensors to be listed without a download."""
 
 
 class GroupsError(GQAConvertError):
@@ -66,35 +63,35 @@ class NonFiniteError(GQAConvertError):
 
 
 class OutputError(GQAConvertError):
-    """The output folder exists already, or lies where it must not."""
+    """The output exists already, lies in a forbidden place, or cannot be written."""
 
 
 class NoSpaceError(GQAConvertError):
-    """The disk cannot hold the result."""
+    """The disk or quota cannot hold the result."""
 
 
 class OptionError(GQAConvertError):
-    """A command-line value that makes no sense by itself or beside another."""
+    """A command-line value is invalid, or conflicts with another one."""
 
 
 class UnsupportedAttentionError(OptionError):
-    """A model that would not compute the same under an attention function as under eager attention."""
+    """The model would compute something else with this attention function than with eager attention."""
 
 
 class RecipeError(GQAConvertError):
-    """A recipe that can't be read, or a key of it that makes no sense by itself or beside another."""
+    """A recipe cannot be read, or one of its keys is invalid or conflicts with another one."""
 
 
 class DataError(GQAConvertError):
-    """Training or evaluation text that is missing, unreadable, empty or too short."""
+    """Training, calibration or evaluation text is missing, unreadable, empty or too short."""
 
 
 class ReportError(GQAConvertError):
-    """Folders that hold nothing to report on, or a file of figures that can't be read."""
+    """The folders hold no results to report, or a file of results cannot be read."""
 
 
 class MissingExtraError(GQAConvertError):
-    """A part of the program needs a package that is not installed."""
+    """An optional package that the command needs is not installed."""
 
 
 class VerificationError(GQAConvertError):
@@ -110,36 +107,39 @@ class InterruptedRunError(GQAConvertError):
 
 
 class LaunchError(GQAConvertError):
-    """The processes that run are not those that were meant to, or another job uses their output."""
+    """The processes of a distributed run do not match its launch, or another job uses the same output."""
 
 
 class ResumeError(GQAConvertError):
-    """A run can't go on from its checkpoints."""
+    """A run cannot resume from its checkpoints."""
 
 
 class DeviceMemoryError(GQAConvertError):
-    """The memory of a GPU, or of the machine, does not suffice for a step."""
+    """The memory of a GPU or of the machine is too small."""
 
     exit_code = 1
 
 
 class DivergedError(GQAConvertError):
-    """Training produced numbers that are not finite, several times in a row."""
+    """Training produced non-finite numbers in several consecutive steps."""
 
     exit_code = 1
 
 
 class StoppedError(GQAConvertError):
-    """A run was asked to stop and has saved its state: the same command goes on (75 is EX_TEMPFAIL of sysexits.h)."""
+    """A run was asked to stop and saved its state, so that the same command resumes it.
+
+    Exit code 75 is EX_TEMPFAIL of sysexits.h.
+    """
 
     exit_code = 75
 
 
 class PublishError(GQAConvertError):
-    """A checkpoint that can't be published as it is, or a place on the Hub that can't take it."""
+    """The checkpoint cannot be published in its current state, or the repository cannot receive it."""
 
 
 class UploadError(GQAConvertError):
-    """The Hub could not be reached, refused, or holds something else than what was sent."""
+    """The Hub was unreachable, refused the upload, or holds other content than what was sent."""
 
     exit_code = 1

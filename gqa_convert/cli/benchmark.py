@@ -1,60 +1,63 @@
 """`gqa-convert benchmark`."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import Json, Quiet, Revision, byte_count, counts
+from .options import Json, Plot, Quiet, Revision, SeveralGroups, byte_count, counts
 
 
 def benchmark(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Checkpoint folder or Hub id.", show_default=False)
+        str | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id. Not with --config.", show_default=False),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Instead of MODEL: a config.json or its folder; random weights.",
+            help="A config.json or its folder, to time with random weights instead of MODEL.",
             show_default=False,
         ),
     ] = None,
-    groups: Annotated[
-        str | None,
-        typer.Option(
-            "--groups",
-            "-n",
-            metavar="N,N,...",
-            help="K/V heads to time; by default MODEL's own and its divisors.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B,B,...", help="Sequences at once.")] = "1",
+    groups: SeveralGroups = None,
+    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B,B,...", help="Sequences decoded at once.")] = "1",
     context: Annotated[
         str | None,
         typer.Option(
-            "--context", metavar="T,T,...", help="Tokens in the cache. Default: 512, or what fits.", show_default=False
+            "--context",
+            metavar="T,T,...",
+            help="Tokens in the K/V cache. Default: 512, or fewer if the model has fewer positions.",
+            show_default=False,
         ),
     ] = None,
     encoder_tokens: Annotated[
         int | None,
         typer.Option(
-            "--encoder-tokens", metavar="T", help="Input of an encoder-decoder. Default: 512.", show_default=False
+            "--encoder-tokens",
+            metavar="T",
+            help="Tokens of an encoder-decoder's input. Default: 512.",
+            show_default=False,
         ),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", metavar="SIZE", help="Also tell what batch and context fit, e.g. 24GB.", show_default=False
+            "--memory",
+            metavar="SIZE",
+            help="Also compute the largest batch and context that fit in this memory, for example 24GB.",
+            show_default=False,
         ),
     ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
-            "--layers", metavar="L", help="Time L layers, random weights; estimate the whole.", show_default=False
+            "--layers",
+            metavar="L",
+            help="Time a model of L layers with random weights, and estimate the whole model. Default: all layers.",
+            show_default=False,
         ),
     ] = None,
     attention: Annotated[
@@ -62,51 +65,57 @@ def benchmark(
         typer.Option(
             "--attention",
             metavar="NAME",
-            help="gqa (this package's; the default where possible), sdpa or eager.",
+            help="Attention implementation: gqa (this package's), sdpa or eager. Default: gqa if the model supports it.",
             show_default=False,
         ),
     ] = None,
     prefill: Annotated[
-        bool, typer.Option("--prefill/--no-prefill", help="Without it, the cache is filled with random numbers.")
+        bool,
+        typer.Option("--prefill/--no-prefill", help="Fill the K/V cache by a timed prefill, or with random numbers."),
     ] = True,
     breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Time attention by itself too, beside what memory allows.")
+        bool, typer.Option("--breakdown", help="Also time attention alone, and compare it with the memory bandwidth.")
     ] = False,
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", metavar="T", help="That a sample decodes, for the time per sample.")
+        int, typer.Option("--new-tokens", metavar="T", help="Tokens decoded per sample, for the time per sample.")
     ] = 128,
-    steps: Annotated[int, typer.Option("--steps", metavar="S", help="Decode steps timed in a turn.")] = 8,
+    steps: Annotated[int, typer.Option("--steps", metavar="S", help="Decode steps per turn.")] = 8,
     repetitions: Annotated[
-        int, typer.Option("--repetitions", metavar="R", help="Turns of each N; a multiple of their number is fairest.")
+        int,
+        typer.Option(
+            "--repetitions", metavar="R", help="Timed turns per N; a multiple of the number of Ns balances their order."
+        ),
     ] = 8,
-    warm_up: Annotated[int, typer.Option("--warm-up", metavar="W", help="Turns of each N before those.")] = 1,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", metavar="W", help="Untimed turns per N before the timed ones.")
+    ] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: MODEL's own.", show_default=False
+            "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: that of MODEL.", show_default=False
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu or cuda. Default: a GPU if there is one.", show_default=False)
+        str | None,
+        typer.Option(
+            "--device", metavar="NAME", help="cpu or cuda. Default: a GPU if there is one.", show_default=False
+        ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Draw time against N; needs matplotlib.", show_default=False),
-    ] = None,
+    plot: Plot = None,
     revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time decoding and prefill, and measure the K/V cache, of a model and of itself with other numbers of K/V heads.
+    """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
 
-    MODEL runs with its weights at its own N; its versions at other N have the shapes that [bold]convert[/bold] would
-    give them and random keys and values, which time does not depend on. The versions take turns, so that a drifting
-    machine favours none.
+    MODEL runs with its own weights at its own number of K/V heads N. For every other N, a version with the shapes of a
+    converted model runs with random keys and values, on which time does not depend. The versions take turns, so that a
+    machine whose speed drifts favours none of them. Times are in milliseconds.
+
+    Examples:
 
       gqa-convert benchmark ./Llama-2-7b -n 1,8,32 --batch 1,8 --context 4096
-
       gqa-convert benchmark ./Llama-2-7b --memory 24GB --plot speed.png
-
       gqa-convert benchmark --config config.json --layers 2 --breakdown --json
     """
     from gqa_convert.cli.console.benchmark import show_benchmark

@@ -1,17 +1,16 @@
 """`gqa-convert check-serving`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet
+from .options import Converted, Json, Quiet
 
 
 def check_serving(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The converted checkpoint.", show_default=False)],
+    out: Converted,
     client: Annotated[
         list[str] | None,
         typer.Option(
@@ -19,7 +18,7 @@ def check_serving(
             "-c",
             metavar="NAME",
             show_default=False,
-            help="transformers-4.57, ctranslate2, onnxruntime, openvino, llama.cpp or vllm; several times for more. Default: all installed.",
+            help="Engine to run: transformers-4.57, ctranslate2, onnxruntime, openvino, llama.cpp or vllm; repeatable. Default: all that are installed.",
         ),
     ] = None,
     python: Annotated[
@@ -27,31 +26,33 @@ def check_serving(
         typer.Option(
             "--python",
             metavar="NAME=PATH",
-            help="The interpreter that has a client, which is then asked too.",
+            help="Python interpreter of the environment that has this engine; repeatable. The engine is then run as well.",
             show_default=False,
         ),
     ] = None,
     install: Annotated[
-        bool, typer.Option("--install", help="Install named clients that are absent, each into a cache folder.")
+        bool,
+        typer.Option(
+            "--install", help="Install the engines named by --client that are missing, each into a cache folder."
+        ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="MINUTES", help="How long each engine may take.")
+        float, typer.Option("--timeout", metavar="MINUTES", help="Time limit for each engine, in minutes.")
     ] = 60.0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run real serving engines on OUT and compare them with transformers: greedy tokens and logits, in float32 on the
-    CPU.
+    """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32 on the CPU.
 
-    Each engine runs in a process of its own, through its own converter if it has one. [bold]ok[/bold] is the same
-    tokens and close logits; an engine that says itself that it does not know the architecture is [bold]not
-    supported[/bold], and one that is absent is [bold]skipped[/bold]. Exit code 1 if any was wrong, if none ran, or if
-    one named by --client or --python is absent.
+    Every engine runs in a separate process, through its own converter if it has one. [bold]ok[/bold] means equal tokens
+    and close logits. [bold]not supported[/bold] means that the engine rejects the architecture, and [bold]skipped[/bold]
+    that it is not installed. The exit code is 1 if any engine differs, if none ran, or if an engine named by --client
+    or --python is missing.
+
+    Examples:
 
       gqa-convert check-serving ./Llama-2-7b-gqa8
-
       gqa-convert check-serving ./Llama-2-7b-gqa8 --client transformers-4.57 --client ctranslate2 --install
-
       gqa-convert check-serving ./Llama-2-7b-gqa8 --client vllm --python vllm=/opt/vllm/bin/python
     """
     from gqa_convert.cli.console.progress import stage_progress
@@ -60,7 +61,7 @@ def check_serving(
     from gqa_convert.serving.checking import check_serving
 
     if install and not client:
-        raise OptionError("--install alone does not say what: name each client with --client")
+        raise OptionError("--install does not say which engines to install: name each one with --client")
     with stage_progress(quiet=quiet) as step:
         report = check_serving(
             out,
@@ -81,5 +82,5 @@ def check_serving(
 def _pair(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise OptionError(f"--python {text!r} names no interpreter: write it like ctranslate2=/opt/venv/bin/python")
+        raise OptionError(f"--python {text!r} is not NAME=PATH: write it like ctranslate2=/opt/venv/bin/python")
     return name, path

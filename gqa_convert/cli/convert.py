@@ -1,7 +1,6 @@
 """`gqa-convert convert`."""
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,9 @@ from .options import (
     Json,
     Method,
     Native,
+    NewFolder,
     Quiet,
+    ReplaceResult,
     Revision,
     Seed,
     ShardSize,
@@ -25,9 +26,7 @@ from .options import (
 
 def convert(
     source: Source,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)
-    ],
+    out: NewFolder,
     groups: Groups,
     method: Method = None,
     calibration: Calibration = None,
@@ -37,7 +36,7 @@ def convert(
         typer.Option(
             "--calibration-length",
             metavar="L",
-            help="Tokens of a block of it. Default: the model's context, at most 2048.",
+            help="Tokens per block of calibration text. Default: the model's context, at most 2,048.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +45,7 @@ def convert(
         typer.Option(
             "--fit-steps",
             metavar="S",
-            help="Gradient steps per layer of fit, 400 if not said; 0: closed forms only.",
+            help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 400.",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +55,7 @@ def convert(
             "--kl-steps",
             metavar="S",
             show_default=False,
-            help="Steps of fit's last stage, all layers together. Default: as --fit-steps where the model fits in memory and has lost much.",
+            help="Steps of fit's last stage, which trains all layers together. Default: those of --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -64,31 +63,40 @@ def convert(
     native: Native = None,
     revision: Revision = None,
     max_shard_size: ShardSize = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")
-    ] = False,
+    overwrite: ReplaceResult = False,
     hash_weights: Annotated[
-        bool, typer.Option("--hash", help="Record the SHA-256 of SOURCE's and OUT's weight files; reads them whole.")
+        bool,
+        typer.Option(
+            "--hash", help="Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
+        ),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
-    With calibration text every layer is fitted on it, one after the other, then all together if the model fits in
-    memory, and little is lost; a GPU is used where there is one, and a killed run goes on with the same command.
-    Without, heads are merged from the weights alone, one layer in memory.
+    With --calibration, method fit adapts the merged heads to the text, layer by layer and then all layers together if
+    the model fits in memory. It loses least by far and needs no GPU, but uses one if there is one; a killed run resumes
+    with the same command.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
-      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
-      gqa-convert convert org/model ./model-mqa --groups 1 --revision main
-      gqa-convert convert ./flan-t5-xl ./flan-t5-xl-gqa8 --groups 8
-      gqa-convert convert ./pythia-6.9b ./pythia-6.9b-gqa8 --groups 8 --no-native
-      gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
-    T5's decoder is converted, its encoder only with --encoder; the result loads with trust_remote_code=True. Pythia
-    becomes a stock phi unless --no-native keeps it a GPT-NeoX. The last one repeats heads exactly, for tensor
-    parallelism. --method mean is what the GQA paper does; mean, first and random stream from disk to disk.
+    Without calibration text, heads are merged from the weights alone, one layer in memory at a time. Methods mean (the
+    GQA paper's), first and random copy from disk to disk and usually need uptraining afterwards.
+
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
+      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --method mean
+
+    Of a T5, the decoder is converted, and the encoder only with --encoder; the result loads with
+    trust_remote_code=True. Pythia becomes a stock phi unless --no-native keeps it a GPT-NeoX.
+
+      gqa-convert convert ./flan-t5-xl ./flan-t5-xl-gqa8 --groups 8 --calibration text.txt
+      gqa-convert convert ./pythia-6.9b ./pythia-6.9b-gqa8 --groups 8 --no-native
+
+    A Hub id is downloaded first. More groups than SOURCE has K/V heads repeat heads exactly, for tensor parallelism.
+
+      gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
+      gqa-convert convert ./gqa4 ./gqa16 --groups 16
     """
     from contextlib import ExitStack
 

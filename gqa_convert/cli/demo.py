@@ -10,20 +10,24 @@ from .options import Json, Quiet
 
 def demo(
     out: Annotated[Path, typer.Argument(metavar="[OUT]", help="Folder for the results.")] = Path("gqa-demo"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier demo.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier demo in OUT.")
+    ] = False,
     uptraining: Annotated[
-        bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one of them, with the source as teacher.")
+        bool, typer.Option("--uptrain/--no-uptrain", help="Also uptrain one result with the source as teacher.")
     ] = True,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show the whole story on a small bundled model, offline.
+    """Run the whole workflow on a small bundled model, offline, in about five minutes on two cores.
 
-    It is converted to several N, by mean pooling and by fitting on calibration text; each result is verified, what it
-    loses and gains is measured, and one of them is uptrained.
+    The model is converted to several numbers of K/V heads, by mean pooling and by fitting on calibration text. Every
+    result is verified, its loss and its K/V cache are measured, and one result is uptrained.
+
+    Examples:
 
       gqa-convert demo
-      gqa-convert demo /tmp/gqa-demo --json
+      gqa-convert demo /tmp/gqa-demo --no-uptrain --json
     """
     from gqa_convert.cli.console.demo import show_demo
     from gqa_convert.cli.console.plan import show_plan

@@ -1,51 +1,53 @@
 """`gqa-convert inspect`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import Calibration, CalibrationTokens, Json, Quiet, Revision, Source, counts
+from .options import (
+    Calibration,
+    CalibrationSeed,
+    CalibrationTokens,
+    Json,
+    Plot,
+    Quiet,
+    Revision,
+    SeveralGroups,
+    Source,
+    counts,
+)
 
 
 def inspect(
     source: Source,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    groups: Annotated[
-        str | None,
-        typer.Option(
-            "--groups",
-            "-n",
-            metavar="N,N,...",
-            help="Numbers to try; by default the head count's divisors, at most 6.",
-            show_default=False,
-        ),
-    ] = None,
+    groups: SeveralGroups = None,
     max_loss_increase: Annotated[
         float | None,
         typer.Option(
-            "--max-loss-increase", metavar="NATS", help="Per token, that N may cost. Default: 0.1.", show_default=False
+            "--max-loss-increase",
+            metavar="NATS",
+            help="Largest loss increase, in nats per token, of the recommended N. Default: 0.1.",
+            show_default=False,
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE.png", help="Draw the errors, layer by layer; needs matplotlib.", show_default=False
-        ),
-    ] = None,
-    encoder: Annotated[bool, typer.Option("--encoder", help="Look at an encoder's self-attention too.")] = False,
+    plot: Plot = None,
+    encoder: Annotated[bool, typer.Option("--encoder", help="Also inspect the encoder's self-attention.")] = False,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the choice of calibration text.")] = 0,
+    seed: CalibrationSeed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what merging K/V heads would cost, layer by layer, and recommend an N. Nothing is converted.
+    """Show what merging K/V heads would cost in every layer, and recommend a number of K/V heads N.
 
-    Keys and values of every layer are merged in memory by the closed form (method factor); stated is what they lose,
-    and which pairs of heads merge most cheaply. With --calibration the source runs with merged heads on held-out text,
-    which predicts the loss for each N: an upper bound, since [bold]convert --calibration[/bold] fits more closely.
-    Without it only the weights are looked at: quick, and no prediction.
+    Nothing is converted: keys and values are merged in memory with method factor. The table shows their relative error
+    and which pairs of heads are cheapest to merge. With --calibration, the source also runs with merged heads on
+    held-out text, which predicts an upper bound of the loss for each N, since [bold]convert --calibration[/bold] fits
+    more closely. Without it, only the weights are read, which is fast but predicts no loss. By default at most six
+    divisors are tried.
+
+    Examples:
 
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --groups 4,8,16 --max-loss-increase 0.05 --plot errors.png

@@ -1,18 +1,41 @@
-"""Options that several commands share, and how their texts are read."""
+"""Options that several commands share, and the parsers of their values."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
-from gqa_convert.merging.methods import method_help
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
+NewFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", help="New folder for the result; it appears whole or not at all.", show_default=False
+    ),
+]
+Converted = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Folder of the converted checkpoint.", show_default=False)
+]
 Groups = Annotated[
     int,
     typer.Option(
-        "--groups", "-n", metavar="N", help="K/V heads per layer in the result; 1 is multi-query.", show_default=False
+        "--groups",
+        "-n",
+        metavar="N",
+        help="K/V heads per layer in the result; 1 is multi-query attention.",
+        show_default=False,
+    ),
+]
+SeveralGroups = Annotated[
+    str | None,
+    typer.Option(
+        "--groups",
+        "-n",
+        metavar="N,N,...",
+        help="Numbers of K/V heads to consider. Default: divisors of the source's number.",
+        show_default=False,
     ),
 ]
 Method = Annotated[
@@ -20,8 +43,9 @@ Method = Annotated[
     typer.Option(
         "--method",
         "-m",
+        metavar="NAME",
         show_default=False,
-        help=method_help(),
+        help="How heads are merged: fit (needs --calibration), factor, align, mean, first or random. Default: fit with --calibration, factor without.",
     ),
 ]
 Calibration = Annotated[
@@ -30,7 +54,7 @@ Calibration = Annotated[
         "--calibration",
         "-c",
         metavar="TEXT",
-        help="Text file, folder, pattern or Hub dataset to measure on.",
+        help="Calibration text: a file, a folder, a glob pattern or a Hub dataset.",
         show_default=False,
     ),
 ]
@@ -39,14 +63,16 @@ CalibrationTokens = Annotated[
     typer.Option(
         "--calibration-tokens",
         metavar="T",
-        help="How much of it; by default from the model's width.",
+        help="Tokens of calibration text. Default: 50 per unit of hidden_size, and 102,400 or more for a hidden_size above 204.",
         show_default=False,
     ),
 ]
+CalibrationSeed = Annotated[int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.")]
 Encoder = Annotated[
     bool,
     typer.Option(
-        "--encoder", help="Convert an encoder's self-attention too. It has no cache; the GQA paper leaves it as it is."
+        "--encoder",
+        help="Also merge heads of the encoder's self-attention. It has no K/V cache, and the GQA paper does not convert it.",
     ),
 ]
 Native = Annotated[
@@ -54,42 +80,65 @@ Native = Annotated[
     typer.Option(
         "--native/--no-native",
         show_default=False,
-        help="For types without a K/V-head count: translate to a stock class that has one, or bring a modelling file. Default: what is possible.",
+        help="For model types without a K/V-head count: translate to a stock class that has one, or add a modelling file to the result. Default: translate if possible.",
     ),
 ]
 Revision = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub id.", show_default=False)
+    str | None,
+    typer.Option(
+        "--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", show_default=False
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the choice of calibration text, and for --method random.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text and for --method random.")
+]
 ShardSize = Annotated[
     str | None,
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Split the output anew, e.g. 5GB; without it files stay as in SOURCE.",
+        help="Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
         show_default=False,
     ),
 ]
+Batch = Annotated[int, typer.Option("--batch", "-b", metavar="B", help="Sequences decoded at once.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png", help="Also draw the result; needs matplotlib.", show_default=False),
+]
+ReplaceResult = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an earlier result in OUT once the new one is complete.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; with --json, the object too.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON object with --json.")]
 
 
 def byte_count(text: str | None, option: str) -> int | None:
-    """ "5GB", "500 MiB" or a plain number of bytes."""
+    """Parse a size such as "5GB", "500 MiB" or "1000" into bytes; None stays None."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kKMGT]?)(i?)B?\s*", text)
     if match is None:
-        raise OptionError(f"{option} {text!r} is no size: write it like 5GB or 500MiB")
+        raise OptionError(f"{option} {text!r} is not a size: write it like 5GB or 500MiB")
     power = " KMGT".index(match[2].upper() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def token_count(text: str | None, option: str) -> int | None:
+    """Parse a number of tokens such as "32768" or "32k" (both are 32,768); None stays None."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,12})\s*([kKM]?)\s*", text)
+    if match is None:
+        raise OptionError(f"{option} {text!r} is not a number of tokens: write it like 32768 or 32k")
+    return int(match[1]) << 10 * " KM".index(match[2].upper() or " ")
+
+
 def counts(text: str | None, option: str) -> list[int] | None:
-    """ "1,2,4"."""
+    """Parse a list of numbers such as "1,2,4"; None stays None."""
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise OptionError(f"{option} {text!r} is no list of numbers: write it like 1,2,4") from None
+        raise OptionError(f"{option} {text!r} is not a list of numbers: write it like 1,2,4") from None

@@ -14,10 +14,12 @@ def plan(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a conversion would do, from the config and the tensor headers alone.
+    """Show what a conversion would change, what it would save, and which software would load the result.
 
-    Nothing is written; of a Hub id only the headers travel. Whatever would make [bold]convert[/bold] refuse is found
-    here.
+    The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
+    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
+
+    Examples:
 
       gqa-convert plan ./Llama-2-7b --groups 8
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json

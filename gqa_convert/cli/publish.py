@@ -10,17 +10,21 @@ from .options import Json, Quiet
 
 def publish(
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder that convert or uptrain wrote.", show_default=False)
+        Path, typer.Argument(metavar="OUT", help="Folder written by convert or uptrain.", show_default=False)
     ],
     repo_id: Annotated[
         str,
         typer.Option(
-            "--repo-id", metavar="ORG/NAME", help="Repository on the Hub; made if it is not there.", show_default=False
+            "--repo-id",
+            metavar="ORG/NAME",
+            help="Repository on the Hub; created if it does not exist.",
+            show_default=False,
         ),
     ],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write OUT/README.md and list what would be sent; no network.")
+        bool,
+        typer.Option("--dry-run", help="Write OUT/README.md and list the files to upload, without network access."),
     ] = False,
     results: Annotated[
         list[Path] | None,
@@ -28,7 +32,7 @@ def publish(
             "--results",
             "-r",
             metavar="PATH",
-            help="JSON of evaluate or benchmark, or a folder with it; repeatable.",
+            help="JSON of evaluate or benchmark, or a folder with it, for the card; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -37,7 +41,7 @@ def publish(
         typer.Option(
             "--evaluated-as",
             metavar="NAME",
-            help="What the results call OUT, if it has moved since.",
+            help="Name of OUT in the results, if it was moved after they were measured; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +50,7 @@ def publish(
         typer.Option(
             "--base-model",
             metavar="ORG/NAME",
-            help="The source on the Hub. Default: what the conversion recorded.",
+            help="Source model on the Hub. Default: the one that the conversion recorded.",
             show_default=False,
         ),
     ] = None,
@@ -55,7 +59,7 @@ def publish(
         typer.Option(
             "--license",
             metavar="ID",
-            help="Such as apache-2.0. Default: what the source's README.md states.",
+            help="Licence of the result, for example apache-2.0. Default: that in the README.md of the source.",
             show_default=False,
         ),
     ] = None,
@@ -64,30 +68,39 @@ def publish(
         typer.Option(
             "--dataset",
             metavar="ORG/NAME",
-            help="Dataset on the Hub that OUT was trained on; repeatable.",
+            help="Hub dataset on which OUT was trained; repeatable.",
             show_default=False,
         ),
     ] = None,
     overwrite_card: Annotated[
-        bool, typer.Option("--overwrite-card", help="Rename a README.md that is your own, and write the card.")
+        bool,
+        typer.Option(
+            "--overwrite-card", help="Rename an existing README.md that publish did not write, and write the card."
+        ),
     ] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch to send to; made if it is not there.", show_default=False)
+        str | None,
+        typer.Option(
+            "--revision",
+            metavar="BRANCH",
+            help="Branch to upload to; created if it does not exist. Default: main.",
+            show_default=False,
+        ),
     ] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request in place of a commit.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a model card and upload OUT to the Hugging Face Hub.
+    """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
 
-    The card says what is recorded in OUT and measured in the results, and nothing else. Everything is checked before
-    anything is written; an upload that was interrupted goes on with the same command, and what has arrived is compared
-    by its hash. Nothing on the Hub is deleted. You have to be logged in (hf auth login).
+    You must be logged in (hf auth login). The card states only what OUT records and what the results measured. All
+    files are checked before anything is written, and compared by hash after the upload. The same command resumes an
+    interrupted upload. Nothing on the Hub is deleted.
+
+    Examples:
 
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
-
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results runs/evaluate.json
-
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0 --create-pr
     """
     from functools import partial

@@ -1,15 +1,25 @@
 """`gqa-convert recommend`."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gqa_convert.errors import OptionError
-
-from .options import Calibration, CalibrationTokens, Json, Quiet, Revision, Source, byte_count, counts
+from .options import (
+    Batch,
+    Calibration,
+    CalibrationSeed,
+    CalibrationTokens,
+    Json,
+    Quiet,
+    Revision,
+    SeveralGroups,
+    Source,
+    byte_count,
+    counts,
+    token_count,
+)
 
 
 def recommend(
@@ -19,7 +29,10 @@ def recommend(
     max_loss_increase: Annotated[
         float | None,
         typer.Option(
-            "--max-loss-increase", metavar="NATS", help="Per token over SOURCE's, that N may cost.", show_default=False
+            "--max-loss-increase",
+            metavar="NATS",
+            help="Largest loss increase over SOURCE, in nats per token.",
+            show_default=False,
         ),
     ] = None,
     min_speedup: Annotated[
@@ -27,7 +40,7 @@ def recommend(
         typer.Option(
             "--min-speedup",
             metavar="FACTOR",
-            help="Of a decode step over SOURCE's own, that N must reach.",
+            help="Smallest speedup of a decode step over SOURCE, for example 1.5.",
             show_default=False,
         ),
     ] = None,
@@ -36,64 +49,57 @@ def recommend(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="For weights and K/V cache, e.g. 24GB; needs --context.",
+            help="Memory for weights and K/V cache, for example 24GB; needs --context.",
             show_default=False,
         ),
     ] = None,
     context: Annotated[
         str | None,
         typer.Option(
-            "--context", metavar="T", help="Tokens in each sequence's cache, e.g. 32k or 32768.", show_default=False
+            "--context",
+            metavar="T",
+            help="Tokens in the K/V cache of each sequence, for example 32k or 32768.",
+            show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", metavar="B", help="Sequences at once.")] = 1,
+    batch: Batch = 1,
     encoder_tokens: Annotated[
         str | None,
         typer.Option(
             "--encoder-tokens",
             metavar="T",
-            help="Input of an encoder-decoder. Default: as --context.",
+            help="Tokens of an encoder-decoder's input. Default: those of --context.",
             show_default=False,
         ),
     ] = None,
-    groups: Annotated[
-        str | None,
-        typer.Option(
-            "--groups",
-            "-n",
-            metavar="N,N,...",
-            help="Numbers to choose from; by default the head count's divisors.",
-            show_default=False,
-        ),
-    ] = None,
+    groups: SeveralGroups = None,
     results: Annotated[
         list[Path] | None,
         typer.Option(
             "--results",
-            metavar="FOLDER_OR_FILE",
+            metavar="PATH",
             show_default=False,
-            help="What evaluate, inspect and benchmark wrote about SOURCE, in place of measuring again; may be given several times.",
+            help="JSON of evaluate, inspect or benchmark about SOURCE, or a folder with it, to use instead of measuring again; repeatable.",
         ),
     ] = None,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the choice of calibration text.")] = 0,
+    seed: CalibrationSeed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose N by what it may cost in loss, what it must gain in speed, or the memory that there is. Nothing is
-    converted.
+    """Choose a number of K/V heads N from limits on loss, speed and memory, without converting anything.
 
-    Memory is counted exactly, decode steps are timed on this machine, and losses are predicted on calibration text: an
-    upper bound, since [bold]convert --calibration[/bold] loses less. Asked for a loss alone, the answer is the smallest
-    N; else the largest that meets all, since it loses least. If none does, the reason says what is in the way, and the
-    exit code is 1.
+    At least one of --max-loss-increase, --min-speedup and --memory is needed. Memory is computed from the shapes,
+    decode steps are timed on this machine, and losses are predicted on calibration text (an upper bound, since
+    [bold]convert --calibration[/bold] loses less). With a limit on the loss alone, the smallest N that meets it is
+    recommended; otherwise the largest N that meets all limits, which loses least. If no N does, the exit code is 1 and
+    the reason names the limit that fails.
+
+    Examples:
 
       gqa-convert recommend ./Llama-2-7b --max-loss-increase 0.02 --calibration text.txt
-
       gqa-convert recommend ./Llama-2-7b --memory 24GB --context 4k --batch 16
-
       gqa-convert recommend ./Llama-2-7b --min-speedup 2 --context 4k --max-loss-increase 0.1 --calibration text.txt
-
       gqa-convert recommend ./Llama-2-7b --min-speedup 2 --max-loss-increase 0.02 --results ./runs
     """
     from gqa_convert.cli.console.progress import stage_progress
@@ -105,9 +111,9 @@ def recommend(
         max_loss_increase=max_loss_increase,
         min_speedup=min_speedup,
         memory=byte_count(memory, "--memory"),
-        context=_tokens(context, "--context"),
+        context=token_count(context, "--context"),
         batch=batch,
-        encoder_tokens=_tokens(encoder_tokens, "--encoder-tokens"),
+        encoder_tokens=token_count(encoder_tokens, "--encoder-tokens"),
     )
     with stage_progress(quiet=quiet) as step:
         result = recommend_groups(
@@ -128,13 +134,3 @@ def recommend(
         show_recommendation(result)
     if result["groups"] is None:
         raise typer.Exit(1)
-
-
-def _tokens(text: str | None, option: str) -> int | None:
-    """ "32768" or "32k", which is the same."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d{1,12})\s*([kKM]?)\s*", text)
-    if match is None:
-        raise OptionError(f"{option} {text!r} is no number of tokens: write it like 32768 or 32k")
-    return int(match[1]) << 10 * " KM".index(match[2].upper() or " ")

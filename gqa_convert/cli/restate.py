@@ -1,31 +1,26 @@
 """`gqa-convert restate`."""
 
 import shlex
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from .options import Json, Quiet, Revision, Source
+from .options import Json, NewFolder, Quiet, ReplaceResult, Revision, Source
 
 
 def restate(
     source: Source,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to make; it appears whole or not at all.", show_default=False)
-    ],
+    out: NewFolder,
     revision: Revision = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier result in OUT, once the new one is complete.")
-    ] = False,
+    overwrite: ReplaceResult = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Rewrite SOURCE, which loads by code of its own, for transformers' own classes.
+    """Rewrite a checkpoint that needs its own Python code so that transformers' stock classes load it.
 
-    Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, Qwen (the first) qwen2, MiniCPM granite,
-    stablelm_epoch stablelm, phi-msft phi, RefinedWeb falcon. Tensors are renamed and fused projections are split; K/V
-    heads stay as they are, and logits are SOURCE's up to rounding. Code from the checkpoint never runs.
+    Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, the first Qwen becomes qwen2, MiniCPM granite,
+    stablelm_epoch stablelm, phi-msft phi, and RefinedWeb falcon. Tensors are renamed and fused projections are split.
+    K/V heads do not change, and logits are those of SOURCE up to rounding. The checkpoint's code is never run.
+
+    Examples:
 
       gqa-convert restate ./Baichuan2-7B-Base ./baichuan2-llama
       gqa-convert convert ./baichuan2-llama ./baichuan2-gqa8 --groups 8

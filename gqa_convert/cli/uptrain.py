@@ -11,18 +11,25 @@ from .options import Json, Quiet
 
 def uptrain(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what, for how long.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RECIPE.yaml", help="Recipe file: the model, the text and the budget.", show_default=False
+        ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Replace keys of the recipe.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace keys of the recipe.", show_default=False),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Restore a converted checkpoint's quality by training, with its source as teacher if the recipe names one.
+    """Train a converted checkpoint to recover quality, with its source as teacher if the recipe names one.
 
-    The same command goes on where a run was interrupted. Exit code 75: a signal (TERM, USR1, INT, HUP) asked to stop,
-    and the state is saved. The keys of a recipe are in docs/uptraining.md.
+    RECIPE.yaml names at least a model, text and an output folder; docs/uptraining.md lists all keys with their
+    defaults. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
+    stopped the run after its state was saved.
+
+    Examples:
 
       gqa-convert uptrain recipes/tiny.yaml
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
@@ -43,7 +50,7 @@ def uptrain(
             on_tokenize=screen.tokenize,
             command=["gqa-convert", *sys.argv[1:]],
         )
-    if not summary:  # another process of the launch has it
+    if not summary:  # only the main process has the summary
         return
     if as_json:
         print_json(summary)

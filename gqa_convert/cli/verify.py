@@ -5,36 +5,43 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, Quiet, Revision
+from .options import Converted, Json, Quiet, Revision
 
 
 def verify(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The converted checkpoint.", show_default=False)],
+    out: Converted,
     source: Annotated[
         str,
         typer.Option(
-            "--source", metavar="SOURCE", help="What it was made from: a folder or a Hub id.", show_default=False
+            "--source",
+            metavar="SOURCE",
+            help="Checkpoint that OUT was converted from: a folder or a Hub id.",
+            show_default=False,
         ),
     ],
     revision: Revision = None,
     logits: Annotated[
-        bool, typer.Option("--logits/--no-logits", help="Also load both models and compare what they compute.")
+        bool, typer.Option("--logits/--no-logits", help="Load both models and compare their outputs.")
     ] = True,
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="Also report both models' loss on this text.", show_default=False),
+        typer.Option(
+            "--text", metavar="FILE", help="Text on which to report the loss of both models.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prove that OUT is SOURCE with its K/V heads merged, and nothing else. Exit code 1 if it is not.
+    """Prove that OUT is SOURCE with merged K/V heads and no other change; exit with code 1 if it is not.
 
-    A checkpoint that was uptrained since has numbers of its own: verify what it was trained from.
+    Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded,
+    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For align and factor,
+    the attention functions of the weights are compared. For fit, which depends on its calibration text, the form is
+    proven, and that OUT predicts more like SOURCE than mean pooling does, on --text or on random tokens.
 
-    Every tensor is compared or recomputed, by code that shares nothing with the converter; then both models are loaded
-    and OUT must compute what SOURCE computes once its K/V heads are replaced by the merged ones. Methods align and
-    factor are proven by what attention computes from the weights. Of fit, which depends on its text, only the form is
-    proven, and that OUT predicts more like SOURCE than mean pooling would, on the text or on random tokens.
+    An uptrained checkpoint has other weights: verify the checkpoint that training started from.
+
+    Examples:
 
       gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
       gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits

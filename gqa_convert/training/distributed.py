@@ -169,7 +169,7 @@ def together(accelerator: Any) -> Iterator[None]:
         return
     error = problem or _error(first, *(found[first] or ("", "")))
     if isinstance(error, GQAConvertError):
-        error.told_elsewhere = first != accelerator.process_index
+        error.reported_elsewhere = first != accelerator.process_index
     raise error
 
 

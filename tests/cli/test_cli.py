@@ -220,7 +220,7 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stdout == ""
-    assert stderr == f"gqa-convert: stopped by {number.name}: nothing was left behind\n"
+    assert stderr == f"gqa-convert: stopped by {number.name}: no partial result was written\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "source"]
 
 
@@ -257,5 +257,5 @@ def test_mistakes_exit_with_2_whatever_is_behind_the_streams(source: Path, flags
 
 def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:
     result = run("convert", source, tmp_path / os.fsdecode(b"o\xff"), "--groups", "3")
-    assert_mistake(result, r"o\udcff", "no UTF-8", "rename")
+    assert_mistake(result, r"o\udcff", "not UTF-8", "rename")
     assert list(tmp_path.iterdir()) == []

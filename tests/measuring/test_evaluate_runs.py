@@ -134,7 +134,7 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("t5", "--data", "text.txt", "--context", "5000"), "--context"),
         (("bart", "--data", "text.txt"), "--source-field"),
         (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "are for encoder-decoders"),
-        (("t5", "--data", "rows.jsonl", "--source-field", "a"), "go together"),
+        (("t5", "--data", "rows.jsonl", "--source-field", "a"), "need each other"),
         (("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"), "has no 'c', found text, a, b"),
         (
             ("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"),

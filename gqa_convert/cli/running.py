@@ -1,0 +1,71 @@
+"""Run the command line so that every mistake becomes one line on stderr and an exit code."""
+
+import contextlib
+import os
+import signal
+import sys
+import warnings
+from types import FrameType
+from typing import Any, Never
+
+from gqa_convert.errors import GQAConvertError, InterruptedRunError, OptionError
+
+from .console.screen import prepare_streams, print_json
+
+
+def run(app: Any) -> Never:
+    """Run the typer application `app` with the arguments of this process, and exit."""
+    prepare_streams()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # this program reports on checkpoints itself
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # those of torch and transformers are for developers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    try:
+        _refuse_non_utf8(sys.argv[1:])
+        code = app(prog_name="gqa-convert", standalone_mode=False)
+    except GQAConvertError as mistake:
+        sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
+    except Exception as problem:
+        # typer brings its own copy of click's exceptions or uses click's, depending on its version
+        if hasattr(problem, "format_message") and hasattr(problem, "exit_code"):
+            sys.exit(_report_usage(problem))
+        if isinstance(problem, OSError):
+            sys.exit(_report(f"{problem.filename or 'the system'}: {problem.strerror or problem}", 1))
+        raise
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_non_utf8(arguments: list[str]) -> None:
+    """Raise OptionError for an argument that a record, which is UTF-8, cannot hold."""
+    for argument in arguments:
+        if any("\udc80" <= char <= "\udcff" for char in argument):
+            raise OptionError(
+                f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
+            )
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: no partial result was written")
+
+
+def _report_usage(problem: Any) -> int:
+    """Report a mistake in the arguments, and point to the help of the command that was called."""
+    text = " ".join(problem.format_message().split()).rstrip(".")
+    if not text:
+        return int(problem.exit_code)
+    context = getattr(problem, "ctx", None)
+    command = context.command_path if context is not None else "gqa-convert"
+    return _report(f"{text}: see {command} --help", problem.exit_code)
+
+
+def _report(message: str, code: int) -> int:
+    """Print an error on stderr, and as a JSON object on stdout with --json; return the exit code."""
+    with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code reports the error as well
+        sys.stderr.write(f"gqa-convert: {' '.join(message.split())}\n")
+        sys.stderr.flush()
+    if "--json" in sys.argv[1:]:
+        with contextlib.suppress(OSError):
+            print_json({"error": message, "exit_code": code})
+    return code
