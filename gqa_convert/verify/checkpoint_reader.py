@@ -1,4 +1,4 @@
-"""Reads checkpoints with the safetensors library and torch, not with the converter's own reader."""
+"""Reads checkpoints with the safetensors library and torch, not with the reader that the converter uses."""
 
 import json
 import math
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -13,26 +14,31 @@ _PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; OSError or ValueError if there is none."""
+    """The JSON object in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it does not hold a JSON object.
+    """
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a JSON {type(value).__name__} where an object belongs")  # noqa: TRY004 - one class for all
+        raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")  # noqa: TRY004 - all damage raises one class
     return value
 
 
 def first_line(problem: BaseException) -> str:
-    """What an exception of any library says, in one line."""
+    """The first line of any library's exception, with its class."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     text = lines[0] if lines else repr(problem)
     return f"{type(problem).__name__}: {text}"[:400]
 
 
 class Weights:
-    """The tensors of a checkpoint folder, by name; nothing is read before it is asked for.
+    """The tensors of a checkpoint folder by name. Numbers are read on demand.
 
     Args:
-        folder: where the checkpoint lies.
-        error: makes the exception to raise when something in it can't be read.
+        folder: the checkpoint's folder.
+        error: makes the exception for something that cannot be read, from its description.
     """
 
     def __init__(self, folder: Path, error: Callable[[str], Exception]) -> None:
@@ -40,11 +46,11 @@ class Weights:
         self._error = error
         self._open: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
-        """Tensor -> the file that really holds it."""
+        """Tensor -> the file that holds it, whatever the index says."""
         self.index: dict[str, Any] | None = None
         chosen = next((name for name in _PREFERENCE if (folder / name).is_file()), None)
         if chosen is None:
-            raise error(f"{folder} holds no weights: none of {', '.join(_PREFERENCE)} is there")
+            raise error(f"{folder} has no weights: it has none of {', '.join(_PREFERENCE)}")
         self.chosen = chosen
         self.files = [chosen]
         if chosen.endswith(".json"):
@@ -63,7 +69,7 @@ class Weights:
         except (OSError, ValueError, KeyError, AttributeError) as problem:
             raise self._error(f"{path} cannot be read ({first_line(problem)})") from None
         if not files or not all(isinstance(file, str) and file and Path(file).name == file for file in files):
-            raise self._error(f"{path} does not send tensors to files of this folder")
+            raise self._error(f"{path} does not map tensors to files of its folder")
         return index
 
     def _names(self, file: str) -> list[str]:
@@ -80,18 +86,23 @@ class Weights:
             raise self._error(f"{path} cannot be read ({first_line(problem)})") from None
 
     def metadata(self, file: str) -> dict[str, str]:
-        """The header metadata of a safetensors file; a `.bin` file has none."""
+        """The metadata in a safetensors file's header; empty for a `.bin` file."""
         return (self._open[file].metadata() or {}) if file.endswith(".safetensors") else {}
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
         handle = self._open[self.file_of[name]]
         return tuple(handle[name].shape if isinstance(handle, dict) else handle.get_slice(name).get_shape())
 
     def numbers(self, name: str) -> int:
+        """How many numbers a tensor holds."""
         return math.prod(self.shape(name))
 
     def rows(self, name: str, start: int, stop: int, axis: int = 0) -> Any:
-        """A contiguous torch tensor of a run of rows, or of columns with `axis` 1; a scalar counts as one row."""
+        """Rows `start` to `stop` of a tensor, or its columns with `axis` 1, as a contiguous torch tensor.
+
+        A scalar counts as one row.
+        """
         try:
             handle = self._open[self.file_of[name]]
             if isinstance(handle, dict):
@@ -104,15 +115,21 @@ class Weights:
         except Exception as problem:
             raise self._error(f"tensor {name} of {self.folder} cannot be read ({first_line(problem)})") from None
 
+    def whole(self, name: str) -> Any:
+        """A whole tensor."""
+        shape = self.shape(name)
+        return self.rows(name, 0, shape[0] if shape else 1)
+
     def dtype(self, name: str) -> Any:
-        """The torch dtype."""
+        """A tensor's torch dtype."""
         return self.rows(name, 0, 0).dtype
 
     def nbytes(self, name: str) -> int:
+        """A tensor's size in bytes."""
         return int(self.numbers(name) * self.dtype(name).itemsize)
 
     def blocks(self, name: str, limit: int) -> Iterator[tuple[int, int]]:
-        """Runs of rows (start, stop) of at most `limit` bytes each, or of one row."""
+        """Ranges of rows (start, stop) of at most `limit` bytes each, but of at least one row."""
         shape = self.shape(name)
         count = shape[0] if shape else 1
         step = max(1, limit // max(1, self.nbytes(name) // max(1, count)))
@@ -125,6 +142,6 @@ def _torch_tensors(path: Path) -> dict[str, Any]:
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # the format before torch 1.6 can't be mapped
+    except RuntimeError:  # files from before torch 1.6 cannot be memory-mapped
         state = torch.load(path, map_location="cpu", weights_only=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}

@@ -1,4 +1,7 @@
-"""Where heads lie in a projection, told in the way in which models reshape it: by cutting a row of head numbers."""
+"""Where the heads of queries, keys and values lie in a projection.
+
+The order of the heads is derived as the models derive it: by reshaping a row of head numbers.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,37 +13,42 @@ Part = Literal["query", "key", "value", "norm"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The heads of one part: `width` rows each (columns, where a weight is transposed), head by head from `starts`
-    on.
-    """
+    """The heads of one part of a tensor: rows of a weight or bias, columns of a transposed weight."""
 
     part: Part
-    width: int
+    head_dim: int
+    """Rows (columns) per head."""
     starts: tuple[int, ...]
+    """The first row (column) of each head."""
 
     @property
     def heads(self) -> int:
+        """How many heads the part has."""
         return len(self.starts)
 
     @property
     def merged(self) -> bool:
+        """Whether the conversion merges these heads."""
         return self.part != "query"
 
 
-def alone(part: Part, heads: int, width: int) -> tuple[Run, ...]:
-    """A projection or norm that holds nothing else: [heads * width, ...]."""
-    return (Run(part, width, tuple(head * width for head in range(heads))),)
+def separate(part: Part, heads: int, head_dim: int) -> tuple[Run, ...]:
+    """The layout of a projection or norm that holds one part: [heads * head_dim, ...]."""
+    return (Run(part, head_dim, tuple(head * head_dim for head in range(heads))),)
 
 
-def fused(layout: str, heads: int, kv_heads: int, width: int) -> tuple[Run, ...]:
-    """Queries, keys and values in one projection, [(heads + 2 * kv_heads) * width, ...], in OUT's order; without heads,
-    keys and values.
+def fused(layout: str, heads: int, kv_heads: int, head_dim: int) -> tuple[Run, ...]:
+    """The layout of a projection that holds queries, keys and values: [(heads + 2 * kv_heads) * head_dim, ...].
 
     Args:
-        layout: `blocks` [q | k | v]; `grouped` [q.., k, v] for each K/V head; `quarters` four times [q | v | k].
-        heads: query heads.
+        layout: `blocks` for [q | k | v]; `grouped` for [q.., k, v] of each K/V head; `quarters` for [q | v | k] four
+            times.
+        heads: query heads; 0 for a projection of keys and values only.
         kv_heads: K/V heads.
-        width: rows of each.
+        head_dim: rows per head.
+
+    Returns:
+        Queries (if any), keys and values, in this order.
     """
     import numpy as np
 
@@ -54,10 +62,12 @@ def fused(layout: str, heads: int, kv_heads: int, width: int) -> tuple[Run, ...]
         query, key, value = np.split(cells, (heads, heads + kv_heads))
     parts: tuple[tuple[Part, np.ndarray], ...] = (("query", query), ("key", key), ("value", value))
     return tuple(
-        Run(part, width, tuple(int(cell) * width for cell in held.reshape(-1))) for part, held in parts if held.size
+        Run(part, head_dim, tuple(int(cell) * head_dim for cell in held.reshape(-1)))
+        for part, held in parts
+        if held.size
     )
 
 
 def axis_of(family: Family, shape: tuple[int, ...]) -> int:
-    """The axis of a projection's tensor that counts heads: the last one of a transposed weight, the first one else."""
+    """The axis of a projection's tensor along which its heads lie: the last of a transposed weight, else the first."""
     return 1 if family.transposed and len(shape) == 2 else 0

@@ -22,7 +22,7 @@ from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_config, randomise
-from tests.verify.test_verify import edit, edit_json, failed, flip, save_tokenizer
+from tests.helpers.verification import edit, edit_json, failed, flip, save_tokenizer
 
 LAYERS, CLASSIFIER, TAGGER, READER = (
     "AutoModel",

@@ -22,7 +22,7 @@ from gqa_convert.serving.installing import find_place, install
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.config import check_config
-from gqa_convert.verify.geometry import read_geometry
+from gqa_convert.verify.geometry_reader import read_geometry
 from gqa_convert.verify.report import Failure
 from tests.helpers.own_files import make_source_model
 from tests.helpers.tiny import HEADS, make_checkpoint, randomise

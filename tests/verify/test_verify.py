@@ -10,86 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gqa_convert.verify.caches import Shapes, cache_shapes, judge_cache
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    LlamaConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    StableLmConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.text.scoring.text_to_score import read_file
-from gqa_convert.verify import Check, VerificationReport, behaviour, verify_checkpoint
+from gqa_convert.verify import Check, verify_checkpoint
 from gqa_convert.verify.report import Failure
-
-# 12 query heads to 3 or 4 groups: no two counts coincide
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 96,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-
-
-def save_source(
-    config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, shards: str = "60KB"
-) -> Path:
-    """A tiny random model, large enough weights for attention to matter, with a tokenizer and companions."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.12)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shards)
-    save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
-
-
-def save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{number}": number for number in range(47)} | {"<unk>": 47}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-
-
-SOURCES: dict[str, Callable[[Path], Path]] = {
-    "llama": lambda folder: save_source(
-        LlamaConfig(**SIZES, num_key_value_heads=12, head_dim=8), folder, torch.bfloat16
-    ),
-    "llama_one_file": lambda folder: save_source(
-        LlamaConfig(**SIZES, num_key_value_heads=12), folder, torch.float16, "1GB"
-    ),
-    "llama_gqa": lambda folder: save_source(LlamaConfig(**SIZES, num_key_value_heads=4), folder, torch.bfloat16),
-    "qwen2": lambda folder: save_source(Qwen2Config(**SIZES, num_key_value_heads=12), folder),
-    "phi3": lambda folder: save_source(Phi3Config(**SIZES, num_key_value_heads=12), folder, torch.bfloat16),
-    "olmo2": lambda folder: save_source(Olmo2Config(**SIZES, num_key_value_heads=12), folder, torch.float16),
-    "cohere": lambda folder: save_source(
-        CohereConfig(**SIZES | {"tie_word_embeddings": True}, num_key_value_heads=12, use_qk_norm=True),
-        folder,
-        torch.bfloat16,
-    ),
-    "stablelm": lambda folder: save_source(
-        StableLmConfig(**SIZES, num_key_value_heads=12, qk_layernorm=True, use_qkv_bias=True), folder, torch.bfloat16
-    ),
-}
+from tests.helpers.verification import claim, edit, edit_json, failed, flip
+from tests.helpers.verify_sources import NATIVE
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
     def make(name: str, groups: int, method: str = "mean") -> tuple[Path, Path]:
         source = root / name
         if not source.exists():
-            SOURCES[name](source)
+            NATIVE[name](source)
         key = (name, groups, method)
         if key not in done:
             done[key] = root / f"{name}-{groups}-{method}"
@@ -109,51 +42,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
         return done[key], source
 
     return make
-
-
-def failed(report: VerificationReport) -> dict[str, str]:
-    return {check.name: check.detail for check in report.checks if not check.passed}
-
-
-def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace a tensor of a folder, or drop it; and forget the hashes of its files, so that the other checks are tried
-    by themselves.
-    """
-    record = folder / "gqa_conversion.json"
-    if record.is_file() and json.loads(record.read_text()).get("result"):
-        edit_json(record, result=None)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            new = change(tensors.pop(name).clone())
-            if new is not None:
-                tensors[name] = new
-            save_file(tensors, file, metadata={"format": "pt"})
-            return
-    raise AssertionError(f"no tensor {name}")
-
-
-def flip(row: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Flip the lowest bit of the last number of a row."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        numbers = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-        flat = numbers[row].reshape(-1)
-        flat[-1] ^= 1
-        return tensor
-
-    def scalar_safe(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() > 1:
-            return change(tensor)
-        tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)[row] ^= 1
-        return tensor
-
-    return scalar_safe
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    value = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(value, indent=2))
 
 
 @pytest.mark.parametrize(
@@ -298,10 +186,6 @@ def move_index(out: Path, **totals: Any) -> None:
     index = json.loads(path.read_text())
     index["metadata"] |= totals
     path.write_text(json.dumps(index))
-
-
-def claim(out: Path, **changes: Any) -> None:
-    edit_json(out / "gqa_conversion.json", **changes)
 
 
 def truncate(out: Path) -> None:
@@ -466,18 +350,18 @@ def layer(heads: int) -> SimpleNamespace:
 
 
 def test_the_cache_is_counted() -> None:
-    def shapes(*layers: object) -> list[behaviour.Shapes]:
-        return behaviour.cache_shapes(SimpleNamespace(layers=list(layers)))
+    def shapes(*layers: object) -> list[Shapes]:
+        return cache_shapes(SimpleNamespace(layers=list(layers)))
 
     empty = SimpleNamespace(conv_states=None)
     good = shapes(layer(3), empty, layer(3))
     source = shapes(layer(12), empty, layer(12))
-    assert "2 layers" in behaviour.judge_cache(good, source, 3, "")
+    assert "2 layers" in judge_cache(good, source, 3, "")
     for bad in (shapes(layer(3), layer(12)), source, shapes(layer(3)), shapes(empty)):
         with pytest.raises(Failure):
-            behaviour.judge_cache(bad, source, 3, "none")
+            judge_cache(bad, source, 3, "none")
     with pytest.raises(Failure, match="no keys"):
-        behaviour.cache_shapes(())
+        cache_shapes(())
 
 
 def test_a_wrong_cache_fails_cached_decoding(

@@ -4,7 +4,6 @@ one fails.
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,27 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 
-import gqa_convert.verify
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.table import FAMILIES, find_family
-from gqa_convert.verify import VerificationReport, distances, verify_checkpoint
-from gqa_convert.verify.folding_constraints import rotary_pairs, rotated_rows
-from gqa_convert.verify.functions import score_loss, value_loss
-from gqa_convert.verify.heads import Heads
+from gqa_convert.verify import verify_checkpoint
+from gqa_convert.verify.behaviour import divergence
+from gqa_convert.verify.folded.constraints import rotary_dims, rotary_pairs
+from gqa_convert.verify.folded.functions import score_loss, value_loss
+from gqa_convert.verify.folded.heads import Heads
 from tests.helpers.own_files import SIZES as OWN_SIZES
 from tests.helpers.own_files import make_source
-from tests.verify import test_verify, test_verify_translated
-from tests.verify.test_verify import SIZES, edit, edit_json, failed, save_source, save_tokenizer
-from tests.verify.test_verify_own_files import modules_cache  # noqa: F401 - a fixture for every test here
+from tests.helpers.verification import Damage, details, edit, edit_json, failed, save_tokenizer, tensor_of
+from tests.helpers.verify_sources import NATIVE, SIZES, TRANSLATED, save_source, save_translated
 
 Made = Callable[..., tuple[Path, Path]]
-Damage = Callable[[Path, Path], object]
 
 SOURCES: dict[str, Callable[[Path], object]] = {
-    **test_verify.SOURCES,
+    **NATIVE,
     "llama, float32": lambda folder: save_source(LlamaConfig(**SIZES, num_key_value_heads=12, head_dim=12), folder),
     "qwen3": lambda folder: save_source(Qwen3Config(**SIZES, num_key_value_heads=12, head_dim=12), folder),
     "gpt2, Conv1D": lambda folder: make_source("gpt2", folder, dtype=torch.bfloat16),
@@ -43,7 +39,8 @@ SOURCES: dict[str, Callable[[Path], object]] = {
     "codegen": lambda folder: make_source("codegen", folder),
 }
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-NATIVE = set(test_verify.SOURCES) | {"llama, float32", "qwen3"}
+STOCK = set(NATIVE) | {"llama, float32", "qwen3"}
+"""Sources that need no choice between a translation and a modelling file."""
 
 
 @pytest.fixture(scope="session")
@@ -54,14 +51,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def make(name: str, groups: int, method: str) -> tuple[Path, Path]:
         source = root / name
-        translated = name in test_verify_translated.SOURCES
+        translated = name in TRANSLATED
         if not source.exists():
             if translated:
-                model_type, changes, dtype, shards = test_verify_translated.SOURCES[name]
-                make_source(model_type, source, dtype=dtype, shards=shards, **changes)
+                save_translated(name, source)
             else:
                 SOURCES[name](source)
-            save_tokenizer(source)
+                save_tokenizer(source)
             edit_json(source / "tokenizer_config.json", eos_token="w2")
         key = (name, groups, method)
         if key not in done:
@@ -73,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
                     "calibration_tokens": 1000,
                     "calibration_length": 30,
                 }
-            native = None if name in NATIVE else translated
+            native = None if name in STOCK else translated
             convert_checkpoint(source, done[key], groups, method=method, native=native, **text)
         return done[key], source
 
@@ -84,10 +80,6 @@ def write_text(path: Path) -> Path:
     numbers = torch.randint(0, 47, (40, 60), generator=torch.Generator().manual_seed(3)).tolist()
     path.write_text("\n".join(" ".join(f"w{number}" for number in line) for line in numbers))
     return path
-
-
-def details(report: VerificationReport) -> dict[str, str]:
-    return {check.name: check.detail for check in report.checks}
 
 
 # Good conversions
@@ -155,7 +147,7 @@ def test_fitted_conversions_pass(made: Made, name: str, groups: int, tmp_path: P
     report = verify_checkpoint(out, source, text=text, max_text_tokens=300)
     assert failed(report) == {}
     found = details(report)
-    assert "no more is known" in found["attention functions"]
+    assert "no more can be known" in found["attention functions"]
     assert ("tokens of the text" if text else "random tokens") in found["better than mean"]
     assert json.loads(json.dumps(report.summary()))["passed"] is True
 
@@ -166,15 +158,8 @@ def test_a_fit_that_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, mon
     for layer in (0, 1):
         edit(out, f"model.layers.{layer}.self_attn.o_proj.weight", lambda tensor: -3 * tensor)
     assert set(failed(verify_checkpoint(out, source))) == {"better than mean"}
-    monkeypatch.setattr(distances.Predictions, "logits", lambda *_: 1 / 0)
-    assert "can't be run" in failed(verify_checkpoint(out, source))["better than mean"]
-
-
-def test_nothing_is_shared_with_the_converter() -> None:
-    for file in Path(gqa_convert.verify.__file__).parent.glob("*.py"):
-        assert not re.search(r"gqa_convert\.(absorbing|fitting|geometry|calibration|merging)\b", file.read_text()), (
-            file.name
-        )
+    monkeypatch.setattr(divergence.Predictions, "logits", lambda *_: 1 / 0)
+    assert "cannot be run" in failed(verify_checkpoint(out, source))["better than mean"]
 
 
 # The measures, against sums over everything
@@ -197,10 +182,10 @@ def random_heads(heads: int, times: int, seed: int) -> Heads:
     )
 
 
-@pytest.mark.parametrize(("turning", "interleaved"), [(0, False), (6, False), (6, True), (4, False), (4, True)])
-def test_the_measures_are_those_of_whole_products(turning: int, interleaved: bool) -> None:
+@pytest.mark.parametrize(("rotated", "interleaved"), [(0, False), (6, False), (6, True), (4, False), (4, True)])
+def test_the_measures_are_those_of_whole_products(rotated: int, interleaved: bool) -> None:
     source, merged = random_heads(4, 3, 0), random_heads(2, 6, 1).regrouped(4)
-    real, imaginary = rotary_pairs(turning, interleaved=interleaved)
+    rotary = rotary_pairs(rotated, interleaved=interleaved)
     lost = total = 0.0
     for head in range(4):
         for query in range(3):
@@ -209,10 +194,10 @@ def test_the_measures_are_those_of_whole_products(turning: int, interleaved: boo
                 asked, seen = heads.queries[head, query], heads.keys[head]
                 pairs = [
                     torch.outer(torch.complex(asked[a], -asked[b]), torch.complex(seen[a], seen[b]))
-                    for a, b in zip(real, imaginary, strict=True)
+                    for a, b in zip(rotary.real, rotary.imaginary, strict=True)
                 ]
                 still = sum(
-                    (torch.outer(asked[row], seen[row]) for row in range(turning, 6)),
+                    (torch.outer(asked[row], seen[row]) for row in range(rotated, 6)),
                     torch.zeros(9, 8, dtype=torch.float64),
                 )
                 scores.append(
@@ -220,7 +205,7 @@ def test_the_measures_are_those_of_whole_products(turning: int, interleaved: boo
                 )  # a pair has half its square in the mean
             lost += float((scores[0] - scores[1]).abs().square().sum())
             total += float(scores[0].abs().square().sum())
-    assert score_loss(source, merged, (real, imaginary)).error() == pytest.approx((lost / total) ** 0.5, rel=1e-12)
+    assert score_loss(source, merged, rotary).error() == pytest.approx((lost / total) ** 0.5, rel=1e-12)
     products = [torch.einsum("krDw,kwe->krDe", heads.outputs, heads.values) for heads in (source, merged)]
     expected = float((products[0] - products[1]).norm() / products[0].norm())
     assert value_loss(source, merged).error() == pytest.approx(expected, rel=1e-12)
@@ -256,15 +241,11 @@ def test_rows_that_turn_are_those_of_the_models(model_type: str) -> None:
     config |= {"hidden_size": 256, "num_attention_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 64} | (
         {} if model_type == "falcon" else {"head_dim": 64}
     )
-    assert rotated_rows(FAMILIES[model_type], config, 64) == expected
+    assert rotary_dims(FAMILIES[model_type], config, 64) == expected
 
 
 # What only claims to be one
 # --------------------------------------------------------------------------------------------------------
-
-
-def tensor_of(folder: Path, name: str) -> torch.Tensor:
-    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
 
 
 STEM = "model.layers.1.self_attn"
@@ -375,8 +356,8 @@ def claim_what_is_true(out: Path, source: Path) -> None:
     provenance = json.loads((out / "gqa_conversion.json").read_text())
     config = json.loads((source / "config.json").read_text())
     from gqa_convert.verify.checkpoint_reader import Weights
-    from gqa_convert.verify.folded_tensors import FoldedComparison
-    from gqa_convert.verify.geometry import read_geometry
+    from gqa_convert.verify.folded.tensors import FoldedComparison
+    from gqa_convert.verify.geometry_reader import read_geometry
     from gqa_convert.verify.report import Failure
 
     family = find_family(config["model_type"])
@@ -384,11 +365,12 @@ def claim_what_is_true(out: Path, source: Path) -> None:
     comparison = FoldedComparison(
         theirs, ours, read_geometry(family, config, theirs, ours), "factor", family, config, lambda _: None
     )
-    for module, before, after, constraints, _ in comparison._read_modules():
-        after = after.regrouped(before.count)
-        before = before.ordered(provenance["head_order"].get(module, list(range(before.count))))
-        provenance["merge_error"][f"{module}.keys"] = score_loss(before, after, constraints.pairs).error()
-        provenance["merge_error"][f"{module}.values"] = value_loss(before, after).error()
+    for module in comparison.modules():
+        count = module.source.count
+        after = module.merged.regrouped(count)
+        before = module.source.ordered(provenance["head_order"].get(module.name, list(range(count))))
+        provenance["merge_error"][f"{module.name}.keys"] = score_loss(before, after, module.constraints.pairs).error()
+        provenance["merge_error"][f"{module.name}.values"] = value_loss(before, after).error()
     (out / "gqa_conversion.json").write_text(json.dumps(provenance))
 
 
@@ -403,8 +385,7 @@ def test_damage_is_found(made: Made, tmp_path: Path, name: str) -> None:
         claim_what_is_true(bad, source)
         assert set(failed(verify_checkpoint(bad, source, logits=False))) == checks
         assert (
-            "which is not what factor makes"
-            in failed(verify_checkpoint(bad, source, logits=False))["attention functions"]
+            "which factor does not make" in failed(verify_checkpoint(bad, source, logits=False))["attention functions"]
         )
 
 
@@ -621,14 +602,20 @@ def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, name: s
     found = failed(verify_checkpoint(out, source, logits=False))
     assert set(found) == {"hashes"}
     assert (
-        f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()} where {record[file.name]['sha256']} was written"
+        f"{file.name} has SHA-256 {hashlib.sha256(raw).hexdigest()}, expected {record[file.name]['sha256']}"
         in found["hashes"]
     )
 
 
 @pytest.mark.parametrize(
     "result",
-    [[], {"files": [1]}, {"files": {"model.safetensors": 3}}, {"files": {"other.safetensors": {"sha256": "0"}}}],
+    [
+        [],
+        {"files": [1]},
+        {"files": {}},
+        {"files": {"model.safetensors": 3}},
+        {"files": {"other.safetensors": {"sha256": "0"}}},
+    ],
 )
 def test_records_of_files_that_are_odd(made: Made, tmp_path: Path, result: object) -> None:
     good, source = made("qwen2", 3, "factor")

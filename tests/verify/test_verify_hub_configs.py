@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.verify import behaviour, verify_checkpoint
+from gqa_convert.verify import verify_checkpoint
+from gqa_convert.verify.behaviour.caches import Caches, cache_shapes, judge_caches
+from gqa_convert.verify.behaviour.replacing import merged_head
 from gqa_convert.verify.geometry import Counts, Geometry
-from gqa_convert.verify.replacing import _made
 from gqa_convert.verify.report import Failure
 from tests.helpers.own_files import CASES, make_source, make_source_model
 from tests.helpers.tiny import make_config, make_model
-from tests.verify.test_verify import edit, failed, flip
+from tests.helpers.verification import edit, failed, flip
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 DECODERS = ("opt", "biogpt", "gpt2", "gpt_neo", "gptj", "codegen", "gpt_neox", "persimmon", "bloom", "falcon", "mpt")
@@ -70,15 +71,15 @@ def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path, changes: di
 
 
 def test_the_cache_of_a_copy_is_that_of_the_source() -> None:
-    def layers(heads: int, count: int = 2) -> behaviour.Caches:
+    def layers(heads: int, count: int = 2) -> Caches:
         cache = SimpleNamespace(
             layers=[SimpleNamespace(keys=torch.zeros(1, heads, 4, 8), values=torch.zeros(1, heads, 4, 8))] * count
         )
-        return {"self": behaviour.cache_shapes(cache)}
+        return {"self": cache_shapes(cache)}
 
     copy = Geometry({"decoder": Counts(12, 2, 2)}, {})
-    assert "2 heads in each" in behaviour.judge_caches(layers(2), layers(2), copy, "")
-    assert "12 heads" in behaviour.judge_caches(layers(12), layers(12), copy, "")
+    assert "2 heads in each" in judge_caches(layers(2), layers(2), copy, "")
+    assert "12 heads" in judge_caches(layers(12), layers(12), copy, "")
     merged = Geometry({"decoder": Counts(12, 6, 2)}, {})
     for ours, theirs, geometry in (
         (layers(12), layers(2), copy),
@@ -89,7 +90,7 @@ def test_the_cache_of_a_copy_is_that_of_the_source() -> None:
         (layers(6), layers(6), merged),
     ):
         with pytest.raises(Failure):
-            behaviour.judge_caches(ours, theirs, geometry, "")
+            judge_caches(ours, theirs, geometry, "")
 
 
 # Small and large numbers
@@ -160,9 +161,9 @@ def test_half_a_unit_of_the_type_on_disk_is_allowed() -> None:
         torch.tensor([2 * unit, 5 * unit]),
     ]  # their mean lies between two numbers of float16
     for rounded in ([2 * unit, 4 * unit], [unit, 5 * unit]):
-        assert torch.equal(_made(heads, "mean", torch.tensor(rounded), unit), torch.tensor(rounded))
+        assert torch.equal(merged_head(heads, "mean", torch.tensor(rounded), unit), torch.tensor(rounded))
     for wrong in ([3 * unit, 4 * unit], [2 * unit, 6 * unit]):
         with pytest.raises(Failure, match="not the merge"):
-            _made(heads, "mean", torch.tensor(wrong), unit)
+            merged_head(heads, "mean", torch.tensor(wrong), unit)
     with pytest.raises(Failure, match="not the merge"):
-        _made(heads, "mean", torch.tensor([2 * unit, 4 * unit]), 0.0)
+        merged_head(heads, "mean", torch.tensor([2 * unit, 4 * unit]), 0.0)

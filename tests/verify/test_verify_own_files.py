@@ -4,8 +4,7 @@ runs.
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import auto_class, load_causal_lm, load_model
-from gqa_convert.verify import VerificationReport, behaviour, layout, verify_checkpoint
+from gqa_convert.verify import layout, verify_checkpoint
+from gqa_convert.verify.behaviour import model_loading
+from gqa_convert.verify.behaviour.caches import judge_caches
+from gqa_convert.verify.behaviour.tokenizers import check_tokenizer
 from gqa_convert.verify.geometry import Counts, Geometry
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.tokenizers import check_tokenizer
 from tests.helpers.chatglm import write_source as write_chatglm
 from tests.helpers.own_files import make_source
-from tests.verify.test_verify import claim, edit, edit_json, failed, flip, save_tokenizer
+from tests.helpers.verification import claim, details, drop_key, edit, edit_json, failed, flip, save_tokenizer
 
 Made = Callable[..., tuple[Path, Path]]
 
@@ -49,18 +50,6 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, 40B": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 6}),
 }
 HALF = ("codegen", "gpt2", "t5")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """transformers copies the code of checkpoints to a folder and imports it from there."""
-    from transformers import dynamic_module_utils
-
-    folder = tmp_path_factory.mktemp("modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-        patch.setattr(sys, "path", list(sys.path))
-        yield folder
 
 
 def save_source(name: str, folder: Path) -> Path:
@@ -91,10 +80,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return done[key], source
 
     return make
-
-
-def details(report: VerificationReport) -> dict[str, str]:
-    return {check.name: check.detail for check in report.checks}
 
 
 @pytest.mark.parametrize(
@@ -235,9 +220,7 @@ def edit_map(out: Path, **changes: Any) -> None:
 
 
 def drop(out: Path, key: str) -> None:
-    config = json.loads((out / "config.json").read_text())
-    del config[key]
-    (out / "config.json").write_text(json.dumps(config))
+    drop_key(out / "config.json", key)
 
 
 NEOX = "gpt_neox.layers.1.attention.query_key_value.weight"
@@ -435,8 +418,8 @@ def test_the_cache_of_cross_attention_is_counted() -> None:
     few, many = [((2, 3, 24, 8), (2, 3, 24, 8))] * 2, [((2, 12, 24, 8), (2, 12, 24, 8))] * 2
     alone, pair = Geometry({"decoder": counts}, {}), Geometry({"decoder": counts, "cross": counts}, {})
     source = {"self": many, "cross": many}
-    assert "2 cross-attention layers" in behaviour.judge_caches({"self": few, "cross": few}, source, pair, "")
-    assert "cross-attention" not in behaviour.judge_caches({"self": few}, {"self": many}, alone, "")
+    assert "2 cross-attention layers" in judge_caches({"self": few, "cross": few}, source, pair, "")
+    assert "cross-attention" not in judge_caches({"self": few}, {"self": many}, alone, "")
     for bad in (
         {"self": few, "cross": many},
         {"self": few, "cross": few[:1]},
@@ -444,7 +427,7 @@ def test_the_cache_of_cross_attention_is_counted() -> None:
         {"self": many, "cross": few},
     ):
         with pytest.raises(Failure):
-            behaviour.judge_caches(bad, source, pair, "")
+            judge_caches(bad, source, pair, "")
 
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\n"
@@ -598,7 +581,7 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
 
 def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
-    monkeypatch.setattr(behaviour, "FLOAT32_LIMIT", 0)
+    monkeypatch.setattr(model_loading, "FLOAT32_LIMIT", 0)
     for name in HALF:
         report = verify_checkpoint(*made(name, 3))
         assert failed(report) == {}

@@ -1,7 +1,6 @@
 """The verifier on results that were translated to another stock type: good ones pass, planted damage is found."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,47 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import gqa_convert.verify
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
-from gqa_convert.verify import VerificationReport, behaviour, verify_checkpoint
+from gqa_convert.verify import verify_checkpoint
+from gqa_convert.verify.behaviour import model_loading
 from tests.helpers.own_files import make_source
-from tests.verify.test_verify import claim, edit, edit_json, failed, save_tokenizer
+from tests.helpers.verification import Damage, claim, details, drop_key, edit, edit_json, failed, tensor_of
+from tests.helpers.verify_sources import TRANSLATED, save_translated
 
 Made = Callable[..., tuple[Path, Path]]
-Damage = Callable[[Path, Path], object]
-
-
-def turning(part: float, theta: float = 500.0, **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part} | scaling}
-
-
-SERIAL: dict[str, Any] = {"use_parallel_residual": False} | turning(1.0)
-
-# Type, config, weights, shards.
-SOURCES: dict[str, tuple[str, dict[str, Any], torch.dtype, str]] = {
-    "neox": ("gpt_neox", {"layer_norm_eps": 1e-3} | turning(0.5), torch.float32, "50GB"),
-    "neox, half": ("gpt_neox", {}, torch.bfloat16, "40KB"),
-    "neox, tied": (
-        "gpt_neox",
-        {"tie_word_embeddings": True, "attention_bias": False} | turning(0.5, rope_type="linear", factor=3.0),
-        torch.float16,
-        "50GB",
-    ),
-    "serial": ("gpt_neox", SERIAL, torch.float32, "60KB"),
-    "serial, half": (
-        "gpt_neox",
-        SERIAL | {"tie_word_embeddings": True, "attention_bias": False},
-        torch.bfloat16,
-        "50GB",
-    ),
-    "gptj": ("gptj", {}, torch.float32, "70KB"),
-    "gptj, half": ("gptj", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": None}, torch.bfloat16, "50GB"),
-    "codegen": ("codegen", {"activation_function": "relu"}, torch.float32, "50GB"),
-    "codegen, half": ("codegen", {}, torch.float16, "50GB"),
-    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, torch.float32, "50GB"),
-    "gpt2, half": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}, torch.bfloat16, "60KB"),
-}
 
 
 @pytest.fixture(scope="session")
@@ -62,11 +29,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def make(name: str, groups: int | None = None, method: str = "mean") -> tuple[Path, Path]:
         source = root / name
-        model_type, changes, dtype, shards = SOURCES[name]
-        groups = groups or (1 if model_type == "gpt2" else 3)
+        groups = groups or (1 if TRANSLATED[name][0] == "gpt2" else 3)
         if not source.exists():
-            make_source(model_type, source, dtype=dtype, shards=shards, **changes)
-            save_tokenizer(source)
+            save_translated(name, source)
         key = (name, groups, method)
         if key not in done:
             done[key] = root / f"{name}-{groups}-{method}"
@@ -74,10 +39,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return done[key], source
 
     return make
-
-
-def details(report: VerificationReport) -> dict[str, str]:
-    return {check.name: check.detail for check in report.checks}
 
 
 @pytest.mark.parametrize(
@@ -124,19 +85,8 @@ def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) 
     assert ("within a rounding" in found["rewritten tensors"]) == name.startswith("neox")
 
 
-def test_nothing_is_shared_with_the_converter() -> None:
-    for file in Path(gqa_convert.verify.__file__).parent.glob("*.py"):
-        assert not re.search(r"gqa_convert\.(translation|merging|plan|writing|layouts|convert\b)", file.read_text()), (
-            file.name
-        )
-
-
 # Damage
 # ---------------------------------------------------------------------------------------------------------------------------
-
-
-def tensor_of(folder: Path, name: str) -> torch.Tensor:
-    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
 
 
 def put(out: Path, name: str, value: torch.Tensor) -> None:
@@ -246,12 +196,7 @@ def config(**changes: Any) -> Damage:
 
 
 def drop(key: str) -> Damage:
-    def damage(out: Path, _: Path) -> None:
-        stated = json.loads((out / "config.json").read_text())
-        del stated[key]
-        (out / "config.json").write_text(json.dumps(stated))
-
-    return damage
+    return lambda out, _: drop_key(out / "config.json", key)
 
 
 MERGED, REWRITTEN, NAMES = {"merged tensors"}, {"rewritten tensors"}, {"tensor names"}
@@ -489,7 +434,7 @@ def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
 
 def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
-    monkeypatch.setattr(behaviour, "FLOAT32_LIMIT", 0)
+    monkeypatch.setattr(model_loading, "FLOAT32_LIMIT", 0)
     for name in ("neox, half", "serial, half", "gptj, half", "codegen, half", "gpt2, half"):
         report = verify_checkpoint(*made(name))
         assert failed(report) == {}

@@ -1,0 +1,93 @@
+"""Leads the checks on what the models compute: OUT first, then SOURCE."""
+
+from collections.abc import Callable
+
+from gqa_convert.verify.behaviour.comparison import Comparison
+from gqa_convert.verify.behaviour.model_loading import load_model
+from gqa_convert.verify.behaviour.out_run import run_out
+from gqa_convert.verify.behaviour.probe import STEPS
+from gqa_convert.verify.behaviour.tokenizers import check_tokenizer
+from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.report import Failure, Finding
+from gqa_convert.verify.runner import CheckRunner
+from gqa_convert.verify.stored import StoredResult
+
+Progress = Callable[[str, int, int], None]
+
+_PASSES = STEPS + 5
+"""Forward passes of both models, for the progress bar."""
+
+
+def check_behaviour(
+    runner: CheckRunner,
+    inputs: Inputs,
+    stored: StoredResult,
+    *,
+    seed: int,
+    max_text_tokens: int | None,
+    progress: Progress,
+) -> None:
+    """Run both models, one in memory at a time.
+
+    Args:
+        runner: runs the checks.
+        inputs: both checkpoints.
+        stored: what the checks on stored data found. Without a geometry, OUT is only loaded.
+        seed: of the random tokens.
+        max_text_tokens: tokens of the text that are read at most.
+        progress: called as work goes on.
+    """
+    if not inputs.runs:
+        runner.check("behaviour", lambda: _not_run(inputs.family.model_type))
+        return
+    if stored.own_file is not None or stored.translation is not None:
+        runner.check(
+            "tokenizer", lambda: check_tokenizer(inputs.out, inputs.source, other_class=stored.other_tokenizer)
+        )
+    if stored.own_file is False:
+        for name in ("loads", "logits", "cache heads", "cached decoding"):
+            runner.check(name, _not_executed)
+        return
+    step = _counter(progress)
+    parameters = sum(map(inputs.weights.numbers, inputs.weights.file_of))
+    out = run_out(
+        runner,
+        inputs,
+        stored,
+        parameters=parameters,
+        seed=seed,
+        max_text_tokens=max_text_tokens,
+        step=step,
+        text_progress=lambda done, total: progress("text", done, 2 * total),
+    )
+    if out is None:
+        return
+    source = runner.read(
+        "source loads", lambda: load_model(inputs.source, parameters), lambda found: Finding(found.class_name)
+    )
+    if source is not None:
+        Comparison(out, source.model, inputs, stored).run(
+            runner, step, lambda done, total: progress("text", total + done, 2 * total)
+        )
+
+
+def _counter(progress: Progress) -> Callable[[], None]:
+    """A function to call after each pass."""
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress("logits", done, _PASSES)
+
+    return step
+
+
+def _not_run(model_type: str) -> Finding:
+    return Finding(
+        f"not run: transformers has no class of type {model_type}, and code in checkpoints is never executed"
+    )
+
+
+def _not_executed() -> Finding:
+    raise Failure("not run: OUT's modelling file did not pass its check, and only the package's own code is executed")

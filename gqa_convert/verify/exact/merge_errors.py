@@ -1,0 +1,41 @@
+"""The merge error of each tensor, as the provenance record states it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class MergeError:
+    """|heads - merged head| / |heads| over all heads of a tensor."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+
+    def add(self, heads: Iterable[Any], merged: Any) -> None:
+        """Add the heads of one group and the merged head that stands for them, as it is stored."""
+        wide_merged = merged.double()
+        for head in heads:
+            wide = head.double()
+            self.squared_norm += float((wide * wide).sum())
+            self.squared_error += float(((wide - wide_merged) ** 2).sum())
+
+    def value(self) -> float:
+        """The error; 0 where all heads are zero."""
+        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
+
+
+class MergeErrors:
+    """The merge errors of several tensors."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, MergeError] = {}
+
+    def add(self, name: str, heads: Iterable[Any], merged: Any) -> None:
+        """Add the heads of one group of tensor `name`."""
+        self._errors.setdefault(name, MergeError()).add(heads, merged)
+
+    def values(self) -> dict[str, float]:
+        """The errors by tensor."""
+        return {name: error.value() for name, error in self._errors.items()}

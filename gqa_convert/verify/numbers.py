@@ -1,0 +1,49 @@
+"""Compares tensors bit by bit, and the roundings that floating-point types allow for."""
+
+from typing import Any
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The type that sums of numbers of a type are kept in."""
+    import torch
+
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two tensors have the same type, shape and bytes. NaN equals itself, and -0.0 differs from 0.0."""
+    import torch
+
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))
+
+
+def differing(a: Any, b: Any) -> int:
+    """How many numbers of two tensors of one type and shape differ in any bit."""
+    import torch
+
+    bits = [x.contiguous().reshape(-1).view(torch.uint8).reshape(x.numel(), -1) for x in (a, b)]
+    return int((bits[0] != bits[1]).any(dim=1).sum())
+
+
+def bits_differ(ours: Any, theirs: Any) -> str | None:
+    """How many numbers differ, in words; None if the tensors have the same bits."""
+    return None if same_bits(ours, theirs) else f"{differing(ours, theirs)} number(s)"
+
+
+def half_unit(value: Any, dtype: Any) -> Any:
+    """Half the distance between neighbouring numbers of a type, around each value."""
+    import torch
+
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(value.double().abs().clamp(min=limits.tiny)).exponent
+    return torch.exp2(exponent.double() - 1) * (limits.eps / 2)
+
+
+def rounding(tensor: Any, dtype: Any) -> Any:
+    """An upper bound, number for number, of the error that rounding to a type makes."""
+    import torch
+
+    limits = torch.finfo(dtype)
+    return tensor.abs() * (limits.eps / 2) + limits.tiny * limits.eps / 2

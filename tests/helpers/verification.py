@@ -1,0 +1,92 @@
+"""What the tests of the verifier share: reports, damage to checkpoints, and a tokenizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from gqa_convert.verify import VerificationReport
+
+Damage = Callable[[Path, Path], object]
+"""Changes OUT, given OUT and SOURCE."""
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of words w0 to w46."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(47)} | {"<unk>": 47}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+def details(report: VerificationReport) -> dict[str, str]:
+    """The detail of every check by its name."""
+    return {check.name: check.detail for check in report.checks}
+
+
+def failed(report: VerificationReport) -> dict[str, str]:
+    """The detail of every failed check by its name."""
+    return {check.name: check.detail for check in report.checks if not check.passed}
+
+
+def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace a tensor of a folder, or drop it, and drop the recorded hashes so that the other checks have to find it."""
+    record = folder / "gqa_conversion.json"
+    if record.is_file() and json.loads(record.read_text()).get("result"):
+        edit_json(record, result=None)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            new = change(tensors.pop(name).clone())
+            if new is not None:
+                tensors[name] = new
+            save_file(tensors, file, metadata={"format": "pt"})
+            return
+    raise AssertionError(f"no tensor {name}")
+
+
+def flip(row: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Flip the lowest bit of the last number of a row."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        numbers = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+        flat = numbers[row].reshape(-1)
+        flat[-1] ^= 1
+        return tensor
+
+    def scalar_safe(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() > 1:
+            return change(tensor)
+        tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)[row] ^= 1
+        return tensor
+
+    return scalar_safe
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change entries of a JSON object on disk."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(value, indent=2))
+
+
+def drop_key(path: Path, key: str) -> None:
+    """Drop an entry of a JSON object on disk."""
+    value = json.loads(path.read_text())
+    del value[key]
+    path.write_text(json.dumps(value))
+
+
+def claim(out: Path, **changes: Any) -> None:
+    """Change claims of the provenance record."""
+    edit_json(out / "gqa_conversion.json", **changes)
+
+
+def tensor_of(folder: Path, name: str) -> torch.Tensor:
+    """A tensor of a folder of safetensors files."""
+    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
