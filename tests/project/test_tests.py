@@ -38,7 +38,7 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
         shared = {
             module
             for module in imported_modules(path)
-            if module.startswith("tests.") and not module.startswith(("tests.helpers", "tests.verify"))
+            if module.startswith("tests.") and not module.startswith("tests.helpers")
         }
         assert not shared, f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into tests/helpers/"
 

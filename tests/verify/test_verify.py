@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gqa_convert.verify.caches import Shapes, cache_shapes, judge_cache
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,6 +19,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.text.scoring.text_to_score import read_file
 from gqa_convert.verify import Check, verify_checkpoint
+from gqa_convert.verify.behaviour.caches import Shapes, cache_shapes, judge_cache
 from gqa_convert.verify.report import Failure
 from tests.helpers.verification import claim, edit, edit_json, failed, flip
 from tests.helpers.verify_sources import NATIVE
@@ -396,7 +396,7 @@ def test_text_in_json_is_its_text(made: Callable[..., tuple[Path, Path]], tmp_pa
 
 def test_mistakes_of_the_user_are_errors(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     out, source = made("llama", 3)
-    with pytest.raises(SourceNotFoundError, match="no folder"):
+    with pytest.raises(SourceNotFoundError, match="not a folder"):
         verify_checkpoint(tmp_path / "nothing", source)
     with pytest.raises(SourceNotFoundError):
         verify_checkpoint(out, tmp_path)

@@ -78,8 +78,8 @@ def test_the_cache_of_a_copy_is_that_of_the_source() -> None:
         return {"self": cache_shapes(cache)}
 
     copy = Geometry({"decoder": Counts(12, 2, 2)}, {})
-    assert "2 heads in each" in judge_caches(layers(2), layers(2), copy, "")
-    assert "12 heads" in judge_caches(layers(12), layers(12), copy, "")
+    assert "2 heads in each" in judge_caches(layers(2), layers(2), copy, "").detail
+    assert "12 heads" in judge_caches(layers(12), layers(12), copy, "").detail
     merged = Geometry({"decoder": Counts(12, 6, 2)}, {})
     for ours, theirs, geometry in (
         (layers(12), layers(2), copy),

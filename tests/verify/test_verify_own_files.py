@@ -418,8 +418,8 @@ def test_the_cache_of_cross_attention_is_counted() -> None:
     few, many = [((2, 3, 24, 8), (2, 3, 24, 8))] * 2, [((2, 12, 24, 8), (2, 12, 24, 8))] * 2
     alone, pair = Geometry({"decoder": counts}, {}), Geometry({"decoder": counts, "cross": counts}, {})
     source = {"self": many, "cross": many}
-    assert "2 cross-attention layers" in judge_caches({"self": few, "cross": few}, source, pair, "")
-    assert "cross-attention" not in judge_caches({"self": few}, {"self": many}, alone, "")
+    assert "2 cross-attention layers" in judge_caches({"self": few, "cross": few}, source, pair, "").detail
+    assert "cross-attention" not in judge_caches({"self": few}, {"self": many}, alone, "").detail
     for bad in (
         {"self": few, "cross": many},
         {"self": few, "cross": few[:1]},
@@ -483,7 +483,7 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"Whitespace"', '"WhitespaceSplit"'))
     assert set(failed(verify_checkpoint(out, source))) == {"carried files", "tokenizer"}
     path.unlink()
-    assert check_tokenizer(source, path.parent.parent) == "SOURCE has none"
+    assert check_tokenizer(source, path.parent.parent).detail == "SOURCE has none"
 
 
 def test_the_loss_of_a_language_model(made: Made, tmp_path: Path) -> None:

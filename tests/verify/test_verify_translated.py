@@ -426,7 +426,7 @@ def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
         convert_checkpoint(source, out, groups, overwrite=True, method="mean")
         report = verify_checkpoint(out, source)
         assert failed(report) == {}
-        assert ("in the place of GPT2Tokenizer" in details(report)["tokenizer"]) == (model_type == "gpt2")
+        assert ("in place of GPT2Tokenizer" in details(report)["tokenizer"]) == (model_type == "gpt2")
     if model_type == "gpt2":
         (out / "tokenizer_config.json").unlink()
         assert set(failed(verify_checkpoint(out, source))) == {"tokenizer config", "tokenizer"}

@@ -90,4 +90,4 @@ def _not_run(model_type: str) -> Finding:
 
 
 def _not_executed() -> Finding:
-    raise Failure("not run: OUT's modelling file did not pass its check, and only the package's own code is executed")
+    raise Failure("not run: OUT's modelling file did not pass its check, and other code is not executed")
