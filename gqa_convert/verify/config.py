@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from gqa_convert.families.table import Family, Modeling
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.json_values import check_same_object
@@ -33,7 +33,7 @@ def check_config(
     changes = _changes(original, family, modeling, groups, encoder)
     expected = copy.deepcopy(original)
     if modeling is None:
-        expected |= legacy_keys(original)
+        expected |= legacy_keys(original, family.legacy)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
         section = expected

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.layout import Run
 
 AttentionKind = Literal["decoder", "cross", "encoder"]

@@ -6,7 +6,7 @@ The converter reads the same facts from the same files with code of its own. Tha
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights
 from gqa_convert.verify.geometry import (
     AttentionKind,

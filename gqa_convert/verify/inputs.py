@@ -6,7 +6,8 @@ from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.families.table import Family, find_family
+from gqa_convert.families.family import Family
+from gqa_convert.families.table import find_family
 from gqa_convert.text.scoring.text_to_score import read_file
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
 

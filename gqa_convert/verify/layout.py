@@ -6,7 +6,7 @@ The order of the heads is derived as the models derive it: by reshaping a row of
 from dataclasses import dataclass
 from typing import Literal
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 
 Part = Literal["query", "key", "value", "norm"]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.table import Family, Modeling
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.report import Failure, Finding

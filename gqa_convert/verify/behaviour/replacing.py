@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.exact.merges import merge
 from gqa_convert.verify.geometry import Counts, Geometry, attention_kind_of

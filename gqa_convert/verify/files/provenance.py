@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
 from gqa_convert.verify.files.hashes import file_sha256
 from gqa_convert.verify.geometry import AttentionKind, Geometry

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family, RotaryCount, RotaryShare
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import AttentionKind, config_value
 
@@ -52,8 +52,9 @@ def read_folding_constraints(
     clipped = bool(config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"))
     gains = f"{module}.{family.key_norm_name}."
     normed = family.key_norm != "none" and any(name.startswith(gains) for name in source.file_of)
-    if family.model_type == "llama4_text":  # its norm has no gains
-        normed = config.get("use_qk_norm") is not False
+    if family.gainless_key_norm is not None:
+        key, default = family.gainless_key_norm
+        normed = config.get(key, default) is not False
     return FoldingConstraints(
         keys=not (clipped or normed or family.key_constraint),
         values=not (clipped or family.value_constraint),
@@ -74,14 +75,14 @@ def rotary_dims(family: Family, config: dict[str, Any], head_dim: int) -> int:
     Raises:
         ConfigError: the config states an impossible number.
     """
-    model_type = family.model_type.removeprefix("gqa_")
-    if family.rotary == "none":
+    dimensions = family.rotary_dimensions
+    if dimensions is None:
         return 0
-    if model_type == "chatglm":  # transformers has no class for it
-        return head_dim // 2
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    stated = CONFIG_MAPPING[model_type](
+    if isinstance(dimensions, RotaryShare) and family.stock_type not in CONFIG_MAPPING:  # transformers has no class
+        return int(head_dim * dimensions.default)
+    stated = CONFIG_MAPPING[family.stock_type](
         **{key: _decoded(value) for key, value in config.items() if key not in ("model_type", "auto_map")}
     )
     if any(getattr(stated, key, None) is value for key, value in (("alibi", True), ("use_mem_rope", False))):
@@ -89,8 +90,8 @@ def rotary_dims(family: Family, config: dict[str, Any], head_dim: int) -> int:
     if getattr(stated, "position_embedding_type", "rope") != "rope":
         return 0
     rotated: Any
-    if model_type in ("gptj", "codegen"):  # their attention computes its own angles
-        rotated = stated.rotary_dim or head_dim
+    if isinstance(dimensions, RotaryCount):  # the attention computes its own angles
+        rotated = getattr(stated, dimensions.key) or head_dim
     else:
         rotated = _twice_the_angles(stated, head_dim)
     if type(rotated) is not int or not 0 <= rotated <= head_dim or rotated % 2:

@@ -7,7 +7,7 @@ e inputs of a projection plus one that is always 1 and whose weights are the bia
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.geometry import AttentionKind, Counts
 from gqa_convert.verify.layout import Run, axis_of, fused, separate

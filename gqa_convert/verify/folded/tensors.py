@@ -5,7 +5,7 @@ and what may not.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gqa_convert.families.table import Family
+from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.exact.fresh_numbers import FreshNumbers
 from gqa_convert.verify.exact.tensors import TensorComparison
