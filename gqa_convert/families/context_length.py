@@ -1,4 +1,4 @@
-"""How many tokens a model reads at once, by what its config says, and what is taken where nobody says."""
+"""How many tokens a model reads at once: what its config states, and the defaults."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from gqa_convert.families.table import FAMILIES
 
 LONGEST = 2048
-"""Tokens of a block or window, however many more the model has positions for."""
+"""The most tokens of a block or window, even if the model has positions for more."""
 
 SPAN_LENGTH = 512
 """Encoder tokens of an example of span corruption, as T5 was trained."""
@@ -15,27 +15,27 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 
 
 def is_t5_like(config: Mapping[str, Any]) -> bool:
-    """Whether what a config.json holds is of the T5 family: trained by span corruption, with positions for any number
-    of tokens.
+    """Whether a config.json belongs to T5's architecture, which was trained by span corruption and takes texts of any
+    length.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.is_t5
 
 
 def stated_positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model, of an encoder-decoder the decoder, has positions for; None for any number, or where the
-    config does not say.
+    """Number of tokens for which a model has positions (the decoder, in an encoder-decoder); None for any number, or
+    where the config does not say.
 
     Args:
         config: what config.json holds.
     """
-    return (
-        None if is_t5_like(config) else stated_count(config, _POSITIONS)
-    )  # some of T5's family state an `n_positions` nevertheless
+    if is_t5_like(config):  # some of these configs state an `n_positions`, which has no effect
+        return None
+    return stated_count(config, _POSITIONS)
 
 
 def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """The first of these entries that holds a number above 0, in the config or in that of its text model."""
+    """The first of these keys with a positive number, in the config or in its `text_config`."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, Mapping) else {}):
         for name in names:
@@ -46,5 +46,5 @@ def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
 
 
 def block_length(config: Mapping[str, Any]) -> int:
-    """Tokens of a block of text: as many as the model has positions for, up to 2048."""
+    """Number of tokens of a block of text: as many as the model has positions for, up to 2048."""
     return min(LONGEST, stated_positions(config) or LONGEST)

@@ -1,13 +1,13 @@
-"""Which software loads a model type with fewer K/V heads: what was run, and what is only said. Data only.
+"""Which software loads a model type with fewer K/V heads: where it was run, and where it is only listed. Data only.
 
-Run means: a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits
-(`check-serving`; docs/serving.md names the versions).
+"Run" means that a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave the tokens and logits of
+transformers (`check-serving`; docs/serving.md names the versions).
 """
 
 from typing import Any
 
 ENGINES = ("transformers", "vLLM", "llama.cpp")
-"""Software that a plan speaks of."""
+"""The software that a plan reports on."""
 
 
 def _table(**names: str) -> dict[str, frozenset[str]]:
@@ -30,30 +30,30 @@ _RUN = _table(
     """,
 )
 
-# Their lists of architectures name it, and their code reads the K/V-head count.
+# The engine's list of architectures names the type, and its code reads the K/V-head count.
 _LISTED = _table(
     vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid hy_v3 internlm3 iquestcoder jamba lfm2 minimax_m2 nemotron_h qwen3_next",
     llama_cpp="chatglm hunyuan_v1_moe nemotron_h phimoe qwen3_next",
 )
 
-# They attend to more than a sliding window holds: vLLM to one token more, llama.cpp to everything.
+# The engine attends to more than the sliding window: vLLM to one token more, llama.cpp to all tokens.
 _BEYOND_WINDOW = _table(vLLM="cohere2 cohere2_moe", llama_cpp="mistral mixtral phi3 qwen2 qwen3 starcoder2")
 _WINDOW_IF_ASKED = ("qwen2", "qwen3")
-"""Model types whose window counts only with `use_sliding_window`."""
+"""Model types whose window has an effect only with `use_sliding_window`."""
 
 
 def run_in(model_type: str) -> frozenset[str]:
-    """Engines besides transformers that computed the same."""
+    """Engines besides transformers in which the type was run."""
     return frozenset(engine for engine, types in _RUN.items() if model_type in types)
 
 
 def listed_in(model_type: str) -> frozenset[str]:
-    """Engines that say they know the type, where nothing ran."""
+    """Engines that list the type, but in which it was not run."""
     return frozenset(engine for engine, types in _LISTED.items() if model_type in types)
 
 
 def same_up_to(engine: str, config: dict[str, Any]) -> int | None:
-    """Tokens of a text up to which an engine computes what transformers computes, None if there is no end to them.
+    """Number of tokens of a text up to which an engine computes the same as transformers; None for any number.
 
     Args:
         engine: one of `ENGINES`.

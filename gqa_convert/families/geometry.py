@@ -1,6 +1,4 @@
-"""Finds the attention of a checkpoint in its tensor headers, and checks it against the config: data in, no weights
-read.
-"""
+"""Finds the attention of a checkpoint in its tensor headers and checks it against the config, without reading weights."""
 
 import re
 from collections.abc import Iterator
@@ -19,9 +17,7 @@ from gqa_convert.families.layouts import Section
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The geometry of one attention module: query heads and K/V heads in the source, width of a key head and of a value
-    head.
-    """
+    """The geometry of one attention module in the source."""
 
     module: str
     heads: int
@@ -46,7 +42,12 @@ class AttentionFinder:
     Args:
         checkpoint: whose headers are read.
         family: its record.
-        encoder: take an encoder's self-attention for one to convert too.
+        encoder: whether an encoder's self-attention is to be converted too.
+
+    Raises:
+        UnsupportedFamilyError: the config has values with which the family can't be converted.
+        ConfigError: config and tensors contradict each other, or a tensor is missing.
+        OptionError: `encoder` is set and there is no encoder attention.
     """
 
     def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
@@ -80,7 +81,7 @@ class AttentionFinder:
             raise OptionError(
                 f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
             )
-        self.stated_width = config_value(config, family.head_dim_key) if family.head_dim_key else None
+        self.stated_head_dim = config_value(config, family.head_dim_key) if family.head_dim_key else None
         self.kv_heads = self._kv_heads(next(module for module in modules if attention_kinds[module] != "encoder"))
         self.layers = tuple(self._layer(module, attention_kinds[module]) for module in modules)
 
@@ -112,7 +113,7 @@ class AttentionFinder:
         return value
 
     def _modules(self) -> list[str]:
-        """Every module with a key or a value projection: one without the other is found out later."""
+        """Every module with a key or a value projection; a missing one is reported by the checks that follow."""
         family = self.family
         attention = "|".join(re.escape(name) for name in family.attention)
         projections = "|".join(
@@ -127,20 +128,20 @@ class AttentionFinder:
         return "cross" if module.endswith(self.family.cross_attention) else "decoder"
 
     def _kv_heads_from_shapes(self, module: str) -> int:
-        """For configs older than the key: as many K/V heads as the key rows hold query-head widths."""
+        """The count for configs older than the key: the rows of the key projection, divided by the query heads' head_dim."""
         if self.family.fused:
             raise ConfigError(
                 f"{self.where} lacks {self.family.kv_heads_keys[0]}, which a fused projection needs: add it"
             )
-        width = self._query_width(module, self.heads)
+        head_dim = self._query_head_dim(module, self.heads)
         rows = self._rows(f"{module}.{self.family.key}.weight")
-        if rows % width or self.heads % (rows // width):
+        if rows % head_dim or self.heads % (rows // head_dim):
             raise ConfigError(
-                f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not tell it: add it"
+                f"{self.where} lacks {self.family.kv_heads_keys[0]} and the shapes of {module} do not give it: add it"
             )
-        return rows // width
+        return rows // head_dim
 
-    def _query_width(self, module: str, heads: int) -> int:
+    def _query_head_dim(self, module: str, heads: int) -> int:
         rows = self._rows(f"{module}.{self.family.query}.weight")
         factor = self.family.query_outputs
         if rows % (heads * factor):
@@ -172,30 +173,30 @@ class AttentionFinder:
                 kv_heads = self._divisor(family.encoder_kv_heads_key, stated)
         if family.fused:
             name = f"{module}.{family.fused}.weight"
-            width = self._fused_width(name, 0 if attention_kind == "cross" else heads, kv_heads)
-            self._check_output(module, heads, width)
-            return AttentionLayer(module, heads, kv_heads, width, width, self._mergeable(name), attention_kind)
+            head_dim = self._fused_head_dim(name, 0 if attention_kind == "cross" else heads, kv_heads)
+            self._check_output(module, heads, head_dim)
+            return AttentionLayer(module, heads, kv_heads, head_dim, head_dim, self._mergeable(name), attention_kind)
         key, value = f"{module}.{family.key}.weight", f"{module}.{family.value}.weight"
-        widths = []
+        head_dims = []
         for name in (key, value):
             rows = self._rows(name)
             if rows % kv_heads:
                 raise self._contradiction(name, rows, f"{kv_heads} K/V heads")
-            widths.append(rows // kv_heads)
-        query_width = self._query_width(module, heads)
-        if widths[0] != query_width:
+            head_dims.append(rows // kv_heads)
+        query_head_dim = self._query_head_dim(module, heads)
+        if head_dims[0] != query_head_dim:
             raise self._contradiction(
-                key, self._rows(key), f"{kv_heads} K/V heads of width {query_width} (the query heads' width)"
+                key, self._rows(key), f"{kv_heads} K/V heads with head_dim {query_head_dim} (that of the query heads)"
             )
-        if self.stated_width is not None and widths[0] != self.stated_width:
-            raise self._contradiction(key, self._rows(key), f"{family.head_dim_key} = {self.stated_width}")
-        self._check_output(module, heads, widths[1])
+        if self.stated_head_dim is not None and head_dims[0] != self.stated_head_dim:
+            raise self._contradiction(key, self._rows(key), f"{family.head_dim_key} = {self.stated_head_dim}")
+        self._check_output(module, heads, head_dims[1])
         return AttentionLayer(
-            module, heads, kv_heads, widths[0], widths[1], self._mergeable(key, value), attention_kind
+            module, heads, kv_heads, head_dims[0], head_dims[1], self._mergeable(key, value), attention_kind
         )
 
     def _check_output(self, module: str, heads: int, value_head_dim: int) -> None:
-        """The output projection reads what the query heads bring: [d, H * value width]."""
+        """Check the shape of the output projection: [d, H * head_dim of values]."""
         name = f"{module}.{self.family.output}.weight"
         entry = self.entries.get(name)
         if (
@@ -205,17 +206,17 @@ class AttentionFinder:
         ):
             found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
             raise ConfigError(
-                f"{name} {found} where {heads} heads of width {value_head_dim} belong ({self.where}): "
+                f"{name} {found} where {heads} heads with head_dim {value_head_dim} belong ({self.where}): "
                 "the config and the weights do not belong together"
             )
 
-    def _fused_width(self, name: str, heads: int, kv_heads: int) -> int:
+    def _fused_head_dim(self, name: str, heads: int, kv_heads: int) -> int:
         rows = self._rows(name)
         total = heads + 2 * kv_heads
         quarters = self.family.fused_layout == "quarters"
         if (
             rows % total
-            or (self.stated_width is not None and rows // total != self.stated_width)
+            or (self.stated_head_dim is not None and rows // total != self.stated_head_dim)
             or (quarters and heads % 4)
         ):
             raise self._contradiction(name, rows, f"{heads} query heads and twice {kv_heads} K/V heads")
@@ -235,7 +236,7 @@ class AttentionFinder:
         return dtypes.pop()
 
     def sections(self, layer: AttentionLayer) -> Iterator[tuple[str, tuple[Section, ...]]]:
-        """Every tensor of a layer whose rows count K/V heads, with its cut into heads."""
+        """Every tensor of a layer whose rows count K/V heads, with its division into heads."""
         family, module, kv_heads = self.family, layer.module, layer.kv_heads
         for kind in ("weight", "bias"):
             if family.fused:
@@ -260,11 +261,13 @@ class AttentionFinder:
                 if name in self.entries:
                     rows = self._rows(name)
                     if rows != sum(section.rows for section in cut):
-                        raise self._contradiction(name, rows, f"{kv_heads} K/V heads of width {layer.key_head_dim}")
+                        raise self._contradiction(
+                            name, rows, f"{kv_heads} K/V heads with head_dim {layer.key_head_dim}"
+                        )
                     yield name, cut
 
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
-        """Runs of tensors of which each belongs to one K/V head, in head order."""
+        """Lists of tensors with one tensor per K/V head, in the order of heads."""
         if self.family.key_norm != "per_head_list":
             return
         for kind in ("weight", "bias"):

@@ -1,8 +1,8 @@
-"""How heads lie inside a tensor: exact, and exactly reversible, cuts of the axis that counts them.
+"""How heads lie inside a tensor: exact and exactly reversible divisions of the axis that counts them.
 
 A layout is a list of sections, in the order in which the converted tensor holds them: queries, keys, values. Each head
-of a section is a run of consecutive rows; only where it starts differs between layouts. Shape legend: H query heads, K
-K/V heads, c head width, d model width; a projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
+of a section is a run of consecutive rows; layouts differ only in where the runs start. Shape legend: H query heads, K
+K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,23 @@ import numpy.typing as npt
 Role = Literal["query", "key", "value", "key_norm", "output"]
 
 FusedLayout = Literal["blocks", "grouped", "quarters"]
-"""Order of a fused projection's rows. blocks: [q | k | v], every head of one behind the other. grouped: for each K/V
-head its query heads, its key, its value; at K = H that is [q, k, v] per head. quarters: four times [q | v | k], each
-with a quarter of the heads (CodeGen)."""
+"""Order of a fused projection's rows.
+
+blocks: [q | k | v], one block of all heads for each. grouped: for each K/V head its query heads, its key and its value;
+with K = H that is [q, k, v] per head. quarters: four times [q | v | k], each with a quarter of the heads (CodeGen).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The heads of one role: `width` rows each, from the rows `starts` on. Sections with `merged` false keep their
-    heads.
-    """
+    """The heads of one role: `head_rows` rows each, the first of which are `starts`."""
 
     role: Role
-    width: int
+    head_rows: int
+    """Rows of one head: head_dim for a projection, twice that for queries with a gate, 1 for a gain per head."""
     starts: tuple[int, ...]
     merged: bool
+    """Whether conversion merges the heads; queries are kept."""
 
     @property
     def heads(self) -> int:
@@ -36,17 +38,22 @@ class Section:
 
     @property
     def rows(self) -> int:
-        return self.heads * self.width
+        return self.heads * self.head_rows
 
 
-def separate(role: Role, heads: int, width: int) -> tuple[Section, ...]:
-    """A projection of its own: [K * c, d]."""
-    return (Section(role, width, tuple(range(0, heads * width, width)), merged=True),)
+def separate(role: Role, heads: int, head_rows: int) -> tuple[Section, ...]:
+    """The layout of a separate projection: [heads * head_rows, d]."""
+    return (Section(role, head_rows, tuple(range(0, heads * head_rows, head_rows)), merged=True),)
 
 
-def fused(layout: FusedLayout, heads: int, kv_heads: int, width: int) -> tuple[Section, ...]:
-    """One projection for all three: [(H + 2 K) * c, d]. With `heads` 0 it holds keys and values only, as for
-    cross-attention.
+def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tuple[Section, ...]:
+    """The layout of one projection for all three roles: [(H + 2 K) * c, d].
+
+    Args:
+        layout: order of the rows.
+        heads: H; 0 for cross-attention, whose fused projection holds only keys and values.
+        kv_heads: K.
+        head_dim: c.
     """
     query: list[Role] = ["query"]
     key: list[Role] = ["key"]
@@ -59,14 +66,17 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, width: int) -> tuple[S
         cells = (query * (heads // 4) + value * (kv_heads // 4) + key * (kv_heads // 4)) * 4
     return tuple(
         Section(
-            role, width, tuple(cell * width for cell, held in enumerate(cells) if held == role), merged=role != "query"
+            role,
+            head_dim,
+            tuple(cell * head_dim for cell, held in enumerate(cells) if held == role),
+            merged=role != "query",
         )
         for [role] in ([query, key, value] if heads else [key, value])
     )
 
 
 def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.NDArray[Any]]:
-    """Each section's heads, [heads, width, ...], copied out of [rows, ...].
+    """Copies of each section's heads, [heads, head_rows, ...], from an array [rows, ...].
 
     Raises:
         ValueError: the sections do not tile the leading axis.
@@ -75,7 +85,7 @@ def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.ND
         raise ValueError(
             f"sections of {[section.rows for section in sections]} rows do not tile an axis of {array.shape[0]}"
         )
-    return [np.stack([array[start : start + section.width] for start in section.starts]) for section in sections]
+    return [np.stack([array[start : start + section.head_rows] for start in section.starts]) for section in sections]
 
 
 def join(heads: list[npt.NDArray[Any]], sections: tuple[Section, ...]) -> npt.NDArray[Any]:
@@ -83,5 +93,5 @@ def join(heads: list[npt.NDArray[Any]], sections: tuple[Section, ...]) -> npt.ND
     array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
     for section, own in zip(sections, heads, strict=True):
         for start, head in zip(section.starts, own, strict=True):
-            array[start : start + section.width] = head
+            array[start : start + section.head_rows] = head
     return array

@@ -1,7 +1,7 @@
-"""Load a checkpoint with transformers: from the disk alone, and without progress bars of its own.
+"""Loads checkpoints with transformers, only from the disk and without transformers' progress bars.
 
-Code from a checkpoint never runs, unless the caller vouches for it; results with a modelling file of this package are
-loaded through the package's own copy.
+Code from a checkpoint never runs unless the caller asks for it. Results with a modelling file of this package load
+through the package's own copy.
 """
 
 import json
@@ -16,7 +16,7 @@ from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLangua
 from gqa_convert.families.table import FAMILIES
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
-"""transformers' auto classes for models with logits over a vocabulary."""
+"""transformers' auto classes of models with logits over a vocabulary."""
 
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -30,12 +30,11 @@ _OTHERS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
 """The auto classes of models without a language-model head, and transformers' tables of their classes."""
-_OWN = "gqa_"
-"""What the model types of results with a modelling file begin with, and in capitals the names of their classes."""
 
 
 @contextmanager
 def no_bars() -> Iterator[None]:
+    """Switch off transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -60,7 +59,7 @@ def _no_warnings() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json holds; nothing if it can't be read, which transformers is left to say."""
+    """What config.json holds; an empty dict if it can't be read, which transformers reports when it loads."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -69,7 +68,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def auto_class(config: dict[str, Any]) -> str:
-    """The auto class for a checkpoint: that of the model it was saved from, or else of its model type's language model.
+    """The auto class of a checkpoint: of the class that it was saved from, or else of its type's language model.
 
     Args:
         config: what its config.json holds.
@@ -84,20 +83,20 @@ def auto_class(config: dict[str, Any]) -> str:
         return stated
     if not is_encoder_decoder(config):
         return TASKS[0]
-    model_type = str(config.get("model_type")).removeprefix(_OWN)
+    stated_type = str(config.get("model_type"))
+    model_type = FAMILIES[stated_type].stock_type if stated_type in FAMILIES else stated_type
     text, speech = (getattr(modeling_auto, mapping) for mapping in _MAPPINGS[1:])
     return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
 
 
 def headless_class(config: dict[str, Any]) -> str | None:
-    """The auto class for a checkpoint that was saved without a language-model head; None if it has one, or does not
-    say.
+    """The auto class of a checkpoint that was saved without a language-model head; None if it has one or does not say.
 
     Args:
         config: what its config.json holds.
 
     Returns:
-        That of a classifier, of a question-answering model or, for the layers alone, `AutoModel`.
+        The auto class of a classifier, of a question-answering model or, for the layers without a head, `AutoModel`.
     """
     return None if _states_language_model(config) else _stated_class(config, _OTHERS)
 
@@ -111,7 +110,7 @@ def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
     from transformers.models.auto import modeling_auto
 
     stated = config.get("architectures")
-    names = {str(name).removeprefix(_OWN[:-1].upper()) for name in stated} if isinstance(stated, list) else set()
+    names = {str(name).removeprefix("GQA") for name in stated} if isinstance(stated, list) else set()
     return next(
         (
             auto
@@ -125,7 +124,7 @@ def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
 def check_language_model(name: str, config: dict[str, Any], advice: str) -> None:
     """Refuse a checkpoint whose config says that it has no language-model head, before its weights are loaded.
 
-    A checkpoint of the layers alone passes if its head may be tied to its embeddings.
+    A checkpoint of only the layers passes if its head may be tied to its embeddings.
 
     Args:
         name: of the checkpoint, for the message.
@@ -181,9 +180,7 @@ def _head_names(model: Any) -> set[str]:
 
 
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has an encoder and a decoder: what its config.json says, or else what its model type has by
-    default.
-    """
+    """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model type."""
     stated = config.get("is_encoder_decoder")
     if isinstance(stated, bool):
         return stated
@@ -193,11 +190,10 @@ def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """What transformers says about a checkpoint that it can't load, as one line; memory that does not suffice is left
-    to the caller.
+    """Turn transformers' errors about a checkpoint into one line; errors about too little memory pass unchanged.
 
     Raises:
-        CorruptCheckpointError: it can't load it.
+        CorruptCheckpointError: transformers can't load the checkpoint.
     """
     try:
         yield
@@ -213,9 +209,11 @@ def explained(name: str) -> Iterator[None]:
 
 
 def _register(folder: Path) -> None:
-    """Make the model type of a result of ours known to transformers, so that its own copy of the code need not run."""
+    """Make the model type of a result with a modelling file known to transformers, so that the checkpoint's copy of the
+    file need not run.
+    """
     model_type = read_config(folder).get("model_type")
-    if isinstance(model_type, str) and model_type.startswith(_OWN):
+    if isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].is_converted:
         from gqa_convert.families.modeling import register_modeling
 
         register_modeling(model_type)
@@ -226,7 +224,7 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
 
     if not run_code:
         _register(folder)
-    with no_bars(), _no_warnings():  # what its report would say of missing tensors is returned
+    with no_bars(), _no_warnings():  # missing tensors are returned instead of reported
         model, info = getattr(transformers, task).from_pretrained(
             folder,
             dtype=dtype,
@@ -245,12 +243,15 @@ def _mismatch(entry: tuple[str, Any, Any]) -> str:
 
 
 def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """The model on the CPU, in evaluation mode, and the parameters for which the folder has no fitting tensor: their
-    names, and both shapes where a tensor has another one than the model needs.
+    """Load a causal language model on the CPU, in evaluation mode.
 
     Args:
         folder: a local checkpoint.
-        dtype: a torch type, or "auto" for the checkpoint's own.
+        dtype: a torch type, or "auto" for the type that the checkpoint has.
+
+    Returns:
+        The model, and the parameters for which the folder has no fitting tensor: their names, and both shapes where
+        they differ.
 
     Raises:
         Exception: whatever transformers raises.
@@ -259,14 +260,14 @@ def load_causal_lm(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
 
 
 def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
-    """The same for any model with logits, encoder-decoder models too.
+    """Load any model with logits, as `load_causal_lm` does; encoder-decoder models too.
 
     Args:
         folder: a local checkpoint.
-        dtype: a torch type, or "auto" for the checkpoint's own.
-        run_code: execute the checkpoint's own modelling file, as whoever lacks this package must; for files that are
-            known only.
-        options: further ones of `from_pretrained`.
+        dtype: a torch type, or "auto" for the type that the checkpoint has.
+        run_code: whether to execute the checkpoint's modelling file, as users without this package do; only for files
+            that are known.
+        options: further options of `from_pretrained`.
 
     Raises:
         Exception: whatever transformers raises.
@@ -276,21 +277,21 @@ def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: A
 
 @dataclass(frozen=True, slots=True)
 class AnyModel:
-    """A checkpoint of whatever head, loaded in the class that it was saved from."""
+    """A checkpoint with any head, loaded in the class that it was saved from."""
 
     class_name: str
     model: Any
-    """What can be run on tokens: a language model, or the layers below any other head."""
+    """The part that runs on tokens: a language model, or the layers below any other head."""
     missing: list[str]
-    """Parameters, the head's too, for which the folder has no fitting tensor."""
+    """Parameters, including the head's, for which the folder has no fitting tensor."""
     has_language_model: bool
 
 
 def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyModel:
-    """A model on the CPU, in evaluation mode, of any checkpoint.
+    """Load the model of any checkpoint on the CPU, in evaluation mode.
 
     A checkpoint of an unknown class counts as a language model if it holds all parameters of one, else as the layers
-    alone.
+    without a head.
 
     Args:
         folder: a local checkpoint.
@@ -312,21 +313,19 @@ def load_any_model(folder: Path, dtype: Any, *, run_code: bool = False) -> AnyMo
         return AnyModel(type(layers).__name__, layers, lost, has_language_model=False)
     model, missing = _load(auto, folder, dtype, run_code=run_code)
     name, layers = type(model).__name__, model.base_model
-    if (
-        layers is model and auto != "AutoModel" and not missing
-    ):  # a class that keeps its layers in no module of their own
+    if layers is model and auto != "AutoModel" and not missing:  # the class has no separate module for its layers
         layers, missing = _load("AutoModel", folder, dtype, run_code=run_code)
     return AnyModel(name, layers, missing, has_language_model=False)
 
 
 def outline_model(folder: Path, dtype: Any) -> Any:
-    """What `load_model` returns, with parameters and buffers that hold anything: for a process that another one sends
-    them to.
+    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them from
+    another.
 
-    Their memory is set aside and not touched, so that it is not taken before somebody writes to it.
+    Their memory is reserved but not touched, so that the system provides it only when something is written.
 
     Args:
-        folder: a local checkpoint; of its weights nothing is read.
+        folder: a local checkpoint, whose weights are not read.
         dtype: a torch type.
 
     Raises:
@@ -358,12 +357,12 @@ def outline_model(folder: Path, dtype: Any) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's own tokenizer, for which no code of a modelling file is needed.
+    """The checkpoint's tokenizer, which needs no code of a modelling file.
 
     Raises:
         Exception: whatever transformers raises.
     """
     from transformers import AutoTokenizer
 
-    with _no_warnings():  # it does not know the model types of our results, and need not
+    with _no_warnings():  # about model types of results, which transformers does not know
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

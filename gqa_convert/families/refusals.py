@@ -57,9 +57,8 @@ RESTATED: Final[dict[str, str]] = {
     "RefinedWebModel": "falcon",
     "stablelm_epoch": "stablelm",
 }
-"""Model types that load by code of their own, and the stock type that computes the same; `restating` rewrites the one
-as the other.
-"""
+"""Model types that load only by the code in their checkpoints, and the stock type that computes the same;
+`gqa-convert restate` rewrites the one as the other."""
 
 REFUSALS: Final[dict[str, Refusal]] = {
     model_type: Refusal(model_type, reason)

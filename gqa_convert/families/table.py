@@ -43,10 +43,10 @@ def find_family(model_type: object) -> Family:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type].reason}")
     if model_type in RESTATED:
         raise UnsupportedFamilyError(
-            f"model type {model_type} loads by code of its own and can't be converted as it is: `gqa-convert restate SOURCE STOCK` writes "
-            f"it as a {RESTATED[model_type]}, which computes the same; convert STOCK"
+            f"model type {model_type} loads only by the code in its checkpoint and can't be converted directly: `gqa-convert "
+            f"restate SOURCE STOCK` rewrites it as a {RESTATED[model_type]}, which computes the same; then convert STOCK"
         )
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that work and "
+        f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that can be converted, and "
         "docs/adding-a-family.md says how to add one"
     )

@@ -1,1 +1,1 @@
-"""The maths of merging K/V heads: arrays in, arrays out. Nothing here knows of files, configs or torch."""
+"""The maths of merging K/V heads: arrays in, arrays out, without files or torch."""

@@ -1,9 +1,9 @@
-"""Which K/V heads share one: those whose joint factorisation loses least.
+"""Which K/V heads form a group: those whose joint factorisation loses least.
 
-A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) leaves a
-model's function as it is, so that any heads may become neighbours. A partition is scored by the sum over pairs of heads
-in a group of what a merge of that pair alone would lose; raw likeness of weights says nothing. Shape legend as in
-`factorisation`, with h heads in the layer.
+A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) does not
+change a model's function, so that any heads may become neighbours. The score of a partition is a sum over the pairs of
+heads in each group: the loss of merging that pair alone. Similarity of the weights themselves does not predict it. The
+shape legend is that of `factorisation`, with h heads in the layer.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from gqa_convert.merging.factorisation import root
 Array = npt.NDArray[Any]
 
 _KEPT = 32
-"""Leading directions of a head that are compared; the rest of a wide head would cost time and change little."""
+"""Number of leading directions of a head that are compared; further ones would cost time and change little."""
 _LEAST = 1e-9
-"""Of the sum of all losses: a gain below that is rounding."""
+"""The least gain that counts, as a share of the sum of all losses: a smaller one is rounding."""
 
 
 def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) -> tuple[Array, float]:
-    """What the joint factorisation of each pair of heads loses.
+    """The loss of the joint factorisation of each pair of heads.
 
     Args:
-        rows: [h, c, d], keys that do not turn (or slowly), or values.
+        rows: [h, c, d], values, or keys without rotary positions or of low frequency.
         weights: [h, c, c], symmetric: how strongly each direction of a head is read.
         covariance: of the inputs.
 
@@ -33,13 +33,13 @@ def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) ->
         Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, both in the units of rows, weights
         and covariance.
     """
-    heads, width, _ = rows.shape
-    kept = min(width, _KEPT)
-    weighed = np.stack([root(weight) for weight in weights]) @ rows
-    seen = weighed if covariance is None else weighed @ covariance
-    own = seen @ np.swapaxes(weighed, -1, -2)
+    heads, head_dim, _ = rows.shape
+    kept = min(head_dim, _KEPT)
+    weighted = np.stack([root(weight) for weight in weights]) @ rows
+    seen = weighted if covariance is None else weighted @ covariance
+    own = seen @ np.swapaxes(weighted, -1, -2)
     leading = np.swapaxes(np.linalg.eigh(own)[1][:, :, -kept:], -1, -2)  # [h, kept, c]
-    reduced, seen = ((leading @ array).reshape(heads * kept, -1) for array in (weighed, seen))
+    reduced, seen = ((leading @ array).reshape(heads * kept, -1) for array in (weighted, seen))
     gram = (seen @ reduced.T).reshape(heads, kept, heads, kept).transpose(0, 2, 1, 3)
     losses = np.zeros((heads, heads))
     for head in range(heads - 1):
@@ -54,7 +54,7 @@ def pair_losses(rows: Array, weights: Array, covariance: Array | None = None) ->
 
 
 def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = None) -> tuple[Array, float]:
-    """What merging each pair of rotary key heads loses, frequency by frequency.
+    """The loss of merging each pair of rotary key heads, frequency by frequency.
 
     Args:
         keys: [h, f, d], complex.
@@ -65,9 +65,8 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
         Losses [h, h], symmetric, zero on the diagonal, and the power of all heads, in the units of keys, powers and
         covariance.
     """
-    seen = (
-        keys if covariance is None else keys.real @ covariance + 1j * (keys.imag @ covariance)
-    )  # a product of complex ones costs twice that
+    # two real products take half the time of a complex one
+    seen = keys if covariance is None else keys.real @ covariance + 1j * (keys.imag @ covariance)
     strength = np.sqrt(powers)
     gram = (
         np.matmul(seen.transpose(1, 0, 2), keys.conj().transpose(1, 2, 0)).transpose(1, 2, 0)
@@ -76,28 +75,27 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
     )
     own = np.einsum("mmf->mf", gram).real
     total, apart = own[:, None] + own[None], own[:, None] - own[None]
-    losses = np.asarray(
-        ((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0)
-    )  # the lesser eigenvalue of two
+    # the lesser eigenvalue of each 2 x 2 matrix
+    losses = np.asarray(((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0))
     np.fill_diagonal(losses, 0)
     return losses, float(own.sum())
 
 
 def group_heads(losses: Array, groups: int) -> Array:
-    """Cut heads into groups of one size with little loss within them: greedy growth, then swaps of two heads until none
-    helps.
+    """Divide heads into groups of equal size with little loss within them: greedy growth, then swaps of two heads
+    until none helps.
 
-    The neighbours as they stand are a start too, so that the result is never worse than they are.
+    The source's own neighbours are a second starting point, so that the result is never worse than they are.
 
     Args:
-        losses: [h, h], symmetric: of keeping two heads in one group.
-        groups: their number, a divisor of h.
+        losses: [h, h], symmetric: the loss of having two heads in one group.
+        groups: number of groups, a divisor of h.
 
     Returns:
-        The heads in their new order, [h]: group after group, rising within a group.
+        The heads in their new order, [h]: group after group, in ascending order within a group.
     """
     heads = len(losses)
-    losses = losses - np.diag(np.diagonal(losses))  # a head with itself loses nothing
+    losses = losses - np.diag(np.diagonal(losses))  # a head merged with itself loses nothing
     members = np.arange(heads) // (heads // groups)
     found = [_swapped(losses, start, groups) for start in (members, _grown(losses, groups))]
     best = min(found, key=lambda labels: _within(losses, labels))
@@ -108,8 +106,8 @@ def group_heads(losses: Array, groups: int) -> Array:
 
 
 def _grown(losses: Array, groups: int) -> Array:
-    """Each group starts with the head that fits worst to those left, and takes the one that fits best until it is
-    full.
+    """Grow one group after another: each starts with the remaining head that fits the others worst, and takes the head
+    that fits best until it is full.
     """
     heads = len(losses)
     labels = np.full(heads, -1)

@@ -1,11 +1,10 @@
-"""Rotary keys whose slowest frequencies are merged as if they did not turn.
+"""Rotary keys whose lowest frequencies are merged like rows without positions.
 
-A frequency that the whole context turns by a small angle holds rows that behave like those without positions, and such
-rows may be
-mixed freely: one real map for all of them loses far less than a complex number for each frequency. Where the slow part
-begins decides everything. Too early costs far more than the map can gain, so that the first slow frequency is to be
-chosen by the error of the
-*rotated* attention on text of full context, layer by layer. Shape legend as in `factorisation`.
+A frequency whose angle stays small over the whole context has rows that behave like rows without positions. Such rows
+may be mixed freely, and one real map for all of them loses far less than a complex number for each frequency.
+Everything depends on where the low frequencies begin: beginning too early costs far more than the map can gain. The
+first low frequency is therefore chosen layer by layer, by the error of the attention *with* rotary positions on text of
+full context length. The shape legend is that of `factorisation`.
 """
 
 from typing import Any
@@ -21,40 +20,40 @@ Array = npt.NDArray[Any]
 def factor_partly_rotary_keys(
     keys: tuple[Array, Array],
     queries: tuple[Array, Array],
-    start: int,
+    first_low: int,
     covariance: Array | None = None,
-    asking: Array | None = None,
+    query_covariance: Array | None = None,
 ) -> tuple[Array, Array, Array, Array]:
-    """Merge keys of which some rows turn and others do not: fast frequencies one by one, slow ones and still rows as
-    one real block.
+    """Merge keys with and without rotary positions: high frequencies one by one, low ones together with the rows
+    without positions as one real block.
 
     Args:
-        keys: rows that turn, [m, f, d], complex, frequencies falling; rows that do not, [m, s, d], real.
-        queries: [m, r, f, d] and [m, r, s, d], likewise.
-        start: index of the first slow frequency; f for none.
+        keys: rotary rows [m, f, d], complex, in order of falling frequency; rows without positions [m, s, d], real.
+        queries: [m, r, f, d] and [m, r, s, d] in the same way.
+        first_low: index of the first low frequency; f for none.
         covariance: of the keys' inputs, not centred.
-        asking: of the queries' inputs, where they are others (cross-attention).
+        query_covariance: of the queries' inputs, where they differ (cross-attention).
 
     Returns:
         The shared key head, [f, d] complex and [s, d] real; new query rows, [m, r, f, d] complex and [m, r, s, d] real.
     """
-    (turning, still), (rotary_queries, still_queries) = keys, queries
-    shared, asked = np.empty(turning.shape[1:], complex), np.empty(rotary_queries.shape, complex)
-    if start:
-        shared[:start], asked[:, :, :start] = factor_rotary_keys(
-            turning[:, :start], rotary_queries[:, :, :start], covariance, asking
+    (rotary, plain), (rotary_queries, plain_queries) = keys, queries
+    shared, read = np.empty(rotary.shape[1:], complex), np.empty(rotary_queries.shape, complex)
+    if first_low:
+        shared[:first_low], read[:, :, :first_low] = factor_rotary_keys(
+            rotary[:, :first_low], rotary_queries[:, :, :first_low], covariance, query_covariance
         )
-    slow, low_frequency_queries = turning[:, start:], rotary_queries[:, :, start:]
-    rows = np.concatenate([still, slow.real, slow.imag], axis=-2)
+    low, low_queries = rotary[:, first_low:], rotary_queries[:, :, first_low:]
+    rows = np.concatenate([plain, low.real, low.imag], axis=-2)
     if not rows.shape[1]:
-        return shared, still[0], asked, still_queries
+        return shared, plain[0], read, plain_queries
     key, readers = factor_keys(
         rows,
-        np.concatenate([still_queries, low_frequency_queries.real, low_frequency_queries.imag], axis=-2),
+        np.concatenate([plain_queries, low_queries.real, low_queries.imag], axis=-2),
         covariance,
-        asking,
+        query_covariance,
     )
-    first = still.shape[1]  # what never turns takes the strongest directions of all
-    shared[start:] = (key[first::2] + 1j * key[first + 1 :: 2])[::-1]
-    asked[:, :, start:] = (readers[:, :, first::2] + 1j * readers[:, :, first + 1 :: 2])[:, :, ::-1]
-    return shared, key[:first], asked, readers[:, :, :first]
+    first = plain.shape[1]  # rows without positions take the strongest directions
+    shared[first_low:] = (key[first::2] + 1j * key[first + 1 :: 2])[::-1]
+    read[:, :, first_low:] = (readers[:, :, first::2] + 1j * readers[:, :, first + 1 :: 2])[:, :, ::-1]
+    return shared, key[:first], read, readers[:, :, :first]

@@ -1,6 +1,6 @@
-"""Baselines of GQA conversion: mean pooling, the first head, fresh initialisation (Ainslie et al. 2023, section 2.1).
+"""The baselines of GQA conversion: mean pooling, the first head, random heads (Ainslie et al. 2023, section 2.1).
 
-A K/V head's rows are contiguous in memory, so a block of numbers per head is all that is needed; shapes do not matter.
+The rows of a K/V head are contiguous in memory, so that blocks of numbers suffice and shapes do not matter.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _POOLINGS: Final[Mapping[Pooling, Callable[[Array, Array | None, Array], None]]]
     "first": _first,
     "random": _random,
 }
-"""Each writes one head [...], not rounded yet, into its third argument."""
+"""Each writes one head [...], before rounding, into its third argument."""
 
 
 def pool(heads: Array, pooling: Pooling, out: Array, drawn: Array | None = None) -> Array:
@@ -59,9 +59,7 @@ def pool(heads: Array, pooling: Pooling, out: Array, drawn: Array | None = None)
 
 
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """float32 for the half precisions, float64 for float32 and float64: sums are always kept wider than what they are
-    made of.
-    """
+    """The type in which heads are summed: float32 for float16 and bfloat16, float64 for float32 and float64."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else np.dtype(np.float64)
 
 
@@ -104,9 +102,8 @@ class BlockMerger:
         wide, result = self._wide[:, :count], self._result[:count]
         np.copyto(wide, self.source[:, :count])
         norm = float(np.einsum("hn,hn->", wide, wide))
-        if (
-            not np.isfinite(norm) and not np.isfinite(wide).all()
-        ):  # a float32 sum of squares may overflow where every number is finite
+        # a float32 sum of squares may overflow although every number is finite
+        if not np.isfinite(norm) and not np.isfinite(wide).all():
             raise NonFiniteError(
                 f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
             )
@@ -120,10 +117,16 @@ class BlockMerger:
 def fresh_numbers(
     seed: int, name: str, deviation: float, dtype: np.dtype[Any], counts: Iterator[int]
 ) -> Iterator[Array]:
-    """Normal numbers for method `random`: for each count asked for, so many of them, in the accumulation type of
-    `dtype`.
+    """Blocks of normally distributed numbers for method `random`, in the accumulation type of `dtype`.
 
-    The stream depends on the seed and the tensor's name alone, not on the order of tensors or the sizes of the blocks.
+    The stream depends only on the seed and the tensor's name, not on the order of tensors or the sizes of blocks.
+
+    Args:
+        seed: of the whole conversion.
+        name: of the tensor.
+        deviation: the standard deviation.
+        dtype: of the tensor.
+        counts: the size of each block.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))

@@ -27,15 +27,10 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.conversion.translation.rows import RowTranslator
 from gqa_convert.conversion.translation.tensors import Translation, translate_tensors
 from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFormatError
-from gqa_convert.families.target_architectures import (
-    NoTargetArchitecture,
-    TargetArchitecture,
-    engines_for,
-    find_target_architecture,
-    read_dimensions,
-    read_rotary,
-    translate_config,
-)
+from gqa_convert.families.source_sizes import read_dimensions, read_rotary
+from gqa_convert.families.target_architectures import NoTargetArchitecture, TargetArchitecture
+from gqa_convert.families.target_choice import engines_for, find_target_architecture
+from gqa_convert.families.target_configs import translate_config
 from gqa_convert.merging.methods import METHODS
 from tests.helpers.checkpoints import write_llama
 
@@ -306,7 +301,7 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
     assert make_plan(neox, HEADS, native=True).config["model_type"] == "phi"
     assert make_plan(gpt2, 1).config["model_type"] == "gpt_bigcode"
     assert make_plan(gpt2, 3).route == "own file"
-    with pytest.raises(OptionError, match="no native home: the stock class that is GPT-2 otherwise"):
+    with pytest.raises(OptionError, match="no native home: gpt_bigcode, which is GPT-2 otherwise"):
         make_plan(gpt2, 3, native=True)
 
 
@@ -573,14 +568,14 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "groups", "reason"),
     [
-        (with_config("gpt2"), 3, "one K/V head or all"),
+        (with_config("gpt2"), 3, "either one K/V head"),
         (with_config("gpt2", add_cross_attention=True), 1, "cross-attention"),
-        (with_config("neox", use_parallel_residual=False), 3, "4 of 16 rows"),
+        (with_config("neox", use_parallel_residual=False), 3, "4 rotary dimensions of 16"),
         (with_config("neox", rope_scaling={"type": "ntk", "factor": 2.0}), 3, "'ntk'"),
         (with_config("neox", rotary_pct=0.2), 3, "no pairs"),
         (with_config("neox", rotary_pct=1.5), 3, "makes no sense"),
         (with_config("neox", rope_parameters={"full": {"rope_theta": 1.0}}), 3, "differ between layers"),
-        (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "code of its own"),
+        (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "contains modelling code"),
         (
             with_config("neox", architectures=["GPTNeoXForSequenceClassification"]),
             3,

@@ -258,7 +258,9 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match="choose from transformers"):
         check_serving(folder, ["tgi"])
-    with pytest.raises(CorruptCheckpointError, match=r"lm_head\.weight, which is \[24, 60\] where the model needs \[999, 60\]"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"lm_head\.weight, which is \[24, 60\] where the model needs \[999, 60\]"
+    ):
         check_serving(folder, known=(FAKE,))
     monkeypatch.setattr(checking, "load_model", lambda *_, **__: (None, []))
     with pytest.raises(CorruptCheckpointError, match=r"can't run .*: AttributeError"):

@@ -14,12 +14,9 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import Family, Modeling, find_family
-from gqa_convert.families.target_architectures import (
-    NoTargetArchitecture,
-    TargetArchitecture,
-    find_target_architecture,
-    translate_config,
-)
+from gqa_convert.families.target_architectures import NoTargetArchitecture, TargetArchitecture
+from gqa_convert.families.target_choice import find_target_architecture
+from gqa_convert.families.target_configs import translate_config
 from gqa_convert.merging.folding.constraints import find_folding_constraints
 from gqa_convert.merging.folding.heads import LayerTensors
 from gqa_convert.merging.methods import COPY, FIRST, MEAN, REPEAT, MergeMethod, choose_method

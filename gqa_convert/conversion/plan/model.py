@@ -11,7 +11,8 @@ from gqa_convert.families.engines import listed_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.table import Family, Modeling
-from gqa_convert.families.target_architectures import TargetArchitecture, engines_for
+from gqa_convert.families.target_architectures import TargetArchitecture
+from gqa_convert.families.target_choice import engines_for
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
 
 

@@ -160,12 +160,12 @@ def _regrouped(
     pieces: list[Piece] = []
     length = 0
     for section in cut:
-        nbytes = section.width * unit
+        nbytes = section.head_rows * unit
         blocks = [(shard, entry.start + start * unit) for start in section.starts]
         if section.merged:
             pooling = method.norm_pooling if section.role == "key_norm" else method.pooling
             pieces += _regrouped_blocks(blocks, nbytes, groups, pooling)
-            length += groups * section.width
+            length += groups * section.head_rows
         else:
             pieces += _joined(blocks, nbytes)
             length += section.rows

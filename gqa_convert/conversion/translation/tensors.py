@@ -12,16 +12,8 @@ from typing import Protocol
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families.layouts import Role
-from gqa_convert.families.target_architectures import (
-    ORIGINS,
-    Config,
-    Origin,
-    Rotary,
-    TargetArchitecture,
-    query_scale,
-    read_dimensions,
-    read_rotary,
-)
+from gqa_convert.families.source_sizes import Config, Rotary, query_scale, read_dimensions, read_rotary
+from gqa_convert.families.target_architectures import ORIGINS, Origin, TargetArchitecture
 from gqa_convert.merging.methods import COPY, MEAN, MergeMethod, Pooling
 
 Shape = tuple[int, ...]
@@ -195,7 +187,9 @@ class _Translator:
         old, new = self.origin.names, self.target_architecture.names
         tensors = [
             self.copy(
-                f"{self.old}{old.embedding}.weight", f"{self.new}{new.embedding}.weight", (None, self.dimensions.hidden)
+                f"{self.old}{old.embedding}.weight",
+                f"{self.new}{new.embedding}.weight",
+                (None, self.dimensions.hidden_size),
             )
         ]
         if old.positions and new.positions:
@@ -203,7 +197,7 @@ class _Translator:
                 self.copy(
                     f"{self.old}{old.positions}.weight",
                     f"{self.new}{new.positions}.weight",
-                    (None, self.dimensions.hidden),
+                    (None, self.dimensions.hidden_size),
                 )
             )
         layers = []
@@ -247,7 +241,7 @@ class _Translator:
 
     def norm(self, old: str, new: str) -> Iterator[TranslatedTensor]:
         for kind in ("weight", "bias"):
-            yield self.copy(f"{old}.{kind}", f"{new}.{kind}", (self.dimensions.hidden,))
+            yield self.copy(f"{old}.{kind}", f"{new}.{kind}", (self.dimensions.hidden_size,))
 
     def filled(self, name: str, rows: int, like: str, fill: float = 0.0) -> TranslatedTensor:
         dtype = self.sources[like].dtype
@@ -269,10 +263,10 @@ class _Translator:
         vocabulary = self.sources[embedding].shape[0]
         name = next((f"{head}.weight" for head in old.heads if f"{head}.weight" in self.sources), None)
         if name:
-            yield self.copy(name, f"{new}.weight", (None, self.dimensions.hidden))
+            yield self.copy(name, f"{new}.weight", (None, self.dimensions.hidden_size))
             vocabulary = self.sources[name].shape[0]
         elif not self.config.get("tie_word_embeddings", self.target_architecture.source_type == "gpt2") and self.old:
-            self.claim(f"{old.heads[0]}.weight", None, self.dimensions.hidden)  # raises: it is missing
+            self.claim(f"{old.heads[0]}.weight", None, self.dimensions.hidden_size)  # raises: it is missing
         if self.target_architecture.head_bias and (name or self.old):
             bias = f"{(name or 'lm_head.weight').removesuffix('.weight')}.bias"
             if self.origin.head_bias and bias in self.sources:
@@ -298,11 +292,13 @@ class _Layer:
 
     def attention(self) -> TranslatedAttention:
         dtype = self.all.sources[f"{self.old_attention}{self.old.fused or self.old.key}.weight"].dtype
-        return TranslatedAttention(self.new_attention[:-1], self.size.heads, self.size.width, self.size.width, dtype)
+        return TranslatedAttention(
+            self.new_attention[:-1], self.size.heads, self.size.head_dim, self.size.head_dim, dtype
+        )
 
     def tensors(self) -> Iterator[TranslatedTensor]:
         old, new, size = self.old, self.new, self.size
-        hidden, inner = size.hidden, size.inner
+        hidden, inner = size.hidden_size, size.intermediate_size
         first = f"{self.old_base}{old.attention_norm}"
         second = f"{self.old_base}{old.mlp_norm}" if old.mlp_norm else first
         folds = self.all.target_architecture.folds_norms
@@ -328,8 +324,8 @@ class _Layer:
     def neutral_norm(self, old: str, new: str) -> Iterator[TranslatedTensor]:
         """A norm that only normalises: what it multiplied and added is in the projections behind it."""
         for kind, fill in (("weight", 1.0), ("bias", 0.0)):
-            self.all.claim(f"{old}.{kind}", self.size.hidden)
-            yield self.all.filled(f"{new}.{kind}", self.size.hidden, f"{old}.{kind}", fill)
+            self.all.claim(f"{old}.{kind}", self.size.hidden_size)
+            yield self.all.filled(f"{new}.{kind}", self.size.hidden_size, f"{old}.{kind}", fill)
 
     def linear(
         self, old: str, new: str, rows: int, columns: int, *, biased: bool, folded: str | None
@@ -412,8 +408,8 @@ class _Layer:
             ("value", old.value, new.value),
         )
         for fused in (old.fused,) if old.fused else (old.query, old.key, old.value):
-            rows = size.hidden * (3 if old.fused else 1)
-            self.claim_weight(f"{self.old_attention}{fused}.weight", rows, size.hidden)
+            rows = size.hidden_size * (3 if old.fused else 1)
+            self.claim_weight(f"{self.old_attention}{fused}.weight", rows, size.hidden_size)
         weights: dict[Role, tuple[Run, ...]] = {}
         biases: dict[Role, tuple[Run, ...]] = {}
         for role, separate, _ in parts:
@@ -422,7 +418,7 @@ class _Layer:
             biases[role] = tuple(Run(run.count) for run in weights[role])
             bias = f"{module}.bias"
             if self.attention_biased:
-                self.all.claim(bias, size.hidden * (3 if old.fused else 1))
+                self.all.claim(bias, size.hidden_size * (3 if old.fused else 1))
                 biases[role] = self.head_runs(bias, role)
         if new.fused:
             kept: tuple[tuple[str, tuple[Role, ...]], ...] = ((new.fused, ("query", "key", "value")),)
@@ -434,17 +430,23 @@ class _Layer:
             bias_runs = tuple(run for role in roles for run in biases[role])
             rows, name = sum(run.count for run in weight_runs), f"{self.new_attention}{target}"
             yield self.weight(
-                f"{name}.weight", weight_runs, place, rows, size.hidden, folded, self.merged(roles, rows, size.hidden)
+                f"{name}.weight",
+                weight_runs,
+                place,
+                rows,
+                size.hidden_size,
+                folded,
+                self.merged(roles, rows, size.hidden_size),
             )
             real = self.merged(roles, rows) if any(run.sources for run in bias_runs) else None
-            yield self.bias(f"{name}.bias", bias_runs, weight_runs, place, rows, size.hidden, folded, real)
+            yield self.bias(f"{name}.bias", bias_runs, weight_runs, place, rows, size.hidden_size, folded, real)
 
     def merged(self, roles: tuple[Role, ...], rows: int, *columns: int) -> Merged | None:
         found = tuple(role for role in roles if role != "query")
         if not found:
             return None
         used = COPY if self.all.groups == self.size.heads else self.all.method
-        return Merged(found, (self.size.hidden * len(roles), *columns), (rows, *columns), used.name)
+        return Merged(found, (self.size.hidden_size * len(roles), *columns), (rows, *columns), used.name)
 
     def head_runs(self, tensor: str, role: Role) -> tuple[Run, ...]:
         """The rows of every head of a role, K/V heads merged to `groups`: contiguous heads share a group."""
@@ -463,7 +465,7 @@ class _Layer:
 
     def head_start(self, head: int, role: Role) -> int:
         """The first row of a head in the source."""
-        c, hidden = self.size.width, self.size.hidden
+        c, hidden = self.size.head_dim, self.size.hidden_size
         layout = self.all.origin.fused_layout
         if layout == "grouped":
             return (3 * head + ("query", "key", "value").index(role)) * c
@@ -478,7 +480,7 @@ class _Layer:
         """(first, step, count) of the runs in which a head's rows are read: rotary pairs (2j, 2j + 1) become (j, j +
         rotated/2).
         """
-        c, rotated = self.size.width, self.rotated
+        c, rotated = self.size.head_dim, self.rotated
         if not rotated or role == "value":
             return ((0, 1, c),)
         turned = ((0, 2, rotated // 2), (1, 2, rotated // 2))

@@ -1,3 +1,1 @@
-"""Merging K/V heads by maps that the neighbouring projections absorb: whole attention layers in, whole attention layers
-out.
-"""
+"""Merging the K/V heads of whole attention layers, with maps folded into the query and output projections."""

@@ -1,4 +1,4 @@
-"""What stands between a projection and the one that would absorb its maps, from the headers and the config alone."""
+"""What may be folded in an attention layer and what forbids it, from tensor headers and the config alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,39 +12,40 @@ from gqa_convert.merging.folding.rotary import rotary_pairs
 
 Array = npt.NDArray[Any]
 
-_CLIPPED = "it clips what its projections yield"
+_CLIPPED = "it clips the outputs of its projections"
 _NORMED = "its keys are normalised behind their projection"
 _BUFFERS = ("bias", "masked_bias", "causal_mask")
-"""Masks that old checkpoints hold beside the projections."""
+"""Mask buffers that old checkpoints hold beside the projections."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldingConstraints:
-    """What may be absorbed in a layer, and why not more."""
+    """What may be folded in a layer, and why not more."""
 
     pairs: tuple[Array, Array]
-    """Rows of a key head that form rotary pairs, real and imaginary parts; the other rows do not turn."""
+    """Rows of a key head that form rotary pairs: real and imaginary parts. Only a complex number per pair can be
+    folded, and any matrix for the other rows."""
     key_constraint: str | None = None
-    """Why the queries can't take what is divided out of the keys; None if they can."""
+    """Why maps of the keys can't be folded into the query projection; None if they can."""
     value_constraint: str | None = None
-    """Why the output projection can't take what is divided out of the values."""
+    """Why maps of the values can't be folded into the output projection; None if they can."""
     order_constraint: str | None = None
-    """Why K/V heads, with the query heads that read them, can't change places."""
+    """Why K/V heads, with the query heads that read them, can't be reordered; None if they can."""
 
 
 def find_folding_constraints(finder: AttentionFinder, layer: AttentionLayer) -> FoldingConstraints:
-    """What may be absorbed in a layer.
+    """The folding constraints of a layer.
 
     Args:
         finder: of the checkpoint.
         layer: one of its layers.
 
     Raises:
-        ConfigError: the config's rotary positions make no sense.
+        ConfigError: the config states a number of rotary dimensions that makes no pairs.
     """
     family, config = finder.family, finder.config
     pairs = rotary_pairs(family, config, layer.key_head_dim)
-    if layer.attention_kind != "decoder":  # no family turns the keys of an encoder's output
+    if layer.attention_kind != "decoder":  # no family has rotary positions in an encoder or in cross-attention
         pairs = (np.empty(0, int), np.empty(0, int))
     order_constraint = _order_constraint(finder, layer)
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
@@ -54,8 +55,8 @@ def find_folding_constraints(finder: AttentionFinder, layer: AttentionLayer) -> 
 
 
 def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
-    """Whether a norm follows the key projection. Most leave gains in the checkpoint; configs often leave out what is
-    the default.
+    """Whether a norm follows the key projection. Its gains in the checkpoint tell, because configs often leave out
+    defaults.
     """
     if finder.family.gainless_key_norm is not None:
         return bool(finder.config.get(*finder.family.gainless_key_norm))
@@ -64,7 +65,7 @@ def _normed(finder: AttentionFinder, layer: AttentionLayer) -> bool:
 
 
 def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | None:
-    """Whether anything but the projections knows heads by their numbers: what is unknown here may."""
+    """Why heads can't be reordered; an unknown tensor in the attention module counts as a reason."""
     family, config = finder.family, finder.config
     for attention_kind, reason in family.order_constraints:
         if attention_kind == layer.attention_kind:
@@ -83,7 +84,7 @@ def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | N
 
 
 def _shared_gain(finder: AttentionFinder, tail: str) -> bool:
-    """Whether a tensor of the attention module holds gains that a norm of queries or keys has for all heads alike."""
+    """Whether a tensor of the attention module holds the gains of a norm that all heads share."""
     key = finder.family.key_norm_name
     query = key.replace("key", "query") if key.startswith("key") else f"q{key[1:]}"
     return finder.family.key_norm == "shared" and tail in {

@@ -1,6 +1,6 @@
-"""What a merged layer's keys and values lose of the source's, as functions: no maps between heads and no signs matter.
+"""The error of a merged layer's scores and values against the source's, which does not depend on maps between heads.
 
-Shape legend as in `heads`.
+The shape legend is that of `heads`.
 """
 
 from dataclasses import dataclass
@@ -19,39 +19,39 @@ Array = npt.NDArray[Any]
 def fitted_errors(
     source: Heads, merged: Heads, constraints: FoldingConstraints, moments: Moments | None
 ) -> tuple[float, float]:
-    """The relative error of the scores and of what the values bring to the output.
+    """The relative errors of the scores and of the output that the values produce.
 
     Scores are compared over all distances: under rotary positions, frequency by frequency. Inputs of queries and of
-    keys count as independent; without moments every direction of them counts alike. What is the same for all keys is
-    left out of rows that do not turn, since a softmax does not see it.
+    keys count as independent; without moments every direction counts alike. In rows without rotary positions, what all
+    keys have in common is left out, because it has no effect after the softmax.
 
     Args:
         source: [K] K/V heads.
-        merged: fewer, or the source itself.
-        freedom: which rows turn.
+        merged: the result with fewer K/V heads, or the source itself.
+        constraints: of the layer, which name the rotary pairs.
         moments: of the inputs.
 
     Returns:
-        |source - merged| / |source| of keys, and of values, in root mean square.
+        |source - merged| / |source| in root mean square: of the scores, and of the values' output.
     """
     if merged is source:
         return 0.0, 0.0
-    asking, seen = (moments.queries, moments.keys) if moments else (None, None)
+    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
     size = source.groups // merged.groups
-    scores, brought = _Loss(), _Loss()
+    scores, outputs = _Loss(), _Loss()
     for group in range(merged.groups):
-        new_key, new_value = _Rows(merged.keys[group], seen), _Rows(merged.values[group], seen)
+        new_key, new_value = _Rows(merged.keys[group], key_moment), _Rows(merged.values[group], key_moment)
         for head in range(group * size, (group + 1) * size):
-            keys = _Rows(source.keys[head], seen), new_key
+            keys = _Rows(source.keys[head], key_moment), new_key
             for pair in zip(source.queries[head], merged.queries[head], strict=True):
-                _add_scores(scores, (_Rows(pair[0], asking), _Rows(pair[1], asking)), keys, constraints)
-            values = _Rows(source.values[head], seen), new_value
+                _add_scores(scores, (_Rows(pair[0], query_moment), _Rows(pair[1], query_moment)), keys, constraints)
+            values = _Rows(source.values[head], key_moment), new_value
             inner = [[values[a].inner(values[b]) for b in (0, 1)] for a in (0, 1)]
             for columns in zip(source.outputs[head], merged.outputs[head], strict=True):
-                brought.add(
+                outputs.add(
                     *(float(np.vdot(columns[a].T @ columns[b], inner[a][b])) for a, b in ((0, 0), (1, 1), (0, 1)))
                 )
-    return scores.relative, brought.relative
+    return scores.relative, outputs.relative
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Loss:
     total: float = 0.0
 
     def add(self, old: float, new: float, both: float) -> None:
-        """Count in two functions by their squares and their product."""
+        """Add two functions, given their squares and their product."""
         self.lost += old + new - 2 * both
         self.total += old
 
@@ -89,14 +89,14 @@ class _Rows:
         return len(self._rows)
 
     def inner(self, other: "_Rows", which: Array | slice = slice(None), *, centred: bool = False) -> Array:
-        """[n, n] of the rows `which`; `centred` takes the inputs' mean out."""
+        """[n, n] of the rows `which`; with `centred`, the inputs' mean is removed."""
         product = self._seen[which] @ other._rows[which].T
         if centred and self._mean is not None and other._mean is not None:
             product -= np.outer(self._mean[which], other._mean[which])
         return np.asarray(product)
 
     def paired(self, other: "_Rows", real: Array, imaginary: Array) -> Array:
-        """[f], complex: of each pair with the same pair of the other rows."""
+        """[f], complex: the product of each rotary pair with the same pair of the other rows."""
         a, b, c, d = self._seen[real], self._seen[imaginary], other._rows[real], other._rows[imaginary]
         return np.asarray(_dots(a, c) + _dots(b, d) + 1j * (_dots(b, c) - _dots(a, d)))
 
@@ -108,22 +108,20 @@ def _dots(a: Array, b: Array) -> Array:
 def _add_scores(
     loss: _Loss, queries: tuple[_Rows, _Rows], keys: tuple[_Rows, _Rows], constraints: FoldingConstraints
 ) -> None:
-    """Count in the scores of one query head, of the source and merged."""
+    """Add the scores of one query head, of the source and of the merged layer."""
     real, imaginary = constraints.pairs
     rest = np.setdiff1d(np.arange(keys[0].count), np.concatenate([real, imaginary]))
-    places = ((0, 0), (1, 1), (0, 1))
+    combinations = ((0, 0), (1, 1), (0, 1))
     if len(rest):
         loss.add(
             *(
                 float(np.vdot(queries[a].inner(queries[b], rest), keys[a].inner(keys[b], rest, centred=True)))
-                for a, b in places
+                for a, b in combinations
             )
         )
-    if len(
-        real
-    ):  # over all distances those of different frequency are orthogonal, and each has half its greatest square
+    if len(real):  # over all distances, frequencies are orthogonal and the mean is half the greatest square
         products = [
             (queries[a].paired(queries[b], real, imaginary), keys[a].paired(keys[b], real, imaginary))
-            for a, b in places
+            for a, b in combinations
         ]
         loss.add(*(float(np.vdot(key, query).real) / 2 for query, key in products))

@@ -1,6 +1,6 @@
-"""In which order a layer's K/V heads are merged, so that those that merge cheaply are neighbours.
+"""The order of a layer's K/V heads in which heads that merge with little loss are neighbours.
 
-Shape legend as in `heads`.
+The shape legend is that of `heads`.
 """
 
 from dataclasses import replace
@@ -18,16 +18,17 @@ Array = npt.NDArray[Any]
 
 
 def order_heads(heads: Heads, groups: int, constraints: FoldingConstraints, moments: Moments | None) -> Array:
-    """An order of whole K/V heads, with the query heads that read them, in which neighbours lose little by sharing one.
+    """An order of whole K/V heads, with the query heads that read them, in which neighbours merge with little loss.
 
     Args:
         heads: of the source.
         groups: K/V heads of the result, a divisor of the source's.
-        freedom: whether heads may change places; where something is averaged instead of absorbed they stay too.
+        constraints: heads keep their order if one of them holds, because what can't be folded is averaged.
         moments: of the inputs; without them every direction counts alike.
 
     Returns:
-        Numbers of the source's K/V heads, [K]: group after group, as they were where nothing is gained.
+        Numbers of the source's K/V heads, [K]: group after group, in the source's order where another one gains
+        nothing.
     """
     identity = np.arange(heads.groups)
     if (
@@ -40,7 +41,7 @@ def order_heads(heads: Heads, groups: int, constraints: FoldingConstraints, mome
 
 
 def noted(order: Array) -> dict[str, list[int]]:
-    """An order as it is kept in records: not at all, where every head stays in its place."""
+    """The entry of an order in a record; empty where every head keeps its place."""
     return {} if (order == np.arange(len(order))).all() else {"order": order.tolist()}
 
 
@@ -48,14 +49,14 @@ def ordered(heads: Heads, order: Array) -> Heads:
     """The same function with its K/V heads, and the query heads that read them, in another order.
 
     Args:
-        heads: of a layer without an order barrier.
+        heads: of a layer without an order constraint.
         order: [K], numbers of its K/V heads.
     """
     return replace(heads, **{role: getattr(heads, role)[order] for role in ("queries", "keys", "values", "outputs")})
 
 
 def _value_losses(heads: Heads, moments: Moments | None) -> Array:
-    """Relative to the power of all values, weighed as their merge weighs them."""
+    """Losses [K, K] relative to the power of all values, with the weights of the merge."""
     if moments:
         weights = np.einsum("mrDc,mrDe->mce", heads.outputs, heads.outputs, optimize=True)
     else:
@@ -65,18 +66,18 @@ def _value_losses(heads: Heads, moments: Moments | None) -> Array:
 
 
 def _key_losses(heads: Heads, constraints: FoldingConstraints, moments: Moments | None) -> Array:
-    """Relative to the power of all scores."""
-    asked = heads.queries @ moments.queries if moments else heads.queries
+    """Losses [K, K] relative to the power of all scores."""
+    read = heads.queries @ moments.queries if moments else heads.queries
     real, imaginary = constraints.pairs
     rest = np.setdiff1d(np.arange(heads.keys.shape[1]), np.concatenate(constraints.pairs))
     losses, power = np.zeros((heads.groups, heads.groups)), 0.0
     if len(real):
-        powers = np.einsum("mrcd,mrcd->mc", asked, heads.queries)
-        turning = heads.keys[:, real] + 1j * heads.keys[:, imaginary]
-        found = rotary_pair_losses(turning, powers[:, real] + powers[:, imaginary], moments.keys if moments else None)
-        losses, power = found[0] / 2, found[1] / 2  # over all distances, each frequency has half its greatest square
+        powers = np.einsum("mrcd,mrcd->mc", read, heads.queries)
+        rotary = heads.keys[:, real] + 1j * heads.keys[:, imaginary]
+        found = rotary_pair_losses(rotary, powers[:, real] + powers[:, imaginary], moments.keys if moments else None)
+        losses, power = found[0] / 2, found[1] / 2  # the mean over all distances is half the greatest square
     if len(rest):
-        weights = np.einsum("mrcd,mred->mce", asked[:, :, rest], heads.queries[:, :, rest], optimize=True)
+        weights = np.einsum("mrcd,mred->mce", read[:, :, rest], heads.queries[:, :, rest], optimize=True)
         found = pair_losses(heads.keys[:, rest], weights, centred(moments.keys) if moments else None)
         losses, power = losses + found[0], power + found[1]
     return losses / (power or 1.0)

@@ -1,7 +1,7 @@
-"""One attention layer cut into heads, whatever the family's layout, and put together again in the source's own tensors.
+"""One attention layer divided into heads, whatever the family's layout, and joined again into the source's tensors.
 
-Shape legend: K source K/V heads, r query heads that read each of them, c width of a key head, w width of a value head,
-D width of the layer's output, e inputs of a projection and one more: a bias is the weight of an input that is always 1.
+Shape legend: K source K/V heads, r query heads that read each of them, c head_dim of keys, w head_dim of values,
+D hidden size of the layer's output, e inputs of a projection plus one: a bias is the weight of a constant input 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,19 +17,19 @@ from gqa_convert.families.layouts import Section
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
-"""Tensors by name, as they are in the files."""
+"""Tensors by their names in the files."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """An attention layer as arrays. Queries and outputs are sorted by the K/V head that they belong to."""
+    """An attention layer as arrays. Queries and outputs are sorted by the K/V head that they read."""
 
     queries: Array
     """[K, r, c, e]."""
     keys: Array
-    """[K, c, e]; of cross-attention, e counts the encoder's width."""
+    """[K, c, e]; in cross-attention, e counts the encoder's hidden size."""
     values: Array
-    """[K, w, e], likewise."""
+    """[K, w, e], with the e of the keys."""
     outputs: Array
     """[K, r, D, w]: the output projection's columns that each query head feeds."""
     output_bias: Array | None
@@ -40,17 +40,17 @@ class Heads:
         return len(self.keys)
 
     def repeated(self, heads: int) -> "Heads":
-        """The same function with `heads` K/V heads, a multiple: every merged head stands once for each head that it
-        replaces.
+        """The same function with each merged head repeated once for every head that it replaces.
 
-        Queries and outputs are those of `heads` K/V heads already.
+        Args:
+            heads: K/V heads of the result, a multiple of `groups`; queries and outputs are sorted by them already.
         """
         times = heads // self.groups
         return replace(self, keys=self.keys.repeat(times, axis=0), values=self.values.repeat(times, axis=0))
 
 
 class LayerTensors:
-    """The tensors of one attention layer, and how they are made of heads.
+    """The tensors of one attention layer, and where heads lie in them.
 
     Args:
         finder: of the checkpoint.
@@ -77,7 +77,7 @@ class LayerTensors:
 
     @property
     def folding(self) -> dict[str, Literal["query", "output"]]:
-        """Tensors that absorb maps and hold no K/V heads, each with what it holds."""
+        """Tensors into which maps are folded and that hold no K/V heads, each with what it holds."""
         found: dict[str, Literal["query", "output"]] = {
             name: "query" for name, cut in self._cuts.items() if [section.role for section in cut] == ["query"]
         }
@@ -85,18 +85,18 @@ class LayerTensors:
 
     @property
     def output_names(self) -> tuple[str, str]:
-        """The output projection's weight and its bias, which there need not be."""
+        """The names of the output projection's weight and of its bias, which may be absent."""
         return self._output, self._output_bias
 
     def is_norm(self, name: str) -> bool:
-        """Whether a tensor holds gains of a norm."""
+        """Whether a tensor holds the gains of a norm that counts K/V heads."""
         return any(name in names for names in self._lists) or any(
             section.role == "key_norm" for section in self._cuts.get(name, ())
         )
 
     def narrowed(self, tensors: Tensors) -> Tensors:
-        """Zeros in the place of the projections, of one input and one output: for `join` to show where each row of
-        heads goes.
+        """Zeros in place of the projections, with one input and one output: `join` shows with them where each row of
+        the heads goes.
         """
         found: Tensors = {}
         for name in self.names:
@@ -140,9 +140,9 @@ class LayerTensors:
         """The layer's tensors with merged heads in the place of the source's: same names, shapes and types.
 
         Args:
-            merged: with `groups` or as many K/V heads as the source.
-            tensors: the source's: what merging leaves alone is taken from them, gains of key norms are averaged over
-                each group.
+            merged: with `groups` K/V heads, or with as many as the source.
+            tensors: the source's. What merging does not change is taken from them; gains of key norms are averaged
+                over each group.
             groups: into which the source's heads were merged.
         """
         layer = self.layer
@@ -153,7 +153,7 @@ class LayerTensors:
         }
         result: Tensors = {}
         for name, cut in self._cuts.items():
-            result[name] = tensors[name].copy()  # and with it a gate beside the queries
+            result[name] = tensors[name].copy()  # keeps a gate beside the queries
             rows = _upright(result[name], self.transposed)
             for section in cut:
                 if section.role == "key_norm":
@@ -175,7 +175,7 @@ class LayerTensors:
         return result
 
     def _role(self, tensors: Tensors, role: str, *, matrix: bool) -> Array | None:
-        """The rows of all heads of a role, [heads, width, inputs], or [heads, width] of its bias."""
+        """The rows of all heads of a role, [heads, head_dim, inputs], or [heads, head_dim] of its bias."""
         for name, cut in self._cuts.items():
             array = tensors[name]
             if (array.ndim == 2) == matrix and any(section.role == role for section in cut):
@@ -185,7 +185,7 @@ class LayerTensors:
 
 
 def read_layers(finder: AttentionFinder, read: Callable[[str], Array]) -> Iterator[tuple[LayerTensors, Tensors]]:
-    """Every attention layer with its tensors, one in memory at a time.
+    """Every attention layer with its tensors, one layer in memory at a time.
 
     Args:
         finder: of the checkpoint.
@@ -197,15 +197,15 @@ def read_layers(finder: AttentionFinder, read: Callable[[str], Array]) -> Iterat
 
 
 def _upright(array: Array, transposed: bool) -> Array:
-    """Rows first, as nn.Linear has them; Conv1D's weights are turned, there and back."""
+    """A weight with rows first, as nn.Linear stores it; Conv1D's weights are transposed, and so back again."""
     return array.T if transposed and array.ndim == 2 else array
 
 
 def _averaged(gains: Array, groups: int) -> Array:
     """The gains of each head's norm, [heads, ...], as the mean of its group."""
-    wide = (
+    grouped = (
         gains.astype(np.float64).reshape(groups, -1, *gains.shape[1:])
         if groups < len(gains)
         else gains.astype(np.float64)[:, None]
     )
-    return np.asarray(wide.mean(1).repeat(len(gains) // len(wide), axis=0))
+    return np.asarray(grouped.mean(1).repeat(len(gains) // len(grouped), axis=0))

@@ -1,7 +1,7 @@
-"""Merges the heads of one attention layer by a method whose maps the query and output projections absorb.
+"""Merges the heads of one attention layer by a method whose maps are folded into the query and output projections.
 
-Shape legend as in `heads`; a moment is E[x x^T] over calibration text of a projection's inputs with the 1 that carries
-its bias, [e, e].
+The shape legend is that of `heads`. A moment is E[x x^T], [e, e], over calibration text, of a projection's inputs
+together with the constant 1 that stands for its bias.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What calibration text showed of a layer's inputs, damped."""
+    """Damped moments of a layer's inputs on calibration text."""
 
     queries: Array
-    """[e, e], of what queries are made from."""
+    """[e, e], of the query projection's inputs."""
     keys: Array
-    """[e, e], of what keys and values are made from: the same, but for cross-attention."""
+    """[e, e], of the inputs of the key and value projections, which differ from the queries' in cross-attention."""
 
 
 def merge_layer(
@@ -37,7 +37,7 @@ def merge_layer(
     folding: Folding,
     constraints: FoldingConstraints,
     moments: Moments | None,
-    slow: int | None = None,
+    first_low: int | None = None,
 ) -> Heads:
     """Merge contiguous K/V heads into groups.
 
@@ -47,7 +47,8 @@ def merge_layer(
         folding: how; what cannot be folded is averaged, and the rest is left alone.
         constraints: what forbids folding.
         moments: for `factor`; without them every input direction counts alike.
-        slow: rotary pairs from this one on, which turn little over a whole context, are merged as if they did not turn.
+        first_low: rotary pairs from this index on have low frequencies and are merged like rows without positions; None
+            for none.
 
     Returns:
         Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no fewer groups than
@@ -62,7 +63,7 @@ def merge_layer(
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
         keys[group], queries[own] = _merge_keys(
-            heads.keys[own], heads.queries[own], _FOLDINGS[folding], constraints, moments, slow
+            heads.keys[own], heads.queries[own], _FOLDINGS[folding], constraints, moments, first_low
         )
         values[group], outputs[own] = _merge_values(
             heads.values[own], heads.outputs[own], _FOLDINGS[folding], constraints, moments
@@ -132,7 +133,7 @@ def _merge_keys(
     merges: _Merges,
     constraints: FoldingConstraints,
     moments: Moments | None,
-    slow: int | None,
+    first_low: int | None,
 ) -> tuple[Array, Array]:
     """Rotary pairs as complex rows, and the rows without rotary positions."""
     if constraints.key_constraint:
@@ -141,10 +142,10 @@ def _merge_keys(
     rest = np.setdiff1d(np.arange(keys.shape[1]), np.concatenate(constraints.pairs))
     rotary = keys[:, real] + 1j * keys[:, imaginary], queries[:, :, real] + 1j * queries[:, :, imaginary]
     plain = keys[:, rest], queries[:, :, rest]
-    if slow is not None and slow < len(real):
+    if first_low is not None and first_low < len(real):
         measured = (moments.keys, moments.queries) if moments else ()
         rotary_key, plain_key, rotary_queries, plain_queries = factor_partly_rotary_keys(
-            (rotary[0], plain[0]), (rotary[1], plain[1]), slow, *measured
+            (rotary[0], plain[0]), (rotary[1], plain[1]), first_low, *measured
         )
     else:
         rotary_key, rotary_queries = merges.rotary_keys(*rotary, moments) if len(real) else (rotary[0][0], rotary[1])
@@ -157,6 +158,6 @@ def _merge_keys(
 
 
 def centred(moment: Array) -> Array:
-    """The covariance: a softmax does not see what is the same for all keys."""
+    """The covariance of a moment: what all keys have in common has no effect after the softmax."""
     mean = moment[:, -1:] / moment[-1, -1]
     return np.asarray(moment - mean @ mean.T * moment[-1, -1])
