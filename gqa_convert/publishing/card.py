@@ -168,8 +168,8 @@ def _origin(origin: Origin) -> Markdown:
 
 def _card(subject: Subject) -> Card:
     facts, measured = subject.facts, subject.measured
-    methods = [METHODS.get(record.text("method") or "") for record in facts.chain]
-    evaluated = any(each.part("evaluation") for each in facts.trainings)
+    methods = [METHODS.get(record.method or "") for record in facts.chain]
+    evaluated = any(each.evaluation for each in facts.trainings)
     return Card(
         name=subject.repo_id.rsplit("/", 1)[-1],
         source=_source(subject),
@@ -194,8 +194,8 @@ def _card(subject: Subject) -> Card:
 def _source(subject: Subject) -> Markdown:
     base = subject.base
     if base is None:
-        first = subject.facts.chain[0].part("source")
-        name = first.text("id") if first else None
+        first = subject.facts.chain[0].source_record
+        name = first.id if first else None
         if name is None:
             return Markdown("A checkpoint whose name was not recorded")
         return Markdown(f"A local checkpoint ({code(name.rstrip('/').rsplit('/', 1)[-1])})")
@@ -207,7 +207,7 @@ def _change(facts: Facts) -> str:
     before = facts.first_kv_heads
     heads = f"{facts.groups} key/value heads per layer"
     heads += f" in place of {before}" if before and before != facts.groups else ""
-    tokens = sum(each.count("tokens") or 0 for each in facts.trainings)
+    tokens = sum(each.tokens or 0 for each in facts.trainings)
     return heads + (f", uptrained on {tokens:,} tokens" if facts.trainings else ", not uptrained")
 
 
@@ -217,12 +217,12 @@ def _sizes(facts: Facts) -> list[tuple[str, ...]]:
         "cross_kv_bytes_per_encoder_token": "K/V-cache bytes per encoder token",
     }
     rows = [
-        ("query heads per layer", number(facts.chain[0].count("heads"), 0), number(facts.plan.heads, 0)),
+        ("query heads per layer", number(facts.chain[0].heads, 0), number(facts.plan.heads, 0)),
         ("K/V heads per layer", number(facts.first_kv_heads, 0), number(facts.groups, 0)),
     ]
     for key, sizes in facts.plan.cache_bytes().items():
-        recorded = facts.chain[0].part(key)
-        before = recorded.number("before") if recorded else None
+        recorded = getattr(facts.chain[0], key)
+        before = recorded.before if recorded else None
         rows.append((caches[key], number(before, 0), number(sizes["after"], 0)))
     rows.append(("parameters", "", number(facts.plan.parameters_after, 0)))
     return [(name, before or "not recorded", after) for name, before, after in rows]
@@ -232,7 +232,7 @@ def _encoder(facts: Facts) -> str | None:
     crossed = any(layer.attention_kind == "cross" for layer in facts.plan.layers)
     if not crossed and "encoder_layers" not in facts.checkpoint.config:
         return None
-    converted = facts.record.record.get("encoder") is True
+    converted = facts.record.encoder is True
     return "the encoder's self-attention is converted too" if converted else "the encoder is unchanged"
 
 
@@ -245,7 +245,7 @@ def _loading(subject: Subject) -> Loading:
     if helper:
         lines.append(f'{variable} = {helper}.from_pretrained("{subject.repo_id}"{options})')
     lines.append(f'model = {model}.from_pretrained("{subject.repo_id}"{options})')
-    types = facts.record.text("model_type") or "another type", str(facts.checkpoint.config.get("model_type"))
+    types = facts.record.model_type or "another type", str(facts.checkpoint.config.get("model_type"))
     return Loading(
         python="\n".join(lines),
         modules=tuple(name for name in facts.files if name.endswith(".py")) if facts.needs_own_code else (),

@@ -3,16 +3,16 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
-from gqa_convert.measuring.results.fields import Fields, parse_json
+from gqa_convert.measuring.results.fields import parse_json
 from gqa_convert.measuring.results.parsing import read_conversion
 from gqa_convert.measuring.results.records import Conversion
+from gqa_convert.measuring.results.schemas import ConversionRecord, FileRecord, TrainingRecord
 
 README = "README.md"
 _LONGEST_CHAIN = 32
@@ -51,22 +51,22 @@ class Facts:
     checkpoint: Checkpoint
     plan: Plan
     conversion: Conversion
-    chain: tuple[Fields, ...]
-    trainings: tuple[Fields, ...]
+    chain: tuple[ConversionRecord, ...]
+    trainings: tuple[TrainingRecord, ...]
 
     @property
     def groups(self) -> int:
         return self.conversion.groups
 
     @property
-    def record(self) -> Fields:
-        """Of the last conversion."""
+    def record(self) -> ConversionRecord:
+        """The record of the last conversion."""
         return self.chain[-1]
 
     @property
     def first_kv_heads(self) -> int | None:
         """K/V heads per layer before the first conversion."""
-        return self.chain[0].count("source_kv_heads")
+        return self.chain[0].source_kv_heads
 
     @property
     def base(self) -> Base | None:
@@ -74,8 +74,8 @@ class Facts:
         by its folder.
         """
         for record in reversed(self.chain):
-            source = record.part("source") or Fields({}, "")
-            name, revision = source.text("id"), source.text("revision")
+            source = record.source_record
+            name, revision = (source.id, source.revision) if source else (None, None)
             if name and revision:
                 return Base(name, revision)
             if name and (match := _CACHED.search(name)):
@@ -85,7 +85,7 @@ class Facts:
     @property
     def route(self) -> str:
         """How it is loaded, as `Plan.route` says it."""
-        return next((route for each in reversed(self.chain) if (route := each.text("route"))), self.plan.route)
+        return next((route for each in reversed(self.chain) if (route := each.route)), self.plan.route)
 
     @property
     def needs_own_code(self) -> bool:
@@ -99,7 +99,7 @@ class Facts:
         """
         written = {CONFIG, PROVENANCE, "tokenizer_config.json", *_modules(self.checkpoint)}
         for record in self.chain:
-            written |= _source_files(record).record.keys()
+            written |= _source_files(record).keys()
         return tuple(
             name
             for name in sorted(self.checkpoint.sizes)
@@ -115,21 +115,20 @@ class Facts:
     @property
     def made(self) -> str:
         """When the weights were last changed, as ISO 8601; empty if that was not recorded."""
-        return max((each.text("created") or "" for each in (*self.chain, *self.trainings)), default="")
+        return max([each.created or "" for each in self.chain] + [each.created or "" for each in self.trainings])
 
     def written_digest(self, name: str) -> str | None:
         """SHA-256 of a weight file as convert or uptrain wrote it, if it was recorded."""
-        files = (self.record.part("result") or Fields({}, "")).part("files")
-        entry = files.part(name) if files else None
-        return entry.text("sha256") if entry else None
+        files = (self.record.result.files if self.record.result else None) or {}
+        return files[name].sha256 if name in files else None
 
     def source_digest(self, name: str) -> set[str]:
         """SHA-256 of a file in the sources of all conversions, as far as they were recorded."""
         found = set[str]()
         for record in self.chain:
-            entry = _source_files(record).part(name)
-            if entry and (digest := entry.text("sha256")):
-                found.add(digest)
+            entry = _source_files(record).get(name)
+            if entry and entry.sha256:
+                found.add(entry.sha256)
         return found
 
 
@@ -170,29 +169,31 @@ def read_facts(out: Path) -> Facts:
             "another folder"
         )
     _check_code(checkpoint, out)
-    trainings = tuple(training for record in chain for training in record.parts("uptraining"))
+    trainings = tuple(training for record in chain for training in record.uptraining)
     return Facts(out, checkpoint, plan, conversion, chain, trainings)
 
 
-def _native(record: Fields) -> bool | None:
-    """For a plan that keeps the checkpoint the type that it has."""
-    return False if record.text("route") == "own file" else None
+def _native(record: ConversionRecord) -> bool | None:
+    """The argument of a plan that keeps the checkpoint's own type."""
+    return False if record.route == "own file" else None
 
 
-def _chain(content: dict[str, Any], path: Path) -> tuple[Fields, ...]:
-    chain = [Fields(content, str(path))]
-    while (earlier := chain[0].part("previous")) is not None:
+def _chain(content: object, path: Path) -> tuple[ConversionRecord, ...]:
+    where = str(path)
+    chain = [ConversionRecord.read(content, where)]
+    while chain[0].previous is not None:
         if len(chain) == _LONGEST_CHAIN:
             raise PublishError(
-                f"{path} tells of more than {_LONGEST_CHAIN} conversions in a row: convert the first source directly"
+                f"{path} records more than {_LONGEST_CHAIN} conversions in a row: convert the first source directly"
             )
-        chain.insert(0, earlier)
+        where = f"previous of {where}"
+        chain.insert(0, ConversionRecord.read(chain[0].previous, where))
     return tuple(chain)
 
 
-def _source_files(record: Fields) -> Fields:
+def _source_files(record: ConversionRecord) -> dict[str, FileRecord]:
     """The files of a conversion's source, by name, as far as they were recorded."""
-    return (record.part("source") or Fields({}, "")).part("files") or Fields({}, "")
+    return (record.source_record.files if record.source_record else None) or {}
 
 
 def _modules(checkpoint: Checkpoint) -> list[str]:

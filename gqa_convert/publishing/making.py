@@ -4,7 +4,8 @@ import json
 import shlex
 from dataclasses import dataclass
 
-from gqa_convert.measuring.results.fields import Fields, printable
+from gqa_convert.measuring.results.fields import printable
+from gqa_convert.measuring.results.schemas import CalibrationRecord, ConversionRecord, TrainingRecord, TrainingText
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import Markdown, code, number, plain
@@ -100,27 +101,27 @@ def making_of(facts: Facts) -> Making:
     )
 
 
-def _step(record: Fields) -> Step:
-    method, calibration = record.text("method") or "not recorded", record.part("calibration")
+def _step(record: ConversionRecord) -> Step:
+    method, calibration = record.method or "not recorded", record.calibration
     known = METHODS.get(method)  # None for a record of another version
-    exact, errors = known is not None and known.is_exact, record.numbers("merge_error")
+    exact = known is not None and known.is_exact
     return Step(
-        before=number(record.count("source_kv_heads"), 0) or "an unrecorded number of",
-        groups=record.need_groups(),
+        before=number(record.source_kv_heads, 0) or "an unrecorded number of",
+        groups=record.groups,
         method=method,
         meaning=known.card_sentence if known else None,
         exact=exact,
         calibrated=calibration is not None,
-        text=calibration.text("text") if calibration else None,
+        text=calibration.text if calibration else None,
         divergence=_divergence(calibration) if calibration else None,
-        errors=() if exact else _merge_errors(errors),
-        trainings=tuple(map(_training, record.parts("uptraining"))),
+        errors=() if exact else _merge_errors(record.errors),
+        trainings=tuple(map(_training, record.uptraining)),
     )
 
 
-def _divergence(calibration: Fields) -> str | None:
-    measured = calibration.part("kl")
-    start, end = (measured.number(key) if measured else None for key in ("before", "after"))
+def _divergence(calibration: CalibrationRecord) -> str | None:
+    measured = calibration.kl
+    start, end = (measured.before, measured.after) if measured else (None, None)
     if start is None or end is None:
         return None
     together = f", {number(start)} before all layers were trained on it together" if end < start else ""
@@ -145,66 +146,56 @@ def _merge_errors(errors: dict[str, float]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _training(training: Fields) -> Training:
-    recipe = training.part("recipe")
+def _training(training: TrainingRecord) -> Training:
+    recipe = training.recipe
     texts, settings = [], []
     if recipe is not None:
-        texts = [f"{code(each.text('source') or 'not recorded')}{_options(each)}" for each in recipe.parts("data")]
-        values = [(key, recipe.record.get(key)) for key in _HYPERPARAMETERS]
+        texts = [f"{code(each.source or 'not recorded')}{_options(each)}" for each in recipe.data]
+        values = [(key, getattr(recipe, key)) for key in _HYPERPARAMETERS]
         settings = [f"{plain(key)} {code(_plain_value(value))}" for key, value in values if value is not None]
     return Training(
-        tokens=training.count("tokens"),
+        tokens=training.tokens,
         texts=Markdown(", ".join(texts) or "not recorded"),
         settings=None if recipe is None else Markdown(", ".join(settings)),
         losses=_losses(training),
     )
 
 
-def _losses(training: Fields) -> str | None:
-    found = training.part("evaluation")
-    if found is None or found.number("start") is None or found.number("final") is None:
+def _losses(training: TrainingRecord) -> str | None:
+    found = training.evaluation
+    if found is None or found.start is None or found.final is None:
         return None
-    source, share = found.number("source"), found.number("recovered_share")
+    source, share = found.source, found.recovered_share
     return (
-        f"{number(found.number('start'))} at the start, {number(found.number('final'))} at the end"
+        f"{number(found.start)} at the start, {number(found.final)} at the end"
         + (f", {number(source)} of the source" if source is not None else "")
         + " (nats per token)"
         + (f"; {share:.1%} of the gap closed" if share is not None else "")
     )
 
 
-def _options(source: Fields) -> str:
+def _options(source: TrainingText) -> str:
     """The options of a dataset that are not the defaults."""
-    usual = {"split": "train", "text_field": "text"}
-    said = [
-        f"{key} {code(_plain_value(source.record[key]))}"
-        for key in ("name", "split", "revision")
-        if _unusual(source.record.get(key), usual.get(key))
-    ]
-    return f" ({', '.join(said)})" if said else ""
-
-
-def _unusual(value: object, usual: object) -> bool:
-    return value is not None and value != usual
+    options = (("name", source.name, None), ("split", source.split, "train"), ("revision", source.revision, None))
+    stated = [f"{key} {code(value)}" for key, value, default in options if value is not None and value != default]
+    return f" ({', '.join(stated)})" if stated else ""
 
 
 def _plain_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _commands(record: Fields) -> list[list[str] | None]:
-    return [record.strings("command"), *(each.strings("command") for each in record.parts("uptraining"))]
+def _commands(record: ConversionRecord) -> list[tuple[str, ...] | None]:
+    return [record.command, *(each.command for each in record.uptraining)]
 
 
 def _versions(facts: Facts) -> Markdown:
     """The versions of each library in the order in which they were used."""
     found: dict[str, list[str]] = {}
-    for record in (*facts.chain, *facts.trainings):
-        machine = record.part("machine")
-        versions = (machine.part("versions") if machine else None) or record.part("versions") or Fields({}, "")
-        for name in versions.record:
-            text = versions.text(name)
-            if text and text not in found.setdefault(name, []):
-                found[name].append(text)
+    records = [each.library_versions for each in facts.chain] + [each.library_versions for each in facts.trainings]
+    for versions in records:
+        for name, version in versions.items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
     named = [f"{plain(name)} {plain(' and '.join(texts))}" for name, texts in found.items()]
     return Markdown(", ".join(named) or "not recorded")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gqa_convert.measuring.results.fields import Fields, is_there
+from gqa_convert.measuring.results.fields import is_there
 from gqa_convert.measuring.results.finding import find
 from gqa_convert.measuring.results.records import Benchmark, Evaluation, Origin, Score, Timing
+from gqa_convert.measuring.results.schemas import SourceRecord
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import some
 
@@ -103,8 +104,8 @@ def is_source(name: str, origin: Origin, facts: Facts) -> bool:
     """Whether a name is that of the first source: as it was recorded, of the same folder, or of one that ends alike and
     holds the same files.
     """
-    source = facts.chain[0].part("source")
-    first = source.text("id") if source else None
+    source = facts.chain[0].source_record
+    first = source.id if source else None
     base = facts.base
     if source is None or first is None:
         return False
@@ -119,22 +120,21 @@ def is_source(name: str, origin: Origin, facts: Facts) -> bool:
     )
 
 
-def _is_copy(folder: Path, recorded: Path, source: Fields) -> bool:
+def _is_copy(folder: Path, recorded: Path, source: SourceRecord) -> bool:
     """Whether a folder may be the one that a conversion recorded by a path relative to where it ran: its last names,
     sizes and hashes agree.
     """
     names = [name for name in recorded.parts if name not in (".", "..")]
-    files = source.part("files")
-    if not names or files is None or list(folder.resolve().parts[-len(names) :]) != names:
+    if not names or source.files is None or list(folder.resolve().parts[-len(names) :]) != names:
         return False
-    for name in files.record:
-        entry, path = files.part(name), folder / name
-        if entry is None or not path.is_file() or path.stat().st_size != entry.count("bytes"):
+    for name, entry in source.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry.bytes:
             return False
         if (
             path.stat().st_size <= _SMALL
-            and (known := entry.text("sha256"))
-            and hashlib.sha256(path.read_bytes()).hexdigest() != known
+            and entry.sha256
+            and hashlib.sha256(path.read_bytes()).hexdigest() != entry.sha256
         ):
             return False
     return True

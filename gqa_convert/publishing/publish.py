@@ -176,10 +176,9 @@ def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
     """
     found = list(options.datasets)
     for training in facts.trainings:
-        recipe = training.part("recipe")
-        for source in recipe.parts("data") if recipe else ():
-            name = source.text("source") or ""
-            if (source.text("name") or source.text("revision")) and _HUB_ID.fullmatch(name) and name not in found:
+        for source in training.recipe.data if training.recipe else ():
+            name = source.source or ""
+            if (source.name or source.revision) and _HUB_ID.fullmatch(name) and name not in found:
                 found.append(name)
     return tuple(found)
 

@@ -31,6 +31,7 @@ from gqa_convert.measuring.benchmark.plot import lines
 from gqa_convert.measuring.benchmark.subject import headers, open_subject
 from gqa_convert.measuring.benchmark.timing import HostClock, alternate, order, quartiles
 from gqa_convert.measuring.benchmark.versions import Version, make_versions, plan_versions
+from gqa_convert.measuring.results.schemas import BenchmarkFile
 from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, write_llama
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_config
@@ -234,9 +235,10 @@ def test_a_cell_alternates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         4,
         4,
     ]  # a step that does not count, and one that does
-    times = [record["decode_ms_per_token"] for record in results]
+    records = [record.as_json() for record in results]
+    times = [record["decode_ms_per_token"] for record in records]
     assert max(times) / min(times) < 1.05
-    assert all(record["decode_ms_low"] < record["decode_ms_per_token"] < record["decode_ms_high"] for record in results)
+    assert all(record["decode_ms_low"] < record["decode_ms_per_token"] < record["decode_ms_high"] for record in records)
 
 
 def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
@@ -287,9 +289,11 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
         assert record["decode_ms_low"] <= record["decode_ms_per_token"] <= record["decode_ms_high"]
         assert "attention_ms_per_token" not in record
     json.dumps(result, allow_nan=False)
-    assert [[record["groups"] for record in line] for line in lines(result).values()] == [[3, 4, 12]] * 4
+    assert [[record.groups for record in line] for line in lines(BenchmarkFile.read(result, "result")).values()] == [
+        [3, 4, 12]
+    ] * 4
     drawn = plot.read_text()
-    for name in lines(result):
+    for name in lines(BenchmarkFile.read(result, "result")):
         assert name in drawn
 
 
@@ -363,7 +367,7 @@ def test_what_fits_a_budget(llama: Path) -> None:
     cut = by_groups(benchmark_model(llama, options=options(memory=1_000_000, layers=1)))
     assert cut[3]["largest_batch"] == by_groups(result)[3]["largest_batch"]  # of the whole model
     found = fitting(1000, 400, 3.0, 2.0, batch=2, context=10, encoder_tokens=30, positions=None)
-    assert (found["largest_batch"], found["largest_context"]) == (600 // 90, (300 - 60) // 3)
+    assert (found.largest_batch, found.largest_context) == (600 // 90, (300 - 60) // 3)
 
 
 @pytest.mark.parametrize(

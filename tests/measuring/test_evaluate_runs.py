@@ -15,6 +15,7 @@ from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.errors import OutputError
 from gqa_convert.measuring.evaluate.results import write_results
 from gqa_convert.measuring.evaluate.tasks import plain
+from gqa_convert.measuring.results.schemas import EvaluationFile, ModelScores
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 from tests.helpers.ranks import Job
@@ -91,13 +92,15 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
 def test_a_file_that_came_into_being_meanwhile_is_kept(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("mine")
     with pytest.raises(OutputError, match="exists already"):
-        write_results(tmp_path / "results.json", {"loss": 1.0}, overwrite=False)
+        write_results(tmp_path / "results.json", EvaluationFile(), overwrite=False)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "mine")]
 
 
 def test_nothing_half_written_is_left(tmp_path: Path) -> None:
+    scores = ModelScores(model="m").model_copy(update={"loss": float("nan")})
+    results = EvaluationFile(results=(scores,))
     with pytest.raises(ValueError, match="Out of range"):
-        write_results(tmp_path / "results.json", {"loss": float("nan")}, overwrite=False)
+        write_results(tmp_path / "results.json", results, overwrite=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.inspect.pairs import pair_errors
 from gqa_convert.measuring.inspect.run import inspect_checkpoint, recommend
+from gqa_convert.measuring.results.schemas import GroupsLoss
 from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
 from gqa_convert.merging.folding.fitted_error import fitted_errors
 from gqa_convert.merging.folding.heads import Heads, LayerTensors
@@ -314,21 +315,19 @@ def test_default_groups_are_divisors_and_at_most_six(tmp_path: Path) -> None:
 
 def test_recommendations() -> None:
     losses = [
-        {"groups": 2, "loss": 3.0, "increase": 0.5},
-        {"groups": 4, "loss": None, "increase": None},
-        {"groups": 6, "loss": 2.7, "increase": 0.2},
+        GroupsLoss(groups=2, loss=3.0, increase=0.5),
+        GroupsLoss(groups=4, loss=None, increase=None),
+        GroupsLoss(groups=6, loss=2.7, increase=0.2),
     ]
     options = {"--calibration": "my text.txt", "--revision": None}
     found = recommend(losses, 0.2, "org/model", options, encoder=True)
-    assert found["groups"] == 6
-    assert (
-        found["command"] == "gqa-convert convert org/model model-gqa6 --groups 6 --calibration 'my text.txt' --encoder"
-    )
+    assert found.groups == 6
+    assert found.command == "gqa-convert convert org/model model-gqa6 --groups 6 --calibration 'my text.txt' --encoder"
     none = recommend(losses, 0.1, "org/model", options)
-    assert (none["groups"], none["command"]) == (None, None)
-    assert "none of N = 2, 4, 6 stays within 0.1" in none["reason"]
-    assert "N = 6 comes nearest with +0.200" in none["reason"]
-    assert "no loss is finite" in recommend(losses[1:2], 0.1, "org/model", options)["reason"]
+    assert (none.groups, none.command) == (None, None)
+    assert "none of N = 2, 4, 6 stays within 0.1" in none.reason or ""
+    assert "N = 6 comes nearest with +0.200" in none.reason or ""
+    assert "no loss is finite" in (recommend(losses[1:2], 0.1, "org/model", options).reason or "")
 
 
 def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +412,7 @@ def test_the_command_for_people_and_for_scripts(
     assert printed.err == ""
     result = json.loads(printed.out)
     assert result.keys() == {
+        "format_version",
         "source",
         "model_type",
         "heads",

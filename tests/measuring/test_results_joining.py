@@ -8,6 +8,7 @@ import pytest
 
 from gqa_convert.measuring.results.joining import join
 from gqa_convert.measuring.results.records import Benchmark, Material, Origin, Timing
+from gqa_convert.measuring.results.schemas import BenchmarkFile
 from gqa_convert.publishing.report.run import make_report
 from tests.helpers.report_pages import page_of, rows_of
 from tests.helpers.report_runs import TIMES, benchmark, evaluation, write_json, write_runs
@@ -134,7 +135,7 @@ def test_which_times_are_joined() -> None:
 
     def timed(name: str, created: str, *cells: tuple[int, int, int]) -> Benchmark:
         timings = tuple(Timing(groups, batch, context, 1.0) for groups, batch, context in cells)
-        return Benchmark(Origin(Path(name), created=created), "model", None, None, "", "", timings)
+        return Benchmark(Origin(Path(name), created=created), "model", None, None, "", "", timings, BenchmarkFile())
 
     more = timed("more.json", "2026-01-01", (1, 1, 64), (2, 1, 64))
     newer = timed("newer.json", "2026-01-03", (1, 1, 16))

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from gqa_convert.families.table import find_family
 from gqa_convert.measuring.benchmark.breakdown import MemoryReader, Parts, watched
@@ -12,6 +11,7 @@ from gqa_convert.measuring.benchmark.decoding import Decoder
 from gqa_convert.measuring.benchmark.options import LEAD, BenchmarkOptions
 from gqa_convert.measuring.benchmark.timing import Clock, alternate, clock_for, quartiles, timed
 from gqa_convert.measuring.benchmark.versions import Version
+from gqa_convert.measuring.results.schemas import TimedCell
 
 _PREFILLS = 3
 
@@ -33,7 +33,7 @@ def measure_cell(
     *,
     whole: float = 1.0,
     clock: Clock | None = None,
-) -> list[dict[str, Any]]:
+) -> list[TimedCell]:
     """Time every version, taking turns.
 
     Args:
@@ -77,10 +77,10 @@ def measure_cell(
     for version, (own_bytes, cross_bytes), seconds, each in zip(versions, sizes, filled, measured, strict=True):
         record = _record(version, cell, options, own_bytes, cross_bytes, seconds, [turn.seconds for turn in each])
         if breakdown:
-            record |= _broken_down(each, own_bytes + cross_bytes, fastest)
+            record = record.model_copy(update=_broken_down(each, own_bytes + cross_bytes, fastest))
         if whole != 1.0:
             layers = quartiles([turn.parts.seconds["layers"] for turn in each])[1] * 1e3
-            record |= _estimated(record, layers, whole, options.new_tokens)
+            record = record.model_copy(update=_estimated(record, layers, whole, options.new_tokens))
         results.append(record)
     return results
 
@@ -132,28 +132,33 @@ def _record(
     cross_bytes: int,
     prefill: Sequence[float],
     decode: Sequence[float],
-) -> dict[str, Any]:
+) -> TimedCell:
     low, middle, high = (1e3 * seconds for seconds in quartiles(decode))
     prefill_ms = 1e3 * quartiles(prefill)[1] if prefill else None
-    record: dict[str, Any] = {"groups": version.groups, "batch": cell.batch, "context": cell.context}
-    if cell.encoder_tokens is not None:
-        record["encoder_tokens"] = cell.encoder_tokens
-    record |= {
-        "decode_ms_per_token": middle,
-        "decode_ms_low": low,
-        "decode_ms_high": high,
-        "decode_tokens_per_second": 1e3 * cell.batch / middle,
-        "prefill_ms": prefill_ms,
-        "sample_ms": None if prefill_ms is None else prefill_ms + options.new_tokens * middle,
-        "new_tokens": options.new_tokens,
-        "kv_bytes_per_token": own_bytes / cell.context / cell.batch,
-    }
-    if cell.encoder_tokens is not None:
-        record["cross_kv_bytes_per_encoder_token"] = cross_bytes / cell.encoder_tokens / cell.batch
-    return record | {"kv_bytes": own_bytes + cross_bytes, "repetitions": options.repetitions}
+    record = TimedCell(
+        groups=version.groups,
+        batch=cell.batch,
+        context=cell.context,
+        decode_ms_per_token=middle,
+        decode_ms_low=low,
+        decode_ms_high=high,
+        decode_tokens_per_second=1e3 * cell.batch / middle,
+        prefill_ms=prefill_ms,
+        sample_ms=None if prefill_ms is None else prefill_ms + options.new_tokens * middle,
+        new_tokens=options.new_tokens,
+        kv_bytes_per_token=own_bytes / cell.context / cell.batch,
+        kv_bytes=own_bytes + cross_bytes,
+        repetitions=options.repetitions,
+    )
+    if cell.encoder_tokens is None:
+        return record
+    crossed = cross_bytes / cell.encoder_tokens / cell.batch
+    return record.model_copy(
+        update={"encoder_tokens": cell.encoder_tokens, "cross_kv_bytes_per_encoder_token": crossed}
+    )
 
 
-def _broken_down(turns: Sequence[_Turn], cache_bytes: int, bytes_per_second: float) -> dict[str, Any]:
+def _broken_down(turns: Sequence[_Turn], cache_bytes: int, bytes_per_second: float) -> dict[str, float]:
     """Milliseconds per token of the attention modules, and the least that reading their weights and the cache once
     would take.
     """
@@ -173,10 +178,11 @@ def _broken_down(turns: Sequence[_Turn], cache_bytes: int, bytes_per_second: flo
     }
 
 
-def _estimated(record: dict[str, Any], layers_ms: float, whole: float, new_tokens: int) -> dict[str, Any]:
-    """What the whole model would take: the layers' own time in proportion to their number, the rest as it is."""
-    decode = record["decode_ms_per_token"] + (whole - 1.0) * layers_ms
-    prefill = None if record["prefill_ms"] is None else record["prefill_ms"] * whole
+def _estimated(record: TimedCell, layers_ms: float, whole: float, new_tokens: int) -> dict[str, float | None]:
+    """The times of the whole model: the layers' time grows with their number, the rest stays."""
+    assert record.decode_ms_per_token is not None
+    decode = record.decode_ms_per_token + (whole - 1.0) * layers_ms
+    prefill = None if record.prefill_ms is None else record.prefill_ms * whole
     return {
         "layers_ms_per_token": layers_ms,
         "estimated_decode_ms_per_token": decode,

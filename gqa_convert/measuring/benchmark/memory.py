@@ -1,7 +1,8 @@
 """What fits into a memory budget."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, OptionError
@@ -10,6 +11,15 @@ ASSUMED: Final = (
     "weights (exact, from the shapes) and K/V cache (bytes per token as measured in the live cache) fill the budget; activations, the "
     "copy that a growing cache makes of a layer, the framework and fragmentation are not counted, and nothing was allocated to prove it"
 )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits into a memory budget, named as in `TimedCell`; None for any number."""
+
+    weight_bytes: int
+    largest_batch: int | None
+    largest_context: int | None
 
 
 def check_budget(budget: int, weight_bytes: dict[int, int]) -> None:
@@ -67,7 +77,7 @@ def fitting(
     context: int,
     encoder_tokens: int,
     positions: int | None,
-) -> dict[str, Any]:
+) -> Fit:
     """The largest batch at this context and the longest context at this batch.
 
     Args:
@@ -85,8 +95,8 @@ def fitting(
     longest = int((free / batch - cross_bytes * encoder_tokens) // token_bytes) if token_bytes else positions
     if longest is not None and positions is not None:
         longest = min(longest, positions)
-    return {
-        "weight_bytes": weight_bytes,
-        "largest_batch": max(0, int(free // sequence)) if sequence else None,
-        "largest_context": None if longest is None else max(0, longest),
-    }
+    return Fit(
+        weight_bytes,
+        max(0, int(free // sequence)) if sequence else None,
+        None if longest is None else max(0, longest),
+    )

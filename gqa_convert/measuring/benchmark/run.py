@@ -4,6 +4,7 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gqa_convert.measuring.benchmark.subject import (
 )
 from gqa_convert.measuring.benchmark.versions import Version, make_versions, plan_versions
 from gqa_convert.measuring.inspect.picture import check_picture
+from gqa_convert.measuring.results.schemas import BenchmarkFile, Head, MemoryBudget
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the steps done and all of them."""
@@ -42,6 +44,23 @@ def benchmark_model(
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
+    """The JSON of `time_model`, which docs/benchmarking.md describes; the arguments are the same."""
+    file = time_model(
+        model, config=config, revision=revision, options=options, plot=plot, command=command, progress=progress
+    )
+    return file.as_json()
+
+
+def time_model(
+    model: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    revision: str | None = None,
+    options: BenchmarkOptions | None = None,
+    plot: str | Path | None = None,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> BenchmarkFile:
     """Decode latency, throughput, prefill and K/V bytes of a model and of itself with other numbers of K/V heads.
 
     Every version has the shapes that a conversion would give it; weights that no source has are random, which time does
@@ -57,8 +76,7 @@ def benchmark_model(
         progress: told how far the work has come.
 
     Returns:
-        The measurement's head and `results`, an entry for each version, batch and context; docs/benchmarking.md has
-        every field.
+        The measurement, with an entry of `results` for each version, batch and context.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
@@ -115,7 +133,7 @@ def _measure(
     picture: Path | None,
     command: list[str] | None,
     progress: Progress,
-) -> dict[str, Any]:
+) -> BenchmarkFile:
     import torch
 
     from gqa_convert.measuring.benchmark.cells import Cell, measure_cell
@@ -146,45 +164,47 @@ def _measure(
             if options.memory is not None:
                 from gqa_convert.measuring.benchmark.memory import fitting
 
-                record |= fitting(
+                fit = fitting(
                     options.memory,
                     weight_bytes[version.groups],
-                    record["kv_bytes_per_token"] * model_layers / layers,
-                    record.get("cross_kv_bytes_per_encoder_token", 0.0) * model_layers / layers,
+                    (record.kv_bytes_per_token or 0.0) * model_layers / layers,
+                    (record.cross_kv_bytes_per_encoder_token or 0.0) * model_layers / layers,
                     batch=cell.batch,
                     context=cell.context,
                     encoder_tokens=encoder_tokens or 0,
                     positions=positions,
                 )
+                record = record.model_copy(update=asdict(fit))
             results.append(record)
         gc.collect()
     plan = plans[0]
-    result = measurement("benchmark", command, str(device)) | {
-        "model": subject.name,
-        "model_type": plan.family.model_type,
-        "layers": layers,
-        "model_layers": model_layers,
-        "dtype": dtype,
-        "heads": plan.heads,
-        "kv_heads": plan.source_kv_heads,
-        "weights": "own" if own else "random",
-        "attention": used,
-        "cache": "dynamic, as generate() makes it",
-        "threads": torch.get_num_threads(),
-        "order": ORDER,
-        "steps": options.steps,
-        "spread": "decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
-        "results": results,
-    }
+    result = BenchmarkFile(
+        model=subject.name,
+        model_type=plan.family.model_type,
+        layers=layers,
+        model_layers=model_layers,
+        dtype=dtype,
+        heads=plan.heads,
+        kv_heads=plan.source_kv_heads,
+        weights="own" if own else "random",
+        attention=used,
+        cache="dynamic, as generate() makes it",
+        threads=torch.get_num_threads(),
+        order=ORDER,
+        steps=options.steps,
+        spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
+        results=tuple(results),
+        plot=None if picture is None else str(picture),
+    ).headed(Head.model_validate(measurement("benchmark", command, str(device))))
     if options.memory is not None:
         from gqa_convert.measuring.benchmark.memory import ASSUMED
 
-        result["memory"] = {"bytes": options.memory, "assumed": ASSUMED}
+        result = result.model_copy(update={"memory": MemoryBudget(bytes=options.memory, assumed=ASSUMED)})
     if picture is not None:
         from gqa_convert.measuring.benchmark.plot import draw_times
 
         draw_times(result, picture)
-    return result | {"plot": None if picture is None else str(picture)}
+    return result
 
 
 def _dtype(subject: Subject, asked: str | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.measuring.results.schemas import Difference
 from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
 
@@ -91,19 +92,42 @@ class Measured:
         )
 
 
-def figures(measured: Measured) -> dict[str, Any]:
-    """A model's losses: null where a token's loss is no number, or where there is no such figure."""
+@dataclass(frozen=True)
+class Losses:
+    """A model's losses, named as in `ModelScores`; None where a token's loss is not finite."""
+
+    loss: float | None
+    loss_standard_error: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    bits_per_byte_standard_error: float | None
+    tokens: int
+    bytes: int | None
+    scored_nan: int
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A model's distance from the reference, named as in `ModelScores`; None where it is not finite."""
+
+    kl: float | None = None
+    kl_standard_error: float | None = None
+    top1_agreement: float | None = None
+
+
+def losses(measured: Measured) -> Losses:
+    """A model's losses in nats per token and bits per byte, with standard errors."""
     loss, bits = measured.loss(), measured.bits_per_byte()
-    return {
-        "loss": loss and loss.value,
-        "loss_standard_error": loss and loss.error,
-        "perplexity": math.exp(loss.value) if loss and loss.value < _LARGEST else None,
-        "bits_per_byte": bits and bits.value,
-        "bits_per_byte_standard_error": bits and bits.error,
-        "tokens": measured.material.tokens,
-        "bytes": measured.material.byte_count,
-        "scored_nan": measured.not_finite(),
-    }
+    return Losses(
+        loss=loss.value if loss else None,
+        loss_standard_error=loss.error if loss else None,
+        perplexity=math.exp(loss.value) if loss and loss.value < _LARGEST else None,
+        bits_per_byte=bits.value if bits else None,
+        bits_per_byte_standard_error=bits.error if bits else None,
+        tokens=measured.material.tokens,
+        bytes=measured.material.byte_count,
+        scored_nan=measured.not_finite(),
+    )
 
 
 def incomparable(measured: Measured, other: Measured) -> str | None:
@@ -116,22 +140,22 @@ def incomparable(measured: Measured, other: Measured) -> str | None:
     return None
 
 
-def difference(measured: Measured, other: Measured) -> dict[str, Any]:
+def difference(measured: Measured, other: Measured) -> Difference:
     """How much more a model loses than another on the same text, with paired standard errors.
 
     Nats per token are compared where the tokens are the same, bits per byte wherever the blocks are.
     """
-    losses = None if incomparable(measured, other) else (measured.loss(), other.loss())
+    both = None if incomparable(measured, other) else (measured.loss(), other.loss())
     same_blocks = measured.material.block_count == other.material.block_count
     bits = (measured.bits_per_byte(), other.bits_per_byte()) if same_blocks else None
-    by_token, by_byte = _paired(losses), _paired(bits)
-    return {
-        "to": other.name,
-        "loss": by_token[0],
-        "standard_error": by_token[1],
-        "bits_per_byte": by_byte[0],
-        "bits_per_byte_standard_error": by_byte[1],
-    }
+    by_token, by_byte = _paired(both), _paired(bits)
+    return Difference(
+        to=other.name,
+        loss=by_token[0],
+        standard_error=by_token[1],
+        bits_per_byte=by_byte[0],
+        bits_per_byte_standard_error=by_byte[1],
+    )
 
 
 def _paired(both: tuple[Mean | None, Mean | None] | None) -> tuple[float | None, float | None]:
@@ -141,17 +165,11 @@ def _paired(both: tuple[Mean | None, Mean | None] | None) -> tuple[float | None,
     return ours.value - theirs.value, standard_error(ours.deviations - theirs.deviations)
 
 
-def distance(measured: Measured) -> dict[str, Any]:
-    """KL(reference || model) in nats per token, and how often both find the same token likeliest; null where it is no
-    number.
-    """
+def distance(measured: Measured) -> Distance:
+    """KL(reference || model) in nats per token, and the share of tokens at which both rank the same token first."""
     scores, material = measured.scores, measured.material
     if scores.kl is None or scores.agrees is None or not np.isfinite(scores.kl).all() or measured.not_finite():
-        return {"kl": None, "kl_standard_error": None, "top1_agreement": None}
+        return Distance()
     sizes = material.by_block(material.scored)
     kl = mean(material.by_block(scores.kl), sizes)
-    return {
-        "kl": kl.value,
-        "kl_standard_error": kl.error,
-        "top1_agreement": mean(material.by_block(scores.agrees), sizes).value,
-    }
+    return Distance(kl.value, kl.error, mean(material.by_block(scores.agrees), sizes).value)

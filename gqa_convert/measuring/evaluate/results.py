@@ -3,10 +3,10 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.errors import OutputError
+from gqa_convert.measuring.results.schemas import EvaluationFile
 
 _KIND = "evaluate"
 
@@ -43,13 +43,13 @@ def _is_ours(path: Path) -> bool:
     return isinstance(found, dict) and found.get("kind") == _KIND
 
 
-def write_results(path: Path, results: dict[str, Any], *, overwrite: bool) -> None:
+def write_results(path: Path, results: EvaluationFile, *, overwrite: bool) -> None:
     """Write results as JSON: the file appears whole or not at all.
 
     Raises:
         OutputError: it exists by now, or can't be written.
     """
-    text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(results.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     check_output(path, overwrite=overwrite)
     try:
         with atomic_file(path, _temporary(path)) as file:

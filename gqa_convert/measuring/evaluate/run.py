@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from gqa_convert.measuring.evaluate.models import (
 )
 from gqa_convert.measuring.evaluate.results import check_output, write_results
 from gqa_convert.measuring.evaluate.tasks import Tasks, open_tasks, run_tasks
+from gqa_convert.measuring.results.schemas import EvaluationFile, Head, ModelScores, ScoredText
 from gqa_convert.text.framing import Languages
 from gqa_convert.text.sources import Source
 
@@ -39,23 +40,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-_FIGURES = (
-    "loss",
-    "loss_standard_error",
-    "perplexity",
-    "bits_per_byte",
-    "bits_per_byte_standard_error",
-    "tokens",
-    "bytes",
-    "scored_nan",
-    "difference",
-    "kl",
-    "kl_standard_error",
-    "top1_agreement",
-    "seconds",
-    "note",
-)
-"""Of a model, in the order in which they are written."""
+_FIGURES = frozenset(ModelScores.model_fields) - {"model", "revision", "dtype", "scored_nan", "tasks"}
+"""The fields of a model's scores that are null where the model was not scored."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +125,13 @@ def evaluate(
             run.open(models, reference, revision, data)
         results = run.go(data)
         with run.together():
-            results = measurement("evaluate", command, processes.device) | results if processes.is_main_process else {}
-            if output is not None and processes.is_main_process:
+            if not processes.is_main_process:
+                return {}
+            head = Head.model_validate(measurement("evaluate", command, processes.device))
+            results = results.headed(head)
+            if output is not None:
                 write_results(output, results, overwrite=overwrite)
-        return results
+            return results.as_json()
 
 
 def failed(results: dict[str, Any]) -> list[str]:
@@ -190,12 +179,12 @@ class _Run:
                 found, self.objective, self.settings.context, self.settings.stride
             )
 
-    def go(self, data: Source | None) -> dict[str, Any]:
-        """Score one model after the other."""
+    def go(self, data: Source | None) -> EvaluationFile:
+        """The scores of one model after the other, without the head of the file."""
         self.text = self._read(data)
         kept: Measured | None = None
-        results: list[dict[str, Any]] = []
-        entry: dict[str, Any] | None = None
+        results: list[ModelScores] = []
+        entry: ModelScores | None = None
         with ExitStack() as stack:
             beside: tuple[Candidate, Any] | None = None
             if self.reference is not None and data is not None:
@@ -216,37 +205,34 @@ class _Run:
                     del model
                 results.append(result)
                 kept = kept or measured
-        return {
-            "data": None if data is None else self._description(data),
-            "objective": self.objective if data else None,
-            "context": self.context or None,
-            "stride": self.stride,
-            "dtype": self.settings.dtype,
-            "seed": self.settings.seed,
-            "processes": self.processes.num_processes,
-            "reference": entry,
-            "results": results,
-        }
-
-    def _description(self, data: Source) -> dict[str, Any]:
-        named = {
-            "source": data.source,
-            "split": data.split,
-            "name": data.name,
-            "revision": data.revision,
-            "text_field": data.text_field,
-            "tokens_limit": self.settings.tokens,
-        }
-        pairs = self.settings.pairs
-        if pairs is None:
-            return named
-        named |= {"text_field": None, "source_field": pairs[0], "target_field": pairs[1]}
-        languages = self.settings.languages
-        return (
-            named
-            if languages == (None, None)
-            else named | {"source_language": languages[0], "target_language": languages[1]}
+        return EvaluationFile(
+            data=None if data is None else self._description(data),
+            objective=self.objective if data else None,
+            context=self.context or None,
+            stride=self.stride,
+            dtype=self.settings.dtype,
+            seed=self.settings.seed,
+            processes=self.processes.num_processes,
+            reference=entry,
+            results=tuple(results),
         )
+
+    def _description(self, data: Source) -> ScoredText:
+        pairs, languages = self.settings.pairs, self.settings.languages
+        described = ScoredText(
+            source=data.source,
+            split=data.split,
+            name=data.name,
+            revision=data.revision,
+            text_field=data.text_field if pairs is None else None,
+            tokens_limit=self.settings.tokens,
+        )
+        if pairs is None:
+            return described
+        more: dict[str, str | None] = {"source_field": pairs[0], "target_field": pairs[1]}
+        if languages != (None, None):
+            more |= {"source_language": languages[0], "target_language": languages[1]}
+        return described.model_copy(update=more)
 
     def _read(self, data: Source | None) -> Any:
         """The text, which the first process reads for all."""
@@ -301,7 +287,7 @@ class _Run:
 
     def _evaluated(
         self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any, *, tasks: bool
-    ) -> tuple[dict[str, Any], "Measured | None"]:
+    ) -> tuple[ModelScores, "Measured | None"]:
         """A model's entry in the results, and what it rests on.
 
         Args:
@@ -313,23 +299,24 @@ class _Run:
         """
         from gqa_convert.measuring.evaluate import comparison
 
-        entry: dict[str, Any] = {
-            "model": candidate.name,
-            "revision": candidate.revision,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        entry |= dict.fromkeys(_FIGURES) | {"scored_nan": 0}
+        entry = ModelScores(
+            model=candidate.name,
+            revision=candidate.revision,
+            dtype=str(model.dtype).removeprefix("torch."),
+            **dict.fromkeys(_FIGURES),
+            scored_nan=0,
+        )
         measured = None
         if self.text is not None:
-            measured, entry["seconds"], note = self._measured(candidate, model, other, reference)
-            entry |= comparison.figures(measured) | comparison.distance(measured)
-            entry["difference"] = other and comparison.difference(measured, other)
-            entry["note"] = note
+            measured, seconds, note = self._measured(candidate, model, other, reference)
+            against = other and comparison.difference(measured, other)
+            found = asdict(comparison.losses(measured)) | asdict(comparison.distance(measured))
+            entry = entry.model_copy(update=found | {"seconds": seconds, "difference": against, "note": note})
         if tasks and self.tasks is not None:
             with self.together():
                 if self.processes.is_main_process:
                     self.progress(f"tasks for {candidate.name}", 0, 1)
-                    entry["tasks"] = run_tasks(
+                    found = run_tasks(
                         model,
                         candidate.tokenizer,
                         self.tasks,
@@ -337,6 +324,7 @@ class _Run:
                         batch=self.settings.batch,
                         seed=self.settings.seed,
                     )
+                    entry = entry.model_copy(update={"tasks": found})
         return entry, measured
 
     def _measured(

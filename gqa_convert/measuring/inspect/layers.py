@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.measuring.inspect.pairs import pair_errors
+from gqa_convert.measuring.results.schemas import InspectedLayer, MergeErrors, PairError
 from gqa_convert.merging.folding.constraints import find_folding_constraints
 from gqa_convert.merging.folding.fitted_error import fitted_errors
 from gqa_convert.merging.folding.heads import Heads, LayerTensors, Tensors
@@ -34,7 +35,7 @@ class LayerInspection:
         self.tensors: Tensors = {name: read(name) for name in self.parts.names}
         self.heads = self.parts.cut(self.tensors)
         self.constraints = find_folding_constraints(finder, layer)
-        self._errors: list[dict[str, Any]] = []
+        self._errors: list[MergeErrors] = []
 
     def merged(self, groups: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Heads]]:
         """The layer merged into each number of groups, one in memory at a time; what each loses is kept for the
@@ -43,26 +44,28 @@ class LayerInspection:
         for count in groups:
             merged = merge_layer(self.heads, count, "factor", self.constraints, moments)
             keys, values = fitted_errors(self.heads, merged, self.constraints, moments)
-            self._errors.append({"groups": count, "keys": keys, "values": values})
+            self._errors.append(MergeErrors(groups=count, keys=keys, values=values))
             yield count, merged
 
-    def record(self, moments: Moments | None) -> dict[str, Any]:
+    def record(self, moments: Moments | None) -> InspectedLayer:
         """The layer's entry in the result, once all merges are done."""
-        pairs: list[dict[str, Any]] = [
-            {"heads": list(pair), "error": float(np.hypot(keys, values) / np.sqrt(2)), "keys": keys, "values": values}
+        pairs = [
+            (float(np.hypot(keys, values) / np.sqrt(2)), pair, keys, values)
             for pair, (keys, values) in pair_errors(self.heads, self.constraints, moments).items()
         ]
-        cheapest = sorted(pairs, key=lambda each: each["error"])[:PAIRS]
-        return {
-            "module": self.layer.module,
-            "label": self._label(),
-            "place": self.layer.attention_kind,
-            "kv_heads": self.layer.kv_heads,
-            "errors": self._errors,
-            "cheapest_pairs": cheapest,
-            "key_barrier": self.constraints.key_constraint,
-            "value_barrier": self.constraints.value_constraint,
-        }
+        cheapest = sorted(pairs, key=lambda each: each[0])[:PAIRS]
+        return InspectedLayer(
+            module=self.layer.module,
+            label=self._label(),
+            place=self.layer.attention_kind,
+            kv_heads=self.layer.kv_heads,
+            errors=tuple(self._errors),
+            cheapest_pairs=tuple(
+                PairError(heads=pair, error=error, keys=keys, values=values) for error, pair, keys, values in cheapest
+            ),
+            key_barrier=self.constraints.key_constraint,
+            value_barrier=self.constraints.value_constraint,
+        )
 
     def _label(self) -> str:
         """The layer's number, and what it is if not a decoder's self-attention."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import MissingExtraError, OptionError, OutputError
+from gqa_convert.measuring.results.schemas import InspectionFile
 
 FORMATS = (".png", ".svg", ".pdf")
 _DRAWN_BY = "drawn by gqa-convert"
@@ -52,7 +53,7 @@ def save_picture(figure: Any, path: Path) -> None:
     path.write_bytes(picture.getvalue())
 
 
-def draw_errors(result: dict[str, Any], path: Path) -> None:
+def draw_errors(result: InspectionFile, path: Path) -> None:
     """A panel for keys and one for values: a row per layer, a column per number of groups, darker where more is lost.
 
     Args:
@@ -62,10 +63,10 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups, layers = result["groups"], result["layers"]
+    groups, layers = result.groups, result.layers
     figure = Figure(figsize=(3.0 + 1.3 * len(groups), 1.9 + 0.3 * max(3, len(layers))), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    tables = [[[error[part] for error in layer["errors"]] for layer in layers] for part in ("keys", "values")]
+    tables = [[[getattr(error, part) for error in layer.errors] for layer in layers] for part in ("keys", "values")]
     highest = max(max(map(max, table)) for table in tables) or 1.0
     for axes, part, table in zip(panels, ("keys", "values"), tables, strict=True):
         image = axes.imshow(table, cmap="Blues", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
@@ -79,11 +80,11 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
                 colour = "white" if number > 0.6 * highest else "black"
                 axes.text(column, row, f"{number:.2f}", ha="center", va="center", fontsize=8, color=colour)
     panels[0].set_ylabel("attention layer")
-    labels = [layer["label"] for layer in layers]
+    labels = [layer.label for layer in layers]
     step = max(1, len(layers) // _WRITTEN)
     panels[0].set_yticks(range(0, len(layers), step), labels[::step])
     figure.colorbar(image, ax=list(panels), label="relative error (rms)", fraction=0.05, pad=0.02)
-    measured = "on calibration text" if result["calibration"] else "of the weights alone"
-    figure.suptitle(f"What merging {result['kv_heads']} K/V heads loses, {measured}", fontsize=11)
+    measured = "on calibration text" if result.calibration else "of the weights alone"
+    figure.suptitle(f"What merging {result.kv_heads} K/V heads loses, {measured}", fontsize=11)
     FigureCanvasAgg(figure)
     save_picture(figure, path)

@@ -5,8 +5,9 @@ leaves.
 import math
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.measuring.inspect.picture import check_picture, draw_errors
+from gqa_convert.measuring.results.schemas import (
+    Advice,
+    GroupsLoss,
+    InspectedLayer,
+    InspectedText,
+    InspectionFile,
+    PredictedLoss,
+)
+from gqa_convert.measuring.results.stored import FORMAT_VERSION
 
 MAX_LOSS_INCREASE = 0.1
 """Nats per token."""
@@ -43,6 +53,35 @@ def inspect_checkpoint(
     plot: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
+    """The JSON of `inspected`, which docs/inspecting.md describes; the arguments are the same."""
+    file = inspected(
+        source,
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        groups=groups,
+        max_loss_increase=max_loss_increase,
+        seed=seed,
+        encoder=encoder,
+        revision=revision,
+        plot=plot,
+        progress=progress,
+    )
+    return file.as_json()
+
+
+def inspected(
+    source: str | Path,
+    *,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    groups: Sequence[int] | None = None,
+    max_loss_increase: float | None = None,
+    seed: int = 0,
+    encoder: bool = False,
+    revision: str | None = None,
+    plot: str | Path | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> InspectionFile:
     """What merging the K/V heads of a checkpoint would cost, by the closed form of method `factor`; nothing is
     converted.
 
@@ -75,7 +114,7 @@ def inspect_checkpoint(
         check_picture(picture)
     checkpoint = open_local(source, revision, lambda remote: _plan(remote, groups, text, encoder=encoder))
     plan, counts = _plan(checkpoint, groups, text, encoder=encoder)
-    finder = attention_of(plan)
+    finder, advice = attention_of(plan), None
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
         read = SourceTensors(checkpoint, SourceFiles(checkpoint, work, stack))
@@ -93,27 +132,30 @@ def inspect_checkpoint(
                 "--seed": seed or None,
                 "--revision": revision,
             }
-            measured["max_loss_increase"] = limit
-            measured["recommendation"] = recommend(
-                measured["loss"]["by_groups"], limit, expanded(source), options, encoder=encoder
-            )
-    result: dict[str, Any] = {
-        "source": expanded(source),
-        "model_type": plan.family.model_type,
-        "heads": plan.heads,
-        "kv_heads": plan.source_kv_heads,
-        "groups": counts,
-        **measured,
-        "plot": None if picture is None else str(picture),
-    }
+            assert measured.loss is not None
+            advice = recommend(measured.loss.by_groups, limit, expanded(source), options, encoder=encoder)
+    result = InspectionFile(
+        format_version=FORMAT_VERSION,
+        source=expanded(source),
+        model_type=plan.family.model_type,
+        heads=plan.heads,
+        kv_heads=plan.source_kv_heads,
+        groups=tuple(counts),
+        calibration=measured.text,
+        layers=tuple(measured.layers),
+        loss=measured.loss,
+        max_loss_increase=None if calibration is None else limit,
+        recommendation=advice,
+        plot=None if picture is None else str(picture),
+    )
     if picture is not None:
         draw_errors(result, picture)
     return result
 
 
 def recommend(
-    losses: Sequence[dict[str, Any]], limit: float, source: str, options: dict[str, Any], *, encoder: bool = False
-) -> dict[str, Any]:
+    losses: Sequence[GroupsLoss], limit: float, source: str, options: Mapping[str, object], *, encoder: bool = False
+) -> Advice:
     """The smallest number of groups whose loss increase stays within the limit.
 
     Args:
@@ -126,36 +168,33 @@ def recommend(
     Returns:
         `groups`, None if none qualifies; `reason`, a sentence; and `command`, to run next, or None.
     """
-    known = [each for each in losses if each["increase"] is not None]
-    chosen = next((each for each in known if each["increase"] <= limit), None)
-    tried = ", ".join(str(each["groups"]) for each in losses)
+    known = [(each.groups, each.increase) for each in losses if each.increase is not None]
+    tried = ", ".join(str(each.groups) for each in losses)
+    chosen, increase = next(((groups, loss) for groups, loss in known if loss <= limit), (None, 0.0))
     if chosen is None:
-        nearest = min(known, key=lambda each: float(each["increase"]), default=None)
-        found = (
-            "no loss is finite"
-            if nearest is None
-            else f"N = {nearest['groups']} comes nearest with {nearest['increase']:+.3f}"
-        )
+        groups, loss = min(known, key=lambda each: each[1], default=(None, 0.0))
+        nearest = "no loss is finite" if groups is None else f"N = {groups} comes nearest with {loss:+.3f}"
         reason = (
-            f"none of N = {tried} stays within {limit:g} nats per token: {found}. Try more groups, or allow more with --max-loss-increase "
-            "and uptrain the result"
+            f"none of N = {tried} stays within {limit:g} nats per token: {nearest}. Try more groups, or allow more with "
+            "--max-loss-increase and uptrain the result"
         )
-        return {"groups": None, "reason": reason, "command": None}
-    command = [
-        "gqa-convert",
-        "convert",
-        source,
-        f"{Path(source).absolute().name}-gqa{chosen['groups']}",
-        "--groups",
-        str(chosen["groups"]),
-    ]
+        return Advice(groups=None, reason=reason, command=None)
+    out = f"{Path(source).absolute().name}-gqa{chosen}"
+    command = ["gqa-convert", "convert", source, out, "--groups", str(chosen)]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     command += ["--encoder"] if encoder else []
-    reason = (
-        f"N = {chosen['groups']} is the smallest of {tried} within {limit:g} nats per token: {chosen['increase']:+.3f}"
-    )
-    return {"groups": chosen["groups"], "reason": reason, "command": shlex.join(command)}
+    reason = f"N = {chosen} is the smallest of {tried} within {limit:g} nats per token: {increase:+.3f}"
+    return Advice(groups=chosen, reason=reason, command=shlex.join(command))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The layers and, where text was given, the text and the losses on it."""
+
+    layers: Sequence[InspectedLayer]
+    text: InspectedText | None = None
+    loss: PredictedLoss | None = None
 
 
 def _from_weights(
@@ -163,8 +202,8 @@ def _from_weights(
     inspection: Callable[[AttentionLayer], LayerInspection],
     counts: Sequence[int],
     progress: Progress,
-) -> dict[str, Any]:
-    """What the weights alone tell, with neither torch nor text."""
+) -> _Measured:
+    """Errors from the weights alone, without torch and text."""
     records = []
     for layer in layers:
         begun = inspection(layer)
@@ -172,7 +211,7 @@ def _from_weights(
             pass
         records.append(begun.record(None))
         progress("layers", len(records), len(layers))
-    return {"calibration": None, "layers": records, "loss": None, "max_loss_increase": None, "recommendation": None}
+    return _Measured(records)
 
 
 def _on_text(
@@ -181,8 +220,8 @@ def _on_text(
     counts: Sequence[int],
     text: CalibrationOptions,
     progress: Progress,
-) -> dict[str, Any]:
-    """What running the source tells."""
+) -> _Measured:
+    """Errors and losses from running the source on text."""
     calibration = calibrate(plan, text)
     import torch
 
@@ -193,16 +232,16 @@ def _on_text(
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device="cuda" if torch.cuda.is_available() else "cpu")
     records, loss = run_trials(model, plan.layers, inspection, counts, measured, held_out, progress)
-    noted = {
-        "text": calibration.description,
-        "tokens": calibration.tokens,
-        "sequence_length": calibration.sequence_length,
-        "seed": text.seed,
-        "digest": calibration.digest,
-        "held_out_blocks": sum(len(batch["input_ids"]) for batch in held_out),
-        "warning": calibration.warning,
-    }
-    return {"calibration": noted, "layers": records, "loss": loss}
+    noted = InspectedText(
+        text=calibration.description,
+        tokens=calibration.tokens,
+        sequence_length=calibration.sequence_length,
+        seed=text.seed,
+        digest=calibration.digest,
+        held_out_blocks=sum(len(batch["input_ids"]) for batch in held_out),
+        warning=calibration.warning,
+    )
+    return _Measured(records, noted, loss)
 
 
 def _limit(stated: float | None, *, calibrated: bool) -> float:

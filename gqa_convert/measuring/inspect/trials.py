@@ -21,6 +21,7 @@ from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
+from gqa_convert.measuring.results.schemas import GroupsLoss, InspectedLayer, PredictedLoss
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments
 from gqa_convert.text.labels import IGNORED
@@ -61,7 +62,7 @@ def run_trials(
     text: Sequence[Batch],
     held_out: Sequence[Batch],
     progress: Callable[[str, int, int], None],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[InspectedLayer], PredictedLoss]:
     """Measure every layer, and the loss of the whole model for each number of groups.
 
     Args:
@@ -81,7 +82,7 @@ def run_trials(
         NonFiniteError: the source yields NaN or Inf on its way.
     """
     by_name = {layer.module: layer for layer in layers}
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, InspectedLayer] = {}
     with ExitStack() as stack:
         source = stack.enter_context(LockstepRunner(model, text, list(by_name), paired=False))
         trials = [
@@ -99,8 +100,12 @@ def run_trials(
             losses.append(_losses(trial, held_out))
             progress("losses", len(losses), len(trials))
     before, tokens = losses[0]
-    by_groups = [_entry(count, after, before) for count, (after, _) in zip(groups, losses[1:], strict=True)]
-    return [records[name] for name in by_name], {"source": _finite(before), "tokens": tokens, "by_groups": by_groups}
+    by_groups = tuple(
+        GroupsLoss(groups=count, loss=_finite(after), increase=_finite(after - before))
+        for count, (after, _) in zip(groups, losses[1:], strict=True)
+    )
+    loss = PredictedLoss(source=_finite(before), tokens=tokens, by_groups=by_groups)
+    return [records[name] for name in by_name], loss
 
 
 def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
@@ -152,10 +157,6 @@ def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
     for row, wanted in zip(logits, labels.to(logits.device), strict=True):
         total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="none").double().sum())
     return total, int((labels != IGNORED).sum())
-
-
-def _entry(groups: int, after: float, before: float) -> dict[str, Any]:
-    return {"groups": groups, "loss": _finite(after), "increase": _finite(after - before)}
 
 
 def _finite(number: float) -> float | None:

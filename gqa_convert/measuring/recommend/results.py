@@ -9,11 +9,12 @@ from typing import Any, Literal
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.measuring.recommend.choice import Constraints
 from gqa_convert.measuring.recommend.speed import Speed, speeds
-from gqa_convert.measuring.results.fields import Fields, is_there, parse_json
+from gqa_convert.measuring.results.fields import is_there
 from gqa_convert.measuring.results.finding import find
 from gqa_convert.measuring.results.identifying import SOURCE
 from gqa_convert.measuring.results.joining import Row, join
 from gqa_convert.measuring.results.records import Material
+from gqa_convert.measuring.results.schemas import BenchmarkFile, InspectionFile, TimedCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,40 @@ def read_results(paths: Sequence[Path], source: str, plan: Plan, constraints: Co
     return found
 
 
+def predicted(file: InspectionFile) -> dict[int, Loss]:
+    """The losses that an inspection predicts, by groups; those that are not finite are left out."""
+    losses = file.loss.by_groups if file.loss else ()
+    return {each.groups: Loss(each.increase, "upper bound") for each in losses if each.increase is not None}
+
+
+def timing_of(file: BenchmarkFile, cell: TimedCell, path: Path | None) -> dict[str, Any]:
+    """What was timed and where, for the JSON of a recommendation.
+
+    Args:
+        file: the benchmark.
+        cell: one of the results at the batch and the context that are used.
+        path: of the file, None for a benchmark that was run for this recommendation.
+    """
+    return {
+        "from": None if path is None else str(path),
+        "batch": cell.batch or 0,
+        "context": cell.context or 0,
+        "encoder_tokens": cell.encoder_tokens,
+        "layers": file.layers,
+        "model_layers": file.model_layers,
+        "dtype": file.dtype,
+        "attention": file.attention,
+        "machine": file.machine.as_json() if file.machine else None,
+    }
+
+
 def _predicted(material: Material, source: str, plan: Plan, found: Found) -> None:
     """Losses that `inspect` predicted."""
     for inspection in material.inspections:
-        fields = _fields(inspection.origin.path)
-        losses = fields.part("loss")
-        if losses is None or not _same(inspection.source, source) or not _same_heads(fields, plan):
+        file = inspection.file
+        if file.loss is None or not _same(inspection.source, source) or not _same_heads(file, plan):
             continue
-        for each in losses.parts("by_groups"):
-            increase = each.number("increase")
-            if increase is not None:
-                found.losses[each.need_groups()] = Loss(increase, "upper bound")
+        found.losses |= predicted(file)
         found.loss_text = f"inspect, {inspection.origin.path}"
 
 
@@ -125,14 +149,13 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
     """
     best: tuple[Any, ...] | None = None
     for benchmark in material.benchmarks:
-        fields = _fields(benchmark.origin.path)
         if (
             not _same(benchmark.model, source)
-            or not _same_heads(fields, plan)
+            or not _same_heads(benchmark.file, plan)
             or benchmark.model_type not in (None, plan.family.model_type)
         ):
             continue
-        for (batch, context), records in _cells(fields):
+        for (batch, context), records in _cells(benchmark.file):
             timed = speeds(records, plan.source_kv_heads)
             if len(timed) < 2:
                 found.notes.append(
@@ -149,17 +172,7 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
             )
             if best is None or rank > best:
                 best, found.speeds = rank, timed
-                found.timing = {
-                    "from": str(benchmark.origin.path),
-                    "batch": batch,
-                    "context": context,
-                    "encoder_tokens": records[0]["encoder_tokens"],
-                    "layers": fields.count("layers"),
-                    "model_layers": fields.count("model_layers"),
-                    "dtype": fields.text("dtype"),
-                    "attention": fields.text("attention"),
-                    "machine": fields.record.get("machine"),
-                }
+                found.timing = timing_of(benchmark.file, records[0], benchmark.origin.path)
     if found.timing is not None and constraints.min_speedup is not None:
         given, asked = (found.timing["batch"], found.timing["context"]), (constraints.batch, constraints.context)
         if given[0] != asked[0] or asked[1] not in (None, given[1]):
@@ -174,27 +187,17 @@ def _away(given: int, asked: int | None) -> float:
     return abs(math.log(max(given, 1) / asked)) if asked else 0.0
 
 
-def _cells(fields: Fields) -> Iterator[tuple[tuple[int, int], list[dict[str, Any]]]]:
+def _cells(file: BenchmarkFile) -> Iterator[tuple[tuple[int, int], list[TimedCell]]]:
     """A benchmark's results by batch and context; of several inputs of an encoder the last counts."""
-    cells: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
-    names = ("decode_ms_per_token", "decode_ms_low", "decode_ms_high", "estimated_decode_ms_per_token")
-    for each in fields.parts("results"):
-        record = {name: each.number(name) for name in names if name in each.record}
-        groups = each.need_groups()
-        cells.setdefault((each.count("batch") or 0, each.count("context") or 0), {})[groups] = record | {
-            "groups": groups,
-            "encoder_tokens": each.count("encoder_tokens"),
-        }
+    cells: dict[tuple[int, int], dict[int, TimedCell]] = {}
+    for each in file.results:
+        cells.setdefault((each.batch or 0, each.context or 0), {})[each.groups] = each
     for setting, records in cells.items():
         yield setting, list(records.values())
 
 
-def _fields(path: Path) -> Fields:
-    return Fields(parse_json(path), str(path))
-
-
-def _same_heads(fields: Fields, plan: Plan) -> bool:
-    stated = (fields.count("heads"), plan.heads), (fields.count("kv_heads"), plan.source_kv_heads)
+def _same_heads(file: BenchmarkFile | InspectionFile, plan: Plan) -> bool:
+    stated = (file.heads, plan.heads), (file.kv_heads, plan.source_kv_heads)
     return all(theirs in (None, ours) for theirs, ours in stated)
 
 

@@ -13,10 +13,11 @@ from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
-from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.measuring.inspect.run import inspected
 from gqa_convert.measuring.recommend.choice import Candidate, Constraints, choose, failing
-from gqa_convert.measuring.recommend.results import Found, Loss, read_results
+from gqa_convert.measuring.recommend.results import Found, predicted, read_results, timing_of
 from gqa_convert.measuring.recommend.speed import Setting, choose_setting, speeds, time_versions, uneven
+from gqa_convert.measuring.results.schemas import InspectionFile
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the steps done and all of them."""
@@ -87,7 +88,7 @@ def recommend_groups(
     setting = None
     if constraints.min_speedup is not None and not found.speeds:
         setting = choose_setting(checkpoint, plans, constraints, encoder_tokens)
-    inspected = _predict(name, plans, found, calibration, calibration_tokens, seed, revision, progress)
+    inspection = _predict(name, plans, found, calibration, calibration_tokens, seed, revision, progress)
     _check_losses(constraints, found, name)
     if setting is not None:
         _time(checkpoint, plans, setting, found, progress)
@@ -119,7 +120,8 @@ def recommend_groups(
         "--seed": seed or None,
         "--revision": revision,
     }
-    return measurement("recommend", command, _device(computed=setting is not None or inspected is not None)) | {
+    text = inspection.calibration if inspection else None
+    return measurement("recommend", command, _device(computed=setting is not None or inspection is not None)) | {
         "source": name,
         "model_type": plans[0].family.model_type,
         "heads": plans[0].heads,
@@ -128,9 +130,7 @@ def recommend_groups(
         "reason": reason,
         "constraints": asdict(constraints) | {"encoder_tokens": encoder_tokens},
         "candidates": records,
-        "loss": {"text": found.loss_text, "calibration": inspected and inspected["calibration"]}
-        if found.losses
-        else None,
+        "loss": {"text": found.loss_text, "calibration": text and text.as_json()} if found.losses else None,
         "speed": found.timing,
         "memory": None if constraints.context is None else {"counted": COUNTED},
         "notes": list(dict.fromkeys(found.notes)),
@@ -195,12 +195,12 @@ def _predict(
     seed: int,
     revision: str | None,
     progress: Progress,
-) -> dict[str, Any] | None:
+) -> InspectionFile | None:
     """Losses of those N that no file has, by `inspect`."""
     counts = [plan.groups for plan in plans[:-1] if plan.groups not in found.losses]
     if calibration is None or not counts:
         return None
-    result = inspect_checkpoint(
+    result = inspected(
         source,
         calibration=calibration,
         calibration_tokens=tokens,
@@ -209,12 +209,10 @@ def _predict(
         revision=revision,
         progress=progress,
     )
-    for each in result["loss"]["by_groups"]:
-        if each["increase"] is not None:
-            found.losses[each["groups"]] = Loss(each["increase"], "upper bound")
+    found.losses |= predicted(result)
     found.loss_text = found.loss_text or str(calibration)
-    if result["calibration"]["warning"]:
-        found.notes.append(result["calibration"]["warning"])
+    if result.calibration and result.calibration.warning:
+        found.notes.append(result.calibration.warning)
     return result
 
 
@@ -228,15 +226,8 @@ def _check_losses(constraints: Constraints, found: Found, source: str) -> None:
 
 def _time(checkpoint: Checkpoint, plans: Sequence[Plan], setting: Setting, found: Found, progress: Progress) -> None:
     result = time_versions(checkpoint, setting, progress)
-    found.speeds = speeds(result["results"], plans[-1].source_kv_heads)
-    cell = result["results"][0]
-    kept = ("layers", "model_layers", "dtype", "attention", "machine")
-    found.timing = {
-        "from": None,
-        "batch": cell["batch"],
-        "context": cell["context"],
-        "encoder_tokens": cell.get("encoder_tokens"),
-    } | {key: result[key] for key in kept}
+    found.speeds = speeds(result.results, plans[-1].source_kv_heads)
+    found.timing = timing_of(result, result.results[0], None)
     found.notes += setting.notes
 
 
@@ -276,15 +267,17 @@ def _candidate(
         record["cross_kv_bytes_per_encoder_token"] = cross
     record |= {"weight_bytes": plan.weight_bytes_after, "memory_bytes": memory}
     if constraints.memory is not None and constraints.context is not None:
-        record |= fitting(
-            constraints.memory,
-            plan.weight_bytes_after,
-            token,
-            cross,
-            batch=constraints.batch,
-            context=constraints.context,
-            encoder_tokens=encoder_tokens or 0,
-            positions=stated_positions(plan.checkpoint.config),
+        record |= asdict(
+            fitting(
+                constraints.memory,
+                plan.weight_bytes_after,
+                token,
+                cross,
+                batch=constraints.batch,
+                context=constraints.context,
+                encoder_tokens=encoder_tokens or 0,
+                positions=stated_positions(plan.checkpoint.config),
+            )
         )
     return known, record | {"fails": failing(known, constraints)}
 

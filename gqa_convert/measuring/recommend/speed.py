@@ -6,17 +6,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
-from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
-from gqa_convert.measuring.benchmark.options import CONTEXT, LEAD
+from gqa_convert.measuring.benchmark.options import CONTEXT, LEAD, BenchmarkOptions
+from gqa_convert.measuring.benchmark.run import time_model
 from gqa_convert.measuring.benchmark.subject import Subject, cut, decoder_layers, transformers_config
 from gqa_convert.measuring.recommend.choice import Constraints
+from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
 
 _AFFORDABLE: Final = 1 << 30
 """Bytes of weights and caches that are timed on a CPU: one reads a few GB per second, and reads them some hundred
@@ -114,38 +115,34 @@ def _stated_input(checkpoint: Checkpoint, encoder_tokens: int | None) -> int | N
     return None if isinstance(checkpoint.config.get("max_source_positions"), int) else encoder_tokens
 
 
-def time_versions(
-    checkpoint: Checkpoint, setting: Setting, progress: Callable[[str, int, int], None]
-) -> dict[str, Any]:
+def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[str, int, int], None]) -> BenchmarkFile:
     """What `benchmark --config` gives for the source's shape: weights are random, so that none are read or
     downloaded.
     """
     with tempfile.TemporaryDirectory(prefix="gqa-recommend-") as folder:
         config = Path(folder) / CONFIG
         config.write_text(json.dumps(checkpoint.config), encoding="utf-8")
-        return benchmark_model(config=config, options=setting.options, progress=progress)
+        return time_model(config=config, options=setting.options, progress=progress)
 
 
-def speeds(records: Sequence[dict[str, Any]], own: int) -> dict[int, Speed]:
+def speeds(records: Sequence[TimedCell], own: int) -> dict[int, Speed]:
     """Speed by N in one cell of a benchmark: its results for one batch and context.
 
     Args:
         records: of the cell; estimates of the whole model come before times of some of its layers.
         own: the source's K/V heads; without a time for them there is no speed-up.
     """
-    times = {
-        each["groups"]: each.get("estimated_decode_ms_per_token") or each.get("decode_ms_per_token") for each in records
-    }
+    times = {each.groups: each.estimated_decode_ms_per_token or each.decode_ms_per_token for each in records}
     base = times.get(own)
     found = {}
     for each in records:
-        time = times[each["groups"]]
+        time, low, high = times[each.groups], each.decode_ms_low, each.decode_ms_high
         if not base or not time:
             continue
-        low, high = each.get("decode_ms_low"), each.get("decode_ms_high")
-        spread = bool(low and high) and "estimated_decode_ms_per_token" not in each
-        found[each["groups"]] = Speed(
-            base / time, base / high if spread else None, base / low if spread else None, time
+        estimated = each.estimated_decode_ms_per_token is not None
+        known = low and high and not estimated
+        found[each.groups] = Speed(
+            base / time, base / high if known and high else None, base / low if known and low else None, time
         )
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import ReportError
-from gqa_convert.measuring.results.fields import Fields, is_there, parse_json, told_apart
+from gqa_convert.measuring.results.fields import is_there, parse_json, told_apart
 from gqa_convert.measuring.results.parsing import (
     kind_of,
     read_benchmark,
@@ -18,6 +18,7 @@ from gqa_convert.measuring.results.parsing import (
     read_run,
 )
 from gqa_convert.measuring.results.records import Conversion, Material
+from gqa_convert.measuring.results.schemas import RunSummary
 from gqa_convert.training.run_folder import RunFolder
 
 DEPTH = 4
@@ -38,9 +39,7 @@ _SIDECAR_FILES = {
     "video_preprocessor_config.json",
 }
 """Files of a checkpoint, which nobody expects in a report."""
-_KINDS: dict[
-    str, tuple[Callable[[dict[str, Any], Path], Any], Callable[[Material], list[Any]], Callable[[Any], str]]
-] = {
+_KINDS: dict[str, tuple[Callable[[object, Path], Any], Callable[[Material], list[Any]], Callable[[Any], str]]] = {
     "convert": (
         read_conversion,
         lambda found: found.conversions,
@@ -64,7 +63,7 @@ def find(folders: Iterable[Path]) -> Material:
         ReportError: there is no such folder, a file is broken, or nothing was found.
     """
     folders = list(folders)
-    material, seen, runs = Material(), set[Path](), dict[Path, tuple[dict[str, Any], Path] | None]()
+    material, seen, runs = Material(), set[Path](), dict[Path, tuple[RunSummary, Path] | None]()
     for folder in folders:
         if not is_there(folder):
             raise ReportError(
@@ -120,7 +119,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _take(
-    path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None], *, named: bool
+    path: Path, material: Material, runs: dict[Path, tuple[RunSummary, Path] | None], *, named: bool
 ) -> str | None:
     """Read one file into the material; an uptraining's two files are put together by their folder.
 
@@ -159,23 +158,24 @@ def _take(
 
 
 def _take_summary(
-    content: dict[str, Any], path: Path, material: Material, runs: dict[Path, tuple[dict[str, Any], Path] | None]
+    content: object, path: Path, material: Material, runs: dict[Path, tuple[RunSummary, Path] | None]
 ) -> None:
     """A run's `summary.json`, or what `uptrain --json` printed: the same object, which names the model in the run's
     folder.
     """
-    model = Fields(content, str(path)).text("model")
+    summary = RunSummary.read(content, str(path))
+    model = summary.model
     if model is None:
         raise ReportError(f"{path} names no model: write the file again, or move it away")
     named = Path(model).parent
     place = (path.parent if path.name == "summary.json" or not is_there(named) else named).resolve()
     earlier = runs.get(place)
     if earlier is None:
-        runs[place] = (content, path)
-    elif earlier[0] != content:
+        runs[place] = (summary, path)
+    elif earlier[0] != summary:
         own = path.name == "summary.json"  # of a run that was trained anew, what was printed before is old
         used, left = (path, earlier[1]) if own else (earlier[1], path)
-        runs[place] = (content, path) if own else earlier
+        runs[place] = (summary, path) if own else earlier
         material.conflicts.append(f"{used} and {left} speak of the same uptraining and differ: the former is used")
         material.ignored.append((left, f"another account of the run in {used}"))
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.measuring.results.fields import Fields, is_there, parse_json
-from gqa_convert.measuring.results.parsing import located, read_config, read_conversion
+from gqa_convert.measuring.results.configs import read_config
+from gqa_convert.measuring.results.fields import is_there, parse_json
+from gqa_convert.measuring.results.parsing import located, read_conversion
 from gqa_convert.measuring.results.records import Benchmark, Conversion
 
 SOURCE = "source"
@@ -91,10 +92,10 @@ def identify(model: str, named_in: Path, conversions: list[Conversion]) -> Ident
             return Identity(each.source_kv_heads or each.heads, SOURCE, None, found, each.heads, each.model_types[:1])
     for folder in folders:
         config = read_config(folder)
-        groups = _first(config, _COUNTS) if config else None
+        groups = config.count(*_COUNTS) if config else None
         if config and groups:
-            label = "converted" if config.record.get("multi_query_group_num") else SOURCE
-            return Identity(groups, label, None, folder, _first(config, _QUERY_COUNTS), _types(config))
+            label = "converted" if config.keys.get("multi_query_group_num") else SOURCE
+            return Identity(groups, label, None, folder, config.count(*_QUERY_COUNTS), config.model_types)
     same_name = [each for each in conversions if each.folder and each.folder.resolve().name == Path(model).name]
     return replace(converted(same_name[0]), folder=None) if len(same_name) == 1 else Identity(None, "not known")
 
@@ -108,20 +109,7 @@ def misfit(identity: Identity, benchmark: Benchmark) -> str | None:
     ours = read_config(identity.folder) if identity.folder else None
     timed = read_config(located(benchmark.model, benchmark.origin.path))
     for key in _SIZES if ours and timed else ():
-        sizes = [config.record.get(key) for config in (ours, timed) if config]
+        sizes = [config.keys.get(key) for config in (ours, timed) if config]
         if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
             return f"its {key} is {sizes[0]}, that of what was timed {sizes[1]}"
     return None
-
-
-def _first(config: Fields, keys: tuple[str, ...]) -> int | None:
-    return next(
-        (config.count(key) for key in keys if isinstance(config.record.get(key), int) and config.record[key]), None
-    )
-
-
-def _types(config: Fields) -> tuple[str, ...]:
-    """A config's type, and those of its parts: a benchmark names that of the language model."""
-    nested = [value for value in config.record.values() if isinstance(value, dict)]
-    found = [each.get("model_type") for each in (config.record, *nested)]
-    return tuple(dict.fromkeys(each for each in found if isinstance(each, str)))

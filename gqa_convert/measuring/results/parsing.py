@@ -1,11 +1,12 @@
-"""JSON of each command -> records."""
+"""From the JSON of each command to the records of a report."""
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gqa_convert.errors import ReportError
-from gqa_convert.measuring.results.fields import Fields, is_there, parse_json, printable
+from gqa_convert.measuring.results.configs import read_config
+from gqa_convert.measuring.results.fields import is_there, printable
 from gqa_convert.measuring.results.records import (
     Benchmark,
     Conversion,
@@ -16,18 +17,36 @@ from gqa_convert.measuring.results.records import (
     Score,
     Timing,
 )
+from gqa_convert.measuring.results.schemas import (
+    BenchmarkFile,
+    ConversionRecord,
+    DemoFile,
+    EvaluationFile,
+    Head,
+    InspectionFile,
+    Machine,
+    MetricsLine,
+    ModelScores,
+    RecoveredLoss,
+    RunSummary,
+    ScoredText,
+    SourceRecord,
+)
+from gqa_convert.measuring.results.stored import numbers_in
 from gqa_convert.training.metrics import read_metrics
 from gqa_convert.training.run_folder import RunFolder
 
+_Result = TypeVar("_Result")
+
 MEASUREMENTS = ("evaluate", "benchmark", "uptrain")
-"""Commands whose JSON says its `kind`."""
+"""Commands whose JSON states its `kind`."""
 
 
 def kind_of(content: Any, path: Path) -> tuple[str | None, str]:
-    """Which command wrote a file, or None and why it is left aside.
+    """The command that wrote a file, or None and the reason why a report ignores the file.
 
     Raises:
-        ReportError: it is a measurement of a kind that is not known.
+        ReportError: the file is a measurement of an unknown kind.
     """
     if not isinstance(content, dict):
         return None, "a JSON list or value, no object"
@@ -56,284 +75,272 @@ def kind_of(content: Any, path: Path) -> tuple[str | None, str]:
     return None, "no JSON of convert, uptrain, evaluate, benchmark, inspect or demo"
 
 
-def origin_of(fields: Fields, path: Path, command: list[str] | None = None) -> Origin:
-    """The head of a file: who, where and when."""
-    command = command or (fields.strings("command") if isinstance(fields.record.get("command"), list) else None)
-    return Origin(path, printable(shlex.join(command)) if command else None, _machine(fields), fields.text("created"))
+def origin_of(file: Head | ConversionRecord, path: Path, command: list[str] | None = None) -> Origin:
+    """Where the results of a file come from.
+
+    Args:
+        file: its content.
+        path: of the file.
+        command: that wrote it, where the file does not state one.
+    """
+    words = command or file.command
+    return Origin(path, printable(shlex.join(words)) if words else None, _machine(file.machine), file.created)
 
 
-def _machine(fields: Fields) -> str | None:
-    """The machine in words; of older files only the software is known, which is told elsewhere."""
-    machine = fields.part("machine")
+def _machine(machine: Machine | None) -> str | None:
+    """The machine in words."""
     if machine is None:
         return None
-    memory, cores, versions = machine.number("memory_bytes"), machine.count("cores"), machine.part("versions")
-    libraries = ", ".join(f"{name} {versions.text(name)}" for name in versions.record) if versions else None
+    versions = ", ".join(f"{name} {version}" for name, version in (machine.versions or {}).items())
     parts = [
-        machine.text("device"),
-        machine.text("processor"),
-        f"{cores} cores" if cores else None,
-        f"{memory / 1e9:.1f} GB" if memory else None,
-        machine.text("system"),
-        libraries and printable(libraries),
+        machine.device,
+        machine.processor,
+        f"{machine.cores} cores" if machine.cores else None,
+        f"{machine.memory_bytes / 1e9:.1f} GB" if machine.memory_bytes else None,
+        machine.system,
+        printable(versions),
     ]
     return "; ".join(part for part in parts if part) or None
 
 
-def read_conversion(content: dict[str, Any], path: Path) -> Conversion:
-    """`gqa_conversion.json`, or what `convert --json` printed."""
-    fields = Fields(content, str(path))
-    source = fields.part("source") if isinstance(content.get("source"), dict) else None
-    calibration, bytes_ = fields.part("calibration"), fields.part("kv_bytes_per_token")
-    before_after = (bytes_.number("before"), bytes_.number("after")) if bytes_ else (None, None)
-    out = fields.text("out")
-    types = [fields.text("model_type"), fields.text("result_model_type"), None if out else _config_type(path.parent)]
+def read_conversion(content: object, path: Path) -> Conversion:
+    """The record of `gqa_conversion.json`, or of what `convert --json` printed."""
+    record = ConversionRecord.read(content, str(path))
+    config = None if record.out else read_config(path.parent)
+    types = (record.model_type, record.result_model_type, *(config.model_types[:1] if config else ()))
+    sizes = record.kv_bytes_per_token
+    before, after = (sizes.before, sizes.after) if sizes else (None, None)
     return Conversion(
-        origin_of(fields, path),
-        folder=located(out, path) if out else path.parent,
-        source=(source.text("id") if source else fields.text("source")) or "not recorded",
+        origin_of(record, path),
+        folder=located(record.out, path) if record.out else path.parent,
+        source=source_of(record) or "not recorded",
         model_types=tuple(dict.fromkeys(each for each in types if each)),
-        method=fields.text("method") or "converted",
-        groups=fields.need_groups(),
-        heads=fields.count("heads"),
-        source_kv_heads=fields.count("source_kv_heads"),
-        kv_bytes=None if before_after[0] is None or before_after[1] is None else (before_after[0], before_after[1]),
-        errors=fields.numbers("merge_error"),
-        calibration=calibration.text("text") if calibration else None,
-        uptraining_tokens=fields.count("uptraining_tokens") or 0,
+        method=record.method or "converted",
+        groups=record.groups,
+        heads=record.heads,
+        source_kv_heads=record.source_kv_heads,
+        kv_bytes=None if before is None or after is None else (before, after),
+        errors=record.errors,
+        calibration=record.calibration.text if record.calibration else None,
+        uptraining_tokens=record.uptraining_tokens or 0,
     )
 
 
+def source_of(record: ConversionRecord) -> str | None:
+    """The name of what a checkpoint was converted from."""
+    return record.source.id if isinstance(record.source, SourceRecord) else record.source
+
+
 def located(name: str, path: Path) -> Path:
-    """A folder named in a file: as it is, or beside the file where the run has moved."""
+    """A folder that a file names, or the folder of that name beside the file if the folder has moved with it."""
     folder = Path(name)
     return folder if is_there(folder) or not is_there(path.parent / folder.name) else path.parent / folder.name
 
 
-def read_config(folder: Path) -> Fields | None:
-    """The config of a checkpoint, if there is one that can be read."""
-    try:
-        content = parse_json(folder / "config.json")
-    except ReportError:
-        return None
-    return Fields(content, str(folder / "config.json")) if isinstance(content, dict) else None
-
-
-def _config_type(folder: Path) -> str | None:
-    config = read_config(folder)
-    return config.text("model_type") if config else None
-
-
-def read_inspection(content: dict[str, Any], path: Path) -> Inspection:
-    """What `inspect --json` printed."""
-    fields = Fields(content, str(path))
+def read_inspection(content: object, path: Path) -> Inspection:
+    """The record of what `inspect --json` printed."""
+    file = InspectionFile.read(content, str(path))
     errors: dict[int, dict[str, float]] = {}
-    for number, layer in enumerate(fields.parts("layers")):
-        label = layer.text("module") or layer.text("label") or str(number)
-        for each in layer.parts("errors"):
-            for part in ("keys", "values"):
-                value = each.number(part)
+    for number, layer in enumerate(file.layers):
+        label = layer.module or layer.label or str(number)
+        for each in layer.errors:
+            for part, value in (("keys", each.keys), ("values", each.values)):
                 if value is not None:
-                    errors.setdefault(each.need_groups(), {})[f"{label}.{part}"] = value
-    return Inspection(origin_of(fields, path), fields.text("source") or "not recorded", errors)
+                    errors.setdefault(each.groups, {})[f"{label}.{part}"] = value
+    return Inspection(Origin(path), file.source or "not recorded", errors, file)
 
 
-def read_run(folder: Path, summary: tuple[dict[str, Any], Path] | None, name: str) -> Run | None:
-    """An uptraining run: its summary and its metrics, either of which may be missing; None if both are empty."""
-    lines = read_metrics(RunFolder(folder).metrics)
-    content, path = summary or ({}, RunFolder(folder).metrics)
-    fields, part = Fields(content, str(path)), Fields(content, str(path)).part("evaluation")
-    figures = {key: part.number(key) if part else None for key in ("start", "source", "final", "recovered_share")}
-    metrics = [Fields(line, f"{RunFolder(folder).metrics} at step {line['step']}") for line in lines]
-    curve = [(line.count("tokens"), line.number("evaluation_loss")) for line in metrics]
-    points = [(tokens, loss) for tokens, loss in curve if tokens is not None and loss is not None]
-    tokens = fields.count("tokens") or (metrics[-1].count("tokens") if metrics else None)
-    if figures["start"] is not None:
-        points.insert(0, (0, figures["start"]))
-    if figures["final"] is not None and tokens and not any(each[0] == tokens for each in points):
-        points.append((tokens, figures["final"]))
+def read_run(folder: Path, summary: tuple[RunSummary, Path] | None, name: str) -> Run | None:
+    """The record of an uptraining run.
+
+    Args:
+        folder: of the run.
+        summary: its summary and the file that holds it, None for a run that has not finished.
+        name: of the run.
+
+    Returns:
+        None if there is neither a summary nor a line of metrics.
+    """
+    own = RunFolder(folder)
+    lines = [MetricsLine.read(line, f"{own.metrics} at step {line['step']}") for line in read_metrics(own.metrics)]
     if summary is None and not lines:
         return None
-    recipe = RunFolder(folder).recipe
-    command = ["gqa-convert", "uptrain", str(recipe)] if recipe.is_file() else None
-    model = fields.text("model") or str(RunFolder(folder).model)
+    file, path = summary or (RunSummary(), own.metrics)
+    losses = file.evaluation or RecoveredLoss()
+    points = [
+        (line.tokens, line.evaluation_loss)
+        for line in lines
+        if line.tokens is not None and line.evaluation_loss is not None
+    ]
+    tokens = file.tokens or (lines[-1].tokens if lines else None)
+    if losses.start is not None:
+        points.insert(0, (0, losses.start))
+    if losses.final is not None and tokens and not any(each[0] == tokens for each in points):
+        points.append((tokens, losses.final))
+    command = ["gqa-convert", "uptrain", str(own.recipe)] if own.recipe.is_file() else None
+    model = file.model or str(own.model)
     return Run(
-        origin_of(fields, path, None if fields.record.get("command") else command),
+        origin_of(file, path, None if file.command else command),
         name=printable(name),
         model=model,
         groups=_groups_of(folder, model),
         tokens=tokens,
-        alpha=fields.number("alpha"),
-        start=figures["start"],
-        final=figures["final"] if summary else (points[-1][1] if points else None),
-        source_loss=figures["source"],
-        recovered=figures["recovered_share"],
-        tokens_per_second=fields.number("tokens_per_second"),
+        alpha=file.alpha,
+        start=losses.start,
+        final=losses.final if summary else (points[-1][1] if points else None),
+        source_loss=losses.source,
+        recovered=losses.recovered_share,
+        tokens_per_second=file.tokens_per_second,
         curve=tuple(points),
         finished=summary is not None,
     )
 
 
 def _groups_of(folder: Path, model: str) -> int | None:
-    """N of a run: from the config of its result, or of what it is made from."""
-    for place in (RunFolder(folder).model, Path(model)):
-        config = read_config(place)
-        groups = config.count("multi_query_group_num") if config else None
-        if groups:
-            return groups
-    return None
+    """N of a run, from the config of its result or of its model."""
+    configs = (read_config(place) for place in (RunFolder(folder).model, Path(model)))
+    return next((groups for each in configs if each and (groups := each.count("multi_query_group_num"))), None)
 
 
-def read_evaluation(content: dict[str, Any], path: Path) -> Evaluation:
-    """What `evaluate --json` printed or wrote; a reference that it scored is one of the models."""
-    fields = Fields(content, str(path))
-    whole = isinstance(content.get("reference"), dict)
-    reference = fields.part("reference") if whole else None
-    results = _results(fields)
-    if reference and all(each.text("model") != reference.text("model") for each in results):
-        results = [reference, *results]
-    details = [_text_of(fields), fields.text("objective")]
-    details += [f"{key} {fields.count(key)}" for key in ("context", "stride") if fields.count(key)]
-    scores = tuple(_score(each) for each in results)
-    name = reference.text("model") if reference else None if whole else fields.text("reference")
-    return Evaluation(origin_of(fields, path), ", ".join(each for each in details if each), name, scores)
+def read_evaluation(content: object, path: Path) -> Evaluation:
+    """The record of what `evaluate` wrote; a reference that was scored is one of the models."""
+    file = EvaluationFile.read(content, str(path))
+    results = _some(file.results, path)
+    if isinstance(file.reference, ModelScores):
+        name = file.reference.model
+        if all(each.model != name for each in results):
+            results = (file.reference, *results)
+    else:
+        name = file.reference  # older files name a model that they score like the others
+    details = [_text_of(file), file.objective]
+    details += [f"{key} {value}" for key, value in (("context", file.context), ("stride", file.stride)) if value]
+    scores = tuple(_score(each, f"results[{number}] of {path}") for number, each in enumerate(results))
+    return Evaluation(origin_of(file, path), ", ".join(each for each in details if each), name, scores)
 
 
-def _text_of(fields: Fields) -> str:
-    """What was scored: a source as it was named, or a source with those options that are not the usual ones."""
-    if not isinstance(fields.record.get("data"), dict):
-        return fields.text("data") or "text that is not recorded"
-    data = Fields(fields.record["data"], f"data of {fields.where}")
-    usual = {"split": "train", "text_field": "text"}
+def _text_of(file: EvaluationFile) -> str:
+    """What was scored: the source, with those options that are not the defaults."""
+    if not isinstance(file.data, ScoredText):
+        return file.data or "text that is not recorded"
+    defaults = {"split": "train", "text_field": "text"}
     options = [
-        f"{key.replace('_', ' ')} {data.text(key)}"
-        for key, value in data.record.items()
-        if key != "source" and value is not None and value != usual.get(key)
+        f"{key.replace('_', ' ')} {value}"
+        for key, value in file.data
+        if key != "source" and value is not None and value != defaults.get(key)
     ]
-    return ", ".join([data.text("source") or "text that is not recorded", *options])
+    return ", ".join([file.data.source or "text that is not recorded", *options])
 
 
-def _results(fields: Fields) -> list[Fields]:
-    results = fields.parts("results")
+def _some(results: tuple[_Result, ...], path: Path) -> tuple[_Result, ...]:
     if not results:
-        raise ReportError(f"{fields.where} holds no results: run the command again, or move it away")
+        raise ReportError(f"{path} holds no results: run the command again, or move it away")
     return results
 
 
-def _score(fields: Fields) -> Score:
-    model, difference = fields.text("model"), fields.part("difference")
-    if model is None:
-        raise ReportError(f"{fields.where} names no model: write the file again, or move it away")
-    against = None
-    if difference:
-        against = (
-            difference.text("to") or "another model",
-            difference.number("loss"),
-            difference.number("standard_error"),
-        )
+def _score(file: ModelScores, where: str) -> Score:
+    if file.model is None:
+        raise ReportError(f"{where} names no model: write the file again, or move it away")
+    against = file.difference
     return Score(
-        model,
-        loss=fields.number("loss"),
-        loss_error=fields.number("loss_standard_error"),
-        perplexity=fields.number("perplexity"),
-        bits_per_byte=fields.number("bits_per_byte"),
-        bits_error=fields.number("bits_per_byte_standard_error"),
-        tokens=fields.count("tokens"),
-        nan=fields.count("scored_nan") or 0,
-        difference=against,
-        kl=fields.number("kl"),
-        kl_error=fields.number("kl_standard_error"),
-        top1=fields.number("top1_agreement"),
-        note=fields.text("note"),
-        tasks=tuple(_tasks(fields)),
+        file.model,
+        loss=file.loss,
+        loss_error=file.loss_standard_error,
+        perplexity=file.perplexity,
+        bits_per_byte=file.bits_per_byte,
+        bits_error=file.bits_per_byte_standard_error,
+        tokens=file.tokens,
+        nan=file.scored_nan or 0,
+        difference=(against.to or "another model", against.loss, against.standard_error) if against else None,
+        kl=file.kl,
+        kl_error=file.kl_standard_error,
+        top1=file.top1_agreement,
+        note=file.note,
+        tasks=tuple(_tasks(file, where)),
     )
 
 
-def _tasks(fields: Fields) -> list[tuple[str, str, float, float | None]]:
-    """lm-eval's results: `{"results": {task: {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}}}`."""
-    tasks = fields.part("tasks")
-    results = (tasks.part("results") if tasks and "results" in tasks.record else tasks) or Fields({}, "")
+def _tasks(file: ModelScores, where: str) -> list[tuple[str, str, float, float | None]]:
+    """Rows of lm-eval's results: `{"results": {task: {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}}}`."""
+    tasks = file.tasks or {}
+    results = tasks.get("results", tasks)
     rows = []
-    for task, metrics in results.record.items():
-        numbers = (
-            {name: value for name, value in metrics.items() if _is_number(value)} if isinstance(metrics, dict) else {}
-        )
-        part = Fields(numbers, f"{task} of {fields.where}")
-        for name in numbers:
+    for task, metrics in results.items() if isinstance(results, dict) else ():
+        given = metrics if isinstance(metrics, dict) else {}
+        values = {name: value for name, value in given.items() if _is_number(value)}
+        numbers = numbers_in(values, f"{task} of {where}")
+        for name, value in numbers.items():
             metric, _, variant = name.partition(",")
-            value = part.number(name)
-            if value is not None and variant and not metric.endswith("_stderr"):
-                rows.append((printable(task), printable(name), value, part.number(f"{metric}_stderr,{variant}")))
+            if variant and not metric.endswith("_stderr"):
+                rows.append((printable(task), name, value, numbers.get(f"{metric}_stderr,{variant}")))
     return rows
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def read_benchmark(content: dict[str, Any], path: Path) -> Benchmark:
-    """What `benchmark --json` printed."""
-    fields = Fields(content, str(path))
-    timings = []
-    for each in _results(fields):
-        decode = each.number("decode_ms_per_token")
-        timings.append(
-            Timing(
-                each.need_groups(),
-                each.count("batch"),
-                each.count("context"),
-                decode,
-                each.number("decode_ms_low"),
-                each.number("decode_ms_high"),
-                each.number("decode_tokens_per_second"),
-                each.number("prefill_ms"),
-                each.number("sample_ms"),
-                each.number("kv_bytes_per_token"),
-            )
+def read_benchmark(content: object, path: Path) -> Benchmark:
+    """The record of what `benchmark` wrote."""
+    file = BenchmarkFile.read(content, str(path))
+    timings = tuple(
+        Timing(
+            each.groups,
+            each.batch,
+            each.context,
+            each.decode_ms_per_token,
+            each.decode_ms_low,
+            each.decode_ms_high,
+            each.decode_tokens_per_second,
+            each.prefill_ms,
+            each.sample_ms,
+            each.kv_bytes_per_token,
         )
-    layers, whole = fields.count("layers"), fields.count("model_layers")
-    scaled = f"{layers} of the model's {whole} layers" if layers and whole and layers != whole else None
+        for each in _some(file.results, path)
+    )
+    cut = bool(file.layers and file.model_layers and file.layers != file.model_layers)
     details = [
-        scaled,
-        fields.text("dtype"),
-        fields.text("attention"),
-        f"weights {fields.text('weights')}" if fields.text("weights") else None,
+        f"{file.layers} of the model's {file.model_layers} layers" if cut else None,
+        file.dtype,
+        file.attention,
+        f"weights {file.weights}" if file.weights else None,
     ]
     return Benchmark(
-        origin_of(fields, path),
-        fields.text("model") or "model not recorded",
-        fields.text("model_type"),
-        fields.count("heads"),
+        origin_of(file, path),
+        file.model or "model not recorded",
+        file.model_type,
+        file.heads,
         ", ".join(each for each in details if each),
-        fields.text("spread") or "the benchmark's decode_ms_low and decode_ms_high",
-        tuple(timings),
-        scaled is not None,
+        file.spread or "the benchmark's decode_ms_low and decode_ms_high",
+        timings,
+        file,
+        cut,
     )
 
 
-def read_demo(content: dict[str, Any], path: Path) -> tuple[Evaluation, list[Conversion]]:
+def read_demo(content: object, path: Path) -> tuple[Evaluation, list[Conversion]]:
     """The results of `demo`: an evaluation, and its conversions."""
-    fields = Fields(content, str(path))
-    results = [one for each in _results(fields) for one in (each, each.part("fit")) if one is not None]
+    file = DemoFile.read(content, str(path))
+    results = [one for each in _some(file.results, path) for one in (each, each.fit) if one is not None]
     origin = Origin(path, "gqa-convert demo")
-    whole = max(results, key=lambda each: each.need_groups())
-    before, count = whole.number("kv_bytes_per_token"), whole.need_groups()
+    whole = max(results, key=lambda each: each.groups)
+    before = whole.kv_bytes_per_token
     scores, conversions = [], []
     for each in results:
-        groups, method, after = (
-            each.need_groups(),
-            each.text("method") or "converted",
-            each.number("kv_bytes_per_token"),
-        )
-        out = each.text("out") or f"N = {groups}, {method}"
-        scores.append(Score(out, loss=each.number("loss")))
-        sizes = None if before is None or after is None else (before, after)
-        folder = located(out, path)
+        method, after = each.method or "converted", each.kv_bytes_per_token
+        out = each.out or f"N = {each.groups}, {method}"
+        scores.append(Score(out, loss=each.loss))
         conversions.append(
             Conversion(
-                origin, folder, fields.text("source") or "", (), method, groups, source_kv_heads=count, kv_bytes=sizes
+                origin,
+                located(out, path),
+                file.source or "",
+                (),
+                method,
+                each.groups,
+                source_kv_heads=whole.groups,
+                kv_bytes=None if before is None or after is None else (before, after),
             )
         )
-    tokens = fields.count("held_out_tokens")
+    tokens = file.held_out_tokens
     text = f"the demo's held-out text{f', {tokens:,} tokens' if tokens else ''}"
     return Evaluation(origin, text, None, tuple(scores)), conversions

@@ -3,16 +3,18 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gqa_convert.measuring.results.schemas import BenchmarkFile, InspectionFile
+
 
 @dataclass(frozen=True)
 class Origin:
-    """Where figures come from.
+    """Where results come from.
 
     Attributes:
         path: of the file.
         command: as a shell would take it, None if it was not recorded.
-        machine: what it ran on, in words; None if it was not recorded.
-        created: when, as ISO 8601.
+        machine: that the command ran on, in words; None if it was not recorded.
+        created: time of creation, as ISO 8601.
     """
 
     path: Path
@@ -65,11 +67,13 @@ class Inspection:
 
     Attributes:
         errors: of keys and values, by groups and then by `label.part`.
+        file: its content.
     """
 
     origin: Origin
     source: str
     errors: dict[int, dict[str, float]]
+    file: InspectionFile
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,8 @@ class Benchmark:
     Attributes:
         detail: how they were taken.
         spread: what `low` and `high` are.
-        cut: fewer layers were timed than the model has, and the bytes are of those.
+        file: its content.
+        cut: fewer layers were timed than the model has, and the bytes are those of the timed layers.
     """
 
     origin: Origin
@@ -179,16 +184,17 @@ class Benchmark:
     detail: str
     spread: str
     timings: tuple[Timing, ...]
+    file: BenchmarkFile
     cut: bool = False
 
 
 @dataclass
 class Material:
-    """All that was found.
+    """Everything that was found.
 
     Attributes:
-        read: path and what it is.
-        ignored: path and why.
+        read: the origin and the kind of every file that was used.
+        ignored: the path of every other file and the reason.
         conflicts: sentences on files that contradict each other.
     """
 

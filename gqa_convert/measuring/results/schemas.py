@@ -1,0 +1,452 @@
+"""Every JSON file that one command writes and another reads, each declared once for its writer and its readers.
+
+The names of the fields are the keys in the file, and a file may lack any key that has a default here: files of older
+versions do.
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Discriminator, JsonValue, Tag
+
+from gqa_convert.measuring.results.stored import (
+    FORMAT_VERSION,
+    NULL_IS_EMPTY,
+    Count,
+    Groups,
+    Number,
+    Stored,
+    Strings,
+    Text,
+    known_numbers,
+)
+
+
+def _kind_of(value: object) -> str:
+    return "<object>" if isinstance(value, dict | BaseModel) else "<text>"
+
+
+class Machine(Stored):
+    """The machine and the software of a measurement."""
+
+    device: Text = None
+    processor: Text = None
+    cores: Count = None
+    memory_bytes: Number = None
+    system: Text = None
+    versions: dict[str, Text] | None = None
+
+
+def known_versions(machine: Machine | None, versions: dict[str, Text] | None) -> dict[str, str]:
+    """The versions of the libraries, from the machine or, in older files, from beside it."""
+    found = (machine.versions if machine else None) or versions or {}
+    return {name: version for name, version in found.items() if version}
+
+
+class Head(Stored):
+    """What every measurement begins with: what it is, when, by which command and on what machine it was made."""
+
+    kind: Text = None
+    format_version: int = FORMAT_VERSION
+    created: Text = None
+    command: Strings = None
+    machine: Machine | None = None
+
+    def headed(self, head: "Head") -> Self:
+        """The same file with its head."""
+        return self.model_copy(update=dict(head) | {"format_version": FORMAT_VERSION})
+
+
+# evaluate
+
+
+class Difference(Stored):
+    """How much more a model loses than another on the same text; nats per token and bits per byte."""
+
+    to: Text = None
+    loss: Number = None
+    standard_error: Number = None
+    bits_per_byte: Number = None
+    bits_per_byte_standard_error: Number = None
+
+
+class ModelScores(Stored):
+    """One model of an evaluation; losses and divergences in nats per token, null where not measured."""
+
+    model: Text = None
+    revision: Text = None
+    dtype: Text = None
+    loss: Number = None
+    loss_standard_error: Number = None
+    perplexity: Number = None
+    bits_per_byte: Number = None
+    bits_per_byte_standard_error: Number = None
+    tokens: Count = None
+    bytes: Count = None
+    scored_nan: Count = None
+    difference: Difference | None = None
+    kl: Number = None
+    kl_standard_error: Number = None
+    top1_agreement: Number = None
+    seconds: Number = None
+    note: Text = None
+    tasks: dict[str, JsonValue] | None = None
+
+
+class ScoredText(Stored):
+    """The text of an evaluation: its source and the options that it was read with."""
+
+    source: Text = None
+    split: Text = None
+    name: Text = None
+    revision: Text = None
+    text_field: Text = None
+    tokens_limit: Count = None
+    source_field: Text = None
+    target_field: Text = None
+    source_language: Text = None
+    target_language: Text = None
+
+
+class EvaluationFile(Head):
+    """What `evaluate` writes."""
+
+    data: Annotated[
+        Annotated[ScoredText, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
+    ] = None
+    objective: Text = None
+    context: Count = None
+    stride: Count = None
+    dtype: Text = None
+    seed: Count = None
+    processes: Count = None
+    reference: Annotated[
+        Annotated[ModelScores, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
+    ] = None
+    results: Annotated[tuple[ModelScores, ...], NULL_IS_EMPTY] = ()
+
+
+# benchmark
+
+
+class TimedCell(Stored):
+    """One number of K/V heads at one batch and context; times in ms, sizes in bytes."""
+
+    groups: Groups
+    batch: Count = None
+    context: Count = None
+    encoder_tokens: Count = None
+    decode_ms_per_token: Number = None
+    decode_ms_low: Number = None
+    decode_ms_high: Number = None
+    decode_tokens_per_second: Number = None
+    prefill_ms: Number = None
+    sample_ms: Number = None
+    new_tokens: Count = None
+    kv_bytes_per_token: Number = None
+    cross_kv_bytes_per_encoder_token: Number = None
+    kv_bytes: Number = None
+    repetitions: Count = None
+    attention_ms_per_token: Number = None
+    self_attention_ms_per_token: Number = None
+    cross_attention_ms_per_token: Number = None
+    attention_projections_ms_per_token: Number = None
+    attention_bytes_read: Number = None
+    attention_floor_ms_per_token: Number = None
+    memory_bytes_per_second: Number = None
+    layers_ms_per_token: Number = None
+    estimated_decode_ms_per_token: Number = None
+    estimated_sample_ms: Number = None
+    weight_bytes: Count = None
+    largest_batch: Count = None
+    largest_context: Count = None
+
+
+class MemoryBudget(Stored):
+    """The budget that `largest_batch` and `largest_context` fill, and what is counted."""
+
+    bytes: Count = None
+    assumed: Text = None
+
+
+class BenchmarkFile(Head):
+    """What `benchmark` writes."""
+
+    model: Text = None
+    model_type: Text = None
+    layers: Count = None
+    model_layers: Count = None
+    dtype: Text = None
+    heads: Count = None
+    kv_heads: Count = None
+    weights: Text = None
+    attention: Text = None
+    cache: Text = None
+    threads: Count = None
+    order: Text = None
+    steps: Count = None
+    spread: Text = None
+    results: Annotated[tuple[TimedCell, ...], NULL_IS_EMPTY] = ()
+    memory: MemoryBudget | None = None
+    plot: Text = None
+
+
+# inspect
+
+
+class MergeErrors(Stored):
+    """Relative errors (rms) of a layer's keys and values at one number of groups."""
+
+    groups: Groups
+    keys: Number = None
+    values: Number = None
+
+
+class PairError(Stored):
+    """The errors of merging two K/V heads alone."""
+
+    heads: tuple[int, int]
+    error: Number = None
+    keys: Number = None
+    values: Number = None
+
+
+class InspectedLayer(Stored):
+    """One attention layer; `place` is its attention kind, the barriers are its folding constraints."""
+
+    module: Text = None
+    label: Text = None
+    place: Text = None
+    kv_heads: Count = None
+    errors: Annotated[tuple[MergeErrors, ...], NULL_IS_EMPTY] = ()
+    cheapest_pairs: Annotated[tuple[PairError, ...], NULL_IS_EMPTY] = ()
+    key_barrier: Text = None
+    value_barrier: Text = None
+
+
+class InspectedText(Stored):
+    """The calibration text of an inspection."""
+
+    text: Text = None
+    tokens: Count = None
+    sequence_length: Count = None
+    seed: Count = None
+    digest: Text = None
+    held_out_blocks: Count = None
+    warning: Text = None
+
+
+class GroupsLoss(Stored):
+    """The loss at one number of groups and its increase over the source, in nats per token; null where not finite."""
+
+    groups: Groups
+    loss: Number = None
+    increase: Number = None
+
+
+class PredictedLoss(Stored):
+    """Losses on held-out calibration text, in nats per token."""
+
+    source: Number = None
+    tokens: Count = None
+    by_groups: Annotated[tuple[GroupsLoss, ...], NULL_IS_EMPTY] = ()
+
+
+class Advice(Stored):
+    """The number of groups that an inspection recommends, the reason, and the command to run next."""
+
+    groups: Count = None
+    reason: Text = None
+    command: Text = None
+
+
+class InspectionFile(Stored):
+    """What `inspect --json` prints."""
+
+    format_version: int = FORMAT_VERSION
+    source: Text = None
+    model_type: Text = None
+    heads: Count = None
+    kv_heads: Count = None
+    groups: tuple[Groups, ...] = ()
+    calibration: InspectedText | None = None
+    layers: Annotated[tuple[InspectedLayer, ...], NULL_IS_EMPTY] = ()
+    loss: PredictedLoss | None = None
+    max_loss_increase: Number = None
+    recommendation: Advice | None = None
+    plot: Text = None
+
+
+# uptrain, as it is read here
+
+
+class RecoveredLoss(Stored):
+    """Losses on the recipe's evaluation data in nats per token, and the share of the gap to the source that closed."""
+
+    start: Number = None
+    source: Number = None
+    final: Number = None
+    recovered_share: Number = None
+
+
+class RunSummary(Head):
+    """What `uptrain` writes into `summary.json`, as far as it is read here."""
+
+    model: Text = None
+    tokens: Count = None
+    alpha: Number = None
+    tokens_per_second: Number = None
+    evaluation: RecoveredLoss | None = None
+
+
+class MetricsLine(Stored):
+    """A line of `metrics.jsonl`, as far as it is read here."""
+
+    step: Count = None
+    tokens: Count = None
+    evaluation_loss: Number = None
+
+
+# convert, as it is read here
+
+
+class TrainingText(Stored):
+    """A data source of a recipe."""
+
+    source: Text = None
+    name: Text = None
+    split: Text = None
+    revision: Text = None
+
+
+class RecordedRecipe(Stored):
+    """The recipe of an uptraining, as far as a model card states it."""
+
+    data: Annotated[tuple[TrainingText, ...], NULL_IS_EMPTY] = ()
+    objective: JsonValue = None
+    optimizer: JsonValue = None
+    learning_rate: JsonValue = None
+    schedule: JsonValue = None
+    tokens_per_step: JsonValue = None
+    sequence_length: JsonValue = None
+    precision: JsonValue = None
+    trainable: JsonValue = None
+    teacher: JsonValue = None
+    distillation_weight: JsonValue = None
+    seed: JsonValue = None
+
+
+class TrainingRecord(Head):
+    """An uptraining in the record of the conversion that it started from."""
+
+    tokens: Count = None
+    recipe: RecordedRecipe | None = None
+    evaluation: RecoveredLoss | None = None
+    versions: dict[str, Text] | None = None
+
+    @property
+    def library_versions(self) -> dict[str, str]:
+        """The versions of the libraries; older files hold them outside `machine`."""
+        return known_versions(self.machine, self.versions)
+
+
+class FileRecord(Stored):
+    """The size and the hash by which a file is known again."""
+
+    bytes: Count = None
+    sha256: Text = None
+
+
+class SourceRecord(Stored):
+    """What a checkpoint was converted from."""
+
+    id: Text = None
+    revision: Text = None
+    files: dict[str, FileRecord] | None = None
+
+
+class ResultRecord(Stored):
+    """The files that a conversion or an uptraining wrote."""
+
+    files: dict[str, FileRecord] | None = None
+
+
+class BeforeAfter(Stored):
+    """A quantity of the source and of the result."""
+
+    before: Number = None
+    after: Number = None
+
+
+class CalibrationRecord(Stored):
+    """The calibration text of a conversion, and the divergence from the source on held-out parts of it."""
+
+    text: Text = None
+    kl: BeforeAfter | None = None
+
+
+class ConversionRecord(Stored):
+    """`gqa_conversion.json`, or what `convert --json` printed, as far as it is read here."""
+
+    format_version: int = FORMAT_VERSION
+    created: Text = None
+    command: Strings = None
+    machine: Machine | None = None
+    versions: dict[str, Text] | None = None
+    source: Annotated[
+        Annotated[SourceRecord, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
+    ] = None
+    out: Text = None
+    model_type: Text = None
+    result_model_type: Text = None
+    route: Text = None
+    method: Text = None
+    calibration: CalibrationRecord | None = None
+    heads: Count = None
+    source_kv_heads: Count = None
+    groups: Groups
+    encoder: Any = None
+    merge_error: dict[str, Number] | None = None
+    kv_bytes_per_token: BeforeAfter | None = None
+    cross_kv_bytes_per_encoder_token: BeforeAfter | None = None
+    result: ResultRecord | None = None
+    uptraining: Annotated[tuple[TrainingRecord, ...], NULL_IS_EMPTY] = ()
+    uptraining_tokens: Count = None
+    previous: Any = None
+    """The record of the conversion that made the source, not yet read: the chain may be long."""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative merge errors by tensor, or by module and part of it."""
+        return known_numbers(self.merge_error or {})
+
+    @property
+    def source_record(self) -> SourceRecord | None:
+        """The source, where the file holds more than its name."""
+        return self.source if isinstance(self.source, SourceRecord) else None
+
+    @property
+    def library_versions(self) -> dict[str, str]:
+        """The versions of the libraries; older files hold them outside `machine`."""
+        return known_versions(self.machine, self.versions)
+
+
+# demo, as it is read here
+
+
+class DemoConversion(Stored):
+    """A conversion of the demo and its loss in nats per token."""
+
+    groups: Groups
+    method: Text = None
+    out: Text = None
+    loss: Number = None
+    kv_bytes_per_token: Number = None
+    fit: "DemoConversion | None" = None
+
+
+class DemoFile(Stored):
+    """What `demo --json` prints, as far as it is read here."""
+
+    source: Text = None
+    held_out_tokens: Count = None
+    results: Annotated[tuple[DemoConversion, ...], NULL_IS_EMPTY] = ()

@@ -1,0 +1,82 @@
+"""The JSON files that one command writes and another reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.errors import ReportError
+from gqa_convert.measuring.results.finding import find
+from gqa_convert.measuring.results.schemas import (
+    BenchmarkFile,
+    ConversionRecord,
+    EvaluationFile,
+    Head,
+    InspectionFile,
+    ModelScores,
+    TimedCell,
+)
+from gqa_convert.measuring.results.stored import FORMAT_VERSION
+from tests.helpers.report_runs import HEAD, benchmark, evaluation, write_json
+
+
+def test_what_was_set_is_written_and_read_back() -> None:
+    """Keys that were not set stay out of the file, and null stays null; integers stay integers."""
+    scores = ModelScores(model="m\u202e", loss=2.5, difference=None, tokens=7)
+    head = Head.model_validate({"kind": "evaluate", "command": None, **HEAD})
+    file = EvaluationFile(data="text.txt", results=(scores,)).headed(head)
+    written = json.loads(json.dumps(file.as_json()))
+    assert written["results"] == [{"model": "m\u202e", "loss": 2.5, "tokens": 7, "difference": None}]
+    assert written["format_version"] == FORMAT_VERSION
+    assert written["command"] is None
+    assert written["machine"] == HEAD["machine"]
+    assert type(written["machine"]["memory_bytes"]) is int
+    assert EvaluationFile.read(written, "a.json").results[0].model == "m\\u202e"
+
+
+@pytest.mark.parametrize(("declared", "content"), [(EvaluationFile, evaluation), (BenchmarkFile, benchmark)])
+def test_older_files_have_no_version(declared: Any, content: Any) -> None:
+    old = content({})
+    assert "format_version" not in old
+    assert declared.read(old, "old.json").format_version == 1
+
+
+@pytest.mark.parametrize("declared", [EvaluationFile, BenchmarkFile, InspectionFile, ConversionRecord])
+def test_newer_files_are_refused(declared: Any) -> None:
+    with pytest.raises(ReportError, match=r"new\.json has format version 99, .* update gqa-convert"):
+        declared.read({"format_version": 99}, "new.json")
+
+
+def test_a_newer_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "evaluate.json", evaluation({"m": (2.5, 0.5)}) | {"format_version": 2})
+    with pytest.raises(ReportError, match="update gqa-convert"):
+        find([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"results": [{"model": "m", "loss": "low"}]}, 'loss of results[0] of f is "low" where a number belongs'),
+        ({"results": [{"difference": {"loss": True}}]}, "loss of difference of results[0] of f is true"),
+        ({"results": {"model": "m"}}, "where a list of objects belongs"),
+        ({"results": [3]}, "results[0] of f is 3 where an object belongs"),
+        ({"reference": {"tokens": -1}}, "tokens of reference of f is -1 where a count belongs"),
+        ({"command": ["a", 1]}, 'command of f is ["a", 1] where a list of strings belongs'),
+        ({"machine": {"versions": 3}}, "versions of machine of f is 3 where an object belongs"),
+        ([], "f is [] where an object belongs"),
+    ],
+)
+def test_a_message_names_the_key_its_place_and_its_type(content: object, words: str) -> None:
+    with pytest.raises(ReportError) as problem:
+        EvaluationFile.read(content, "f")
+    assert words in str(problem.value)
+    assert str(problem.value).endswith("write the file again, or move it away")
+
+
+def test_a_number_of_heads_is_needed() -> None:
+    for groups in (0, None, True, "3"):
+        with pytest.raises(ReportError, match="a number of K/V heads belongs"):
+            TimedCell.read({"groups": groups}, "f")
+    with pytest.raises(ReportError, match="f has no groups"):
+        ConversionRecord.read({}, "f")
