@@ -3,7 +3,6 @@ text.
 """
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +30,10 @@ from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.folding.heads import LayerTensors
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
+from tests.helpers.command_line import run
 from tests.helpers.data_helpers import DEMO
 from tests.helpers.fitting import EXACT, batches_for, fitted
 from tests.helpers.native import distance
-from tests.helpers.tiny import make_config, make_model
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -220,24 +219,6 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
     ).read_bytes()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(Path(json.__file__).read_text() * 3)
-    return path
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of three layers with the bundled tokenizer."""
-    folder = tmp_path_factory.mktemp("small") / "source"
-    config = make_config("llama", vocab_size=2048, num_hidden_layers=3, max_position_embeddings=128)
-    make_model(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    return folder
-
-
 class TestCommand:
     """From the command line."""
 
@@ -250,20 +231,15 @@ class TestCommand:
             "--calibration-tokens",
             "1500",
             "--fit-steps",
-            "100",
+            "20",
             "--kl-steps",
             "0",
         ]
 
-    def run(self, *arguments: Any) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "gqa_convert", *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-
     def test_killed_between_layers_it_goes_on_to_the_same_bytes(self, small: Path, text: Path, tmp_path: Path) -> None:
         """Layers that are done are not made again, and leave no trace once the result stands."""
         straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-        first = self.run("convert", small, straight, *self.options(text))
+        first = run("convert", small, straight, *self.options(text))
         assert first.returncode == 0, first.stderr
         assert first.stderr.count("of mean pooling's error left") == 3
         command = [sys.executable, "-m", "gqa_convert", "convert", str(small), str(resumed), *self.options(text)]
@@ -277,7 +253,7 @@ class TestCommand:
         assert not resumed.exists()
         done = list(kept.glob("layer-*"))
         assert 1 <= len(done) < 3
-        again = self.run("convert", small, resumed, *self.options(text), "--json")
+        again = run("convert", small, resumed, *self.options(text), "--json")
         assert again.returncode == 0, again.stderr
         assert digests(straight) == digests(resumed)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "straight"]
@@ -303,7 +279,7 @@ class TestCommand:
             (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
             (["-n", "3", "-c", str(text), "--calibration-tokens", "0"], ["0 tokens"]),
         ):
-            result = self.run("convert", DEMO, out, *arguments)
+            result = run("convert", DEMO, out, *arguments)
             assert result.returncode == 2, (arguments, result.stderr)
             assert len(result.stderr.strip().splitlines()) == 1, result.stderr
             assert all(word in result.stderr for word in words), result.stderr

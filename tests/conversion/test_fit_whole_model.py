@@ -24,7 +24,7 @@ from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import OptionError
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
-from tests.helpers.data_helpers import DEMO
+from tests.helpers.command_line import run
 from tests.helpers.fitting import batches_for, fitted
 from tests.helpers.native import distance
 
@@ -170,23 +170,23 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
     check_possible(model, batches, 7)
 
 
-def test_killed_in_this_stage_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_in_this_stage_it_goes_on_to_the_same_bytes(small: Path, text: Path, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = ["--groups", "3", "-c", "python-stdlib", "--calibration-tokens", "5000", "--fit-steps", "3"]
-    command = [sys.executable, "-m", "gqa_convert", "convert", str(DEMO)]
-    subprocess.run([*command, str(straight), *options, "--kl-steps", "20"], check=True, capture_output=True)
+    options = ["--groups", "3", "-c", str(text), "--calibration-tokens", "1500", "--fit-steps", "3"]
+    first = run("convert", small, straight, *options, "--kl-steps", "20")
+    assert first.returncode == 0, first.stderr
+    command = [sys.executable, "-m", "gqa_convert", "convert", str(small)]
     with subprocess.Popen(
         [*command, str(resumed), *options, "--kl-steps", "2000"], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "layer 5 of 5" in line:
+            if "layer 3 of 3" in line:
                 process.send_signal(signal.SIGKILL)
                 break
     assert not resumed.exists()
-    again = subprocess.run(
-        [*command, str(resumed), *options, "--kl-steps", "20"], check=True, capture_output=True, text=True
-    )
+    again = run("convert", small, resumed, *options, "--kl-steps", "20")
+    assert again.returncode == 0, again.stderr
     assert "divergence from the source" in again.stderr
     assert digests(straight) == digests(resumed)
     note = json.loads((resumed / "gqa_conversion.json").read_text())["calibration"]

@@ -10,19 +10,27 @@ import pytest
 import torch
 
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.demo import run as demo_run
 from gqa_convert.demo.run import CHECKPOINT, GROUPS, PLOT, RESULTS, check_place, run_demo
 from gqa_convert.errors import OutputError
 from gqa_convert.families.loading import load_causal_lm
-from gqa_convert.text import stdlib_text
+from gqa_convert.text import sources, stdlib_text
 from gqa_convert.text.scoring.text_loss import text_loss
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict, list[Plan]]]:
+    """The demo with a sixth of the training files, and less text for every stage."""
     out = tmp_path_factory.mktemp("demo") / "out"
     plans: list[Plan] = []
+
+    def some_files(held_out: bool) -> list[Path]:
+        return stdlib_text.source_files(held_out=held_out)[:: 1 if held_out else 6]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
+        patch.setattr(demo_run, "_TOKENS", 8192)
+        patch.setattr(sources, "source_files", some_files)
         yield (
             out,
             run_demo(out, uptraining_tokens=3 * 4096, calibration_tokens=2048, fit_steps=5, on_plan=plans.append),

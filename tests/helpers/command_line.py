@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.fork_server import ENVIRONMENT, ForkServer, environment
+from tests.helpers.fork_server import ForkServer, fits
 
 COMMAND = [sys.executable, "-m", "gqa_convert"]
 
@@ -28,7 +28,7 @@ def run_python(*arguments: str | Path, timeout: float = 120) -> subprocess.Compl
     is imported.
     """
     words = [str(argument) for argument in arguments]
-    if environment() == ENVIRONMENT:
+    if fits():
         return server().run(words, timeout)
     command = [sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -40,17 +40,22 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-PER_CALL = ("COLUMNS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that no library reads while it is imported."""
+AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "PYTHON", "OMP_", "HOME", "PATH", "TMPDIR")
+"""How the names of variables begin that a library or the interpreter may read before the program runs."""
 
 
-def environment() -> dict[str, str]:
-    """Return the environment without the variables that may differ between calls."""
-    return {name: value for name, value in os.environ.items() if name not in PER_CALL}
+def environment_at_import() -> dict[str, str]:
+    """Return the variables that must be those of the server."""
+    return {name: value for name, value in os.environ.items() if name.startswith(AT_IMPORT)}
 
 
-ENVIRONMENT = environment()
-"""The server's, taken before any test can change it."""
+STARTED_IN = dict(os.environ)
+"""The server's environment, taken before any test can change it."""
+
+
+def fits() -> bool:
+    """Whether a fork behaves in the current environment as a new interpreter would."""
+    return environment_at_import() == {name: value for name, value in STARTED_IN.items() if name.startswith(AT_IMPORT)}
 
 
 class ForkServer:
@@ -64,7 +69,7 @@ class ForkServer:
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=ENVIRONMENT,
+                env=STARTED_IN,
                 pass_fds=[theirs.fileno()],
             )
         atexit.register(self.close)
@@ -78,7 +83,7 @@ class ForkServer:
         request = {
             "arguments": arguments,
             "folder": str(Path.cwd()),
-            "environment": {name: os.environ[name] for name in PER_CALL if name in os.environ},
+            "environment": dict(os.environ),
         }
         message = json.dumps(request).encode()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -148,8 +153,7 @@ def _run(request: dict[str, Any], streams: "array.array[int] | list[int]") -> Ne
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
-    for name in PER_CALL:
-        os.environ.pop(name, None)
+    os.environ.clear()
     os.environ.update(request["environment"])
     flag, program, *rest = request["arguments"]
     sys.argv = [flag, *rest]

@@ -3,8 +3,6 @@ convolutions.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +22,7 @@ from gqa_convert.training.documents import check_apart, refuse_mixing
 from gqa_convert.training.masks import model_inputs, packed_attention_mask
 from gqa_convert.training.teacher import load_teacher, teacher_logits
 from tests.helpers import own_files, tiny
+from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import DEMO, losses, recipe, run
 
 LENGTHS = [9, 1, 14, 8]
@@ -342,9 +341,7 @@ def test_a_run_refuses(
 
 def test_the_command_refuses_in_one_line(home: Path, tmp_path: Path) -> None:
     path = recipe(home, tmp_path / "run", model=str(home / "jamba"), data=str(home / "long.txt"), document_mask=True)
-    result = subprocess.run(
-        [sys.executable, "-m", "gqa_convert", "uptrain", str(path)], capture_output=True, text=True, check=False
-    )
+    result = run_command("uptrain", path)
     assert (result.returncode, result.stdout) == (2, "")
     assert "document_mask is impossible" in result.stderr
     assert result.stderr.count("\n") == 1

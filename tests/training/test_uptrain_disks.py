@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
+from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import in_child, leftovers, make_student, metrics, recipe, run, wait_for, weights
 
 
@@ -104,17 +105,19 @@ def command(path: Path, *options: str) -> list[str]:
 
 def test_the_command_line(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    first = subprocess.run(command(recipe(home, output), "--json"), capture_output=True, text=True, check=True)
+    first = run_command("uptrain", recipe(home, output), "--json")
+    assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout) == json.loads((output / "summary.json").read_text())
     assert "6 steps of 64 tokens on 1 process(es), from step 1" in first.stderr
     assert "step 6 of 6 (100.0%)  loss" in first.stderr
     assert "arning" not in first.stderr
-    again = subprocess.run(command(recipe(home, output), "-q"), capture_output=True, text=True, check=True)
-    assert (again.stdout, again.stderr) == ("", "")
-    shown = subprocess.run(command(recipe(home, output)), capture_output=True, text=True, check=True)
+    again = run_command("uptrain", recipe(home, output), "-q")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    shown = run_command("uptrain", recipe(home, output))
+    assert shown.returncode == 0, shown.stderr
     assert "done  384 tokens in 6 steps" in shown.stdout
     assert f"{output} is complete already" in shown.stderr
-    wrong = subprocess.run(command(recipe(home, output), "seed=1"), capture_output=True, text=True)
+    wrong = run_command("uptrain", recipe(home, output), "seed=1")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
     assert "seed was 0 and is now 1" in wrong.stderr
 

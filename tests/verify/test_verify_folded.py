@@ -68,6 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
                     "calibration": write_text(root / "text.txt"),
                     "calibration_tokens": 1000,
                     "calibration_length": 30,
+                    "fit_steps": 20,
                 }
             native = None if name in STOCK else translated
             convert_checkpoint(source, done[key], groups, method=method, native=native, **text)
