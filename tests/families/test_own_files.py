@@ -25,6 +25,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.families.modeling import generate
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.elsewhere import (
     WAYS,
@@ -686,19 +687,33 @@ def test_classes_stand_for_transformers_own(model_type: str) -> None:
             assert any(ast.unparse(base).endswith(f".{stock}") for base in classes[f"GQA{stock}"].bases)
 
 
-def test_common_part_is_common() -> None:
-    parts = set()
-    for file in FILES:
-        before, begin, rest = file.read_text().partition(
-            "# From here to the line of dashes this file is the same as every other"
-        )
-        part, dashes, _ = rest.partition("\n# ---")
-        assert before
-        assert begin
-        assert dashes
-        parts.add(part)
-    assert len(parts) == 1
-    assert len(FILES) == len({family.modeling.file for family in OWN.values() if family.modeling})
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_the_shared_part_is_generated(file: Path) -> None:
+    assert file.read_text(encoding="utf-8") == generate.generated(file), (
+        f"{file.name} differs from shared.py: run python -m gqa_convert.families.modeling.generate"
+    )
+
+
+def test_a_stale_shared_part_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("shared.py", "gqa_opt.py"):
+        shutil.copy(MODELING / name, tmp_path)
+    monkeypatch.setattr(generate, "FOLDER", tmp_path)
+    stale = tmp_path / "gqa_opt.py"
+    stale.write_text(stale.read_text().replace("def pack_heads", "def pack_heads_otherwise"))
+    assert generate.main(["--check"]) == 1
+    assert "gqa_opt.py differs from shared.py" in capsys.readouterr().err
+    assert generate.main([]) == 0
+    assert stale.read_bytes() == (MODELING / "gqa_opt.py").read_bytes()
+    assert generate.main(["--check"]) == 0
+    stale.write_text(stale.read_text().replace(generate.END, ""))
+    with pytest.raises(ValueError, match=r"gqa_opt.py lacks the lines"):
+        generate.main(["--check"])
+
+
+def test_every_modelling_file_has_a_record() -> None:
+    assert {file.stem for file in FILES} == {family.modeling.file for family in OWN.values() if family.modeling}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

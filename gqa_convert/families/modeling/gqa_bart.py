@@ -1,12 +1,12 @@
 """BART, mBART, PLBART, Pegasus, Marian, M2M100 (NLLB), Blenderbot and Blenderbot Small with fewer K/V heads than query
 heads (Ainslie et al. 2023).
 
-This file serves in two places: it is part of gqa-convert, and it lies in every checkpoint converted from one of these
-families, so that transformers loads the checkpoint without gqa-convert. It therefore imports torch and transformers
-only. Everything but the attention modules is transformers' own code.
+This file is part of gqa-convert and is copied into every checkpoint converted from one of these families, so that
+transformers loads the checkpoint without gqa-convert. It therefore imports only torch and transformers. Everything
+but the attention modules is transformers' own code.
 
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head width. Query head i reads K/V head i // (H
-/ N).
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head
+i // (H / N).
 """
 
 from typing import Any
@@ -36,10 +36,10 @@ from transformers.models.pegasus import modeling_pegasus as pegasus
 from transformers.models.plbart import modeling_plbart as plbart
 
 
-# From here to the line of dashes this file is the same as every other in its folder.
+# Shared part: begin (written by gqa_convert.families.modeling.generate from shared.py)
 def pack_heads(states: Any, groups: int) -> Any:
-    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. Without a head axis:
-    repeated.
+    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. An array with one
+    head is returned unchanged, because it broadcasts.
     """
     if states.shape[1] == 1:
         return states
@@ -59,9 +59,9 @@ def grouped_attention(
 ) -> tuple[Any, Any]:
     """Grouped-query attention through the configured attention function.
 
-    Where keys and values would be repeated in memory (by eager always, by sdpa while decoding), the query heads of a
-    group are packed
-    into the length axis instead: the same sums over H / N times fewer bytes.
+    Where keys and values would be repeated in memory (always with eager attention, and with sdpa while decoding), the
+    query heads of a group are packed into the length axis instead, which gives the same sums from H / N times fewer
+    bytes.
 
     Args:
         module: the attention module; its `num_key_value_groups` is H / N.
@@ -69,12 +69,12 @@ def grouped_attention(
         key: [B, N, S, c].
         value: [B, N, S, c].
         mask: None, or broadcasting to [B, H, L, S], boolean or additive.
-        eager: the family's eager attention function, which knows as many keys and values as query heads only.
+        eager: the family's eager attention function, which needs as many keys and values as query heads.
         position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
-        options: `scaling`, `dropout` and whatever else the function takes.
+        options: `scaling`, `dropout` and further arguments of the function.
 
     Returns:
-        The output [B, L, H, c] and, from eager, the attention weights [B, H, L, S].
+        The output [B, L, H, c] and, from eager attention, the attention weights [B, H, L, S].
     """
     kind = module.config._attn_implementation
     batch, heads, length, _ = query.shape
@@ -82,9 +82,7 @@ def grouped_attention(
     size, rest = divmod(heads, groups)
     if rest:
         raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
-    paged = (
-        options.get("cache") is not None
-    )  # continuous batching, where the attention function itself updates the cache
+    paged = options.get("cache") is not None  # continuous batching: the attention function itself updates the cache
     packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
     if packs:
         query = pack_heads(query, groups)
@@ -116,16 +114,14 @@ def grouped_attention(
 
 
 def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
-    """Exchange every attention module of the type `stock` for `grouped.like(module)`, where that has fewer K/V
-    heads.
-    """
+    """Replace every attention module of type `stock` by `grouped.like(module)`, which may have fewer K/V heads."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is stock:
                 setattr(parent, name, grouped.like(child))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
+# Shared part: end
 
 
 class GroupedBartAttention:

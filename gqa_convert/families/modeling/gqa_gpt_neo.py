@@ -1,11 +1,11 @@
 """GPT-Neo with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file serves in two places: it is part of gqa-convert, and it lies in every checkpoint converted from this family,
-so that transformers loads the checkpoint without gqa-convert. It therefore imports torch and transformers only.
+This file is part of gqa-convert and is copied into every checkpoint converted from this family, so that transformers
+loads the checkpoint without gqa-convert. It therefore imports only torch and transformers.
 Everything but the attention modules is transformers' own code.
 
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head width. Query head i reads K/V head i // (H
-/ N).
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head
+i // (H / N).
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 
 
-# From here to the line of dashes this file is the same as every other in its folder.
+# Shared part: begin (written by gqa_convert.families.modeling.generate from shared.py)
 def pack_heads(states: Any, groups: int) -> Any:
-    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. Without a head axis:
-    repeated.
+    """[B, H, L, x] -> [B, N, H / N * L, x]: the query heads of a group move into the length axis. An array with one
+    head is returned unchanged, because it broadcasts.
     """
     if states.shape[1] == 1:
         return states
@@ -41,9 +41,9 @@ def grouped_attention(
 ) -> tuple[Any, Any]:
     """Grouped-query attention through the configured attention function.
 
-    Where keys and values would be repeated in memory (by eager always, by sdpa while decoding), the query heads of a
-    group are packed
-    into the length axis instead: the same sums over H / N times fewer bytes.
+    Where keys and values would be repeated in memory (always with eager attention, and with sdpa while decoding), the
+    query heads of a group are packed into the length axis instead, which gives the same sums from H / N times fewer
+    bytes.
 
     Args:
         module: the attention module; its `num_key_value_groups` is H / N.
@@ -51,12 +51,12 @@ def grouped_attention(
         key: [B, N, S, c].
         value: [B, N, S, c].
         mask: None, or broadcasting to [B, H, L, S], boolean or additive.
-        eager: the family's eager attention function, which knows as many keys and values as query heads only.
+        eager: the family's eager attention function, which needs as many keys and values as query heads.
         position_bias: None, or added to the scores, broadcasting to [B, H, L, S].
-        options: `scaling`, `dropout` and whatever else the function takes.
+        options: `scaling`, `dropout` and further arguments of the function.
 
     Returns:
-        The output [B, L, H, c] and, from eager, the attention weights [B, H, L, S].
+        The output [B, L, H, c] and, from eager attention, the attention weights [B, H, L, S].
     """
     kind = module.config._attn_implementation
     batch, heads, length, _ = query.shape
@@ -64,9 +64,7 @@ def grouped_attention(
     size, rest = divmod(heads, groups)
     if rest:
         raise ValueError(f"{groups} K/V heads do not divide {heads} query heads")
-    paged = (
-        options.get("cache") is not None
-    )  # continuous batching, where the attention function itself updates the cache
+    paged = options.get("cache") is not None  # continuous batching: the attention function itself updates the cache
     packs = size > 1 and not paged and (kind == "eager" or (kind == "sdpa" and length == 1))
     if packs:
         query = pack_heads(query, groups)
@@ -98,16 +96,14 @@ def grouped_attention(
 
 
 def replace_attention(model: nn.Module, stock: type[nn.Module], grouped: Any) -> None:
-    """Exchange every attention module of the type `stock` for `grouped.like(module)`, where that has fewer K/V
-    heads.
-    """
+    """Replace every attention module of type `stock` by `grouped.like(module)`, which may have fewer K/V heads."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is stock:
                 setattr(parent, name, grouped.like(child))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
+# Shared part: end
 
 
 def eager_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, Any]:
@@ -168,10 +164,10 @@ class GQAGPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
         seen = 0
         if layer_past is not None:
             seen = layer_past.get_seq_length(self.layer_id)
-            seen = seen.clone() if isinstance(seen, torch.Tensor) else seen  # a static cache counts in place
+            seen = seen.clone() if isinstance(seen, torch.Tensor) else seen  # a static cache updates it in place
             key, value = layer_past.update(key, value, self.layer_id)
         kind = self.config._attn_implementation
-        if "flash" not in kind and "paged" not in kind:  # those apply the window themselves
+        if "flash" not in kind and "paged" not in kind:  # these functions apply the window themselves
             attention_mask = self.within_window(attention_mask, query.shape[2], key.shape[2], seen, query.device)
         output, weights = grouped_attention(
             self,
@@ -204,11 +200,11 @@ class GroupedModel:
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # transformers looks for the answer in a source file, or takes that of its own class
+        return True  # transformers would look in a source file, or ask its own class
 
     def __init__(self, config: Any) -> None:
         requested = config._attn_implementation
-        config._attn_implementation = "eager"  # transformers' constructors know no other that is sure to be there
+        config._attn_implementation = "eager"  # the only kind that transformers' constructors always accept
         super().__init__(config)
         replace_attention(self, gpt_neo.GPTNeoSelfAttention, GQAGPTNeoSelfAttention)
         config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
