@@ -151,8 +151,7 @@ def child(options: argparse.Namespace) -> None:
 
     from gqa_convert.conversion import run as convert
     from gqa_convert.conversion.fit import closed_loop
-    from gqa_convert.conversion.fit.lockstep.model import open_model
-    from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
+    from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
 
     clock = Clock()
     fitting = closed_loop.LayerFitting

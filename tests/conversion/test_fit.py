@@ -18,7 +18,7 @@ from gqa_convert.conversion.fit import closed_loop
 from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
 from gqa_convert.conversion.fit.closed_loop import least
 from gqa_convert.conversion.fit.layers import merged_plan
-from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Ridge
 from gqa_convert.conversion.plan import make_plan

@@ -15,7 +15,7 @@ import torch
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import closed_loop
 from gqa_convert.conversion.fit.key_trials import KeyTrials
-from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError

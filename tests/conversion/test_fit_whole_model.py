@@ -17,7 +17,7 @@ from torch.nn.functional import log_softmax
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import whole_model
 from gqa_convert.conversion.fit.closed_loop import fit_checkpoint, fit_layers
-from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import make_plan

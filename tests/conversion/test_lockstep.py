@@ -18,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gqa_convert.families.modeling
-from gqa_convert.conversion.fit.lockstep.model import open_model
-from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
-from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
+from gqa_convert.conversion.fit.lockstep import LockstepRunner, offloaded_weights, open_model
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from tests.helpers import folding_cases as folded
@@ -141,7 +139,7 @@ def test_both_streams_equal_ordinary_calls(kind: str) -> None:
                     output, _ = site.run(call, used)
                     torch.testing.assert_close(output, left, atol=1e-6, rtol=1e-6)
             site.commit(weights)
-        logits = list(streams.finish())
+        logits = list(streams.logits())
     assert len(logits) == len(batches)
     for pair, oracle in zip(logits, oracles, strict=True):
         for mine, (theirs, _) in zip(pair, oracle, strict=True):
@@ -166,7 +164,7 @@ def test_what_is_captured_makes_the_output_and_gradients_reach_candidates() -> N
             assert candidate.grad is not None
             assert candidate.grad.abs().max() > 0
             assert torch.is_grad_enabled()
-            with pytest.raises(ValueError, match=r"k_proj\.weight is given with shape"):
+            with pytest.raises(ValueError, match=r"k_proj\.weight was given with shape"):
                 site.commit({"k_proj.weight": candidate[:4]})
 
 
@@ -260,7 +258,7 @@ def test_a_single_stream_is_the_student(kind: str) -> None:
                 assert torch.equal(student.hidden, one.hidden)
             for each in (site, other):
                 each.commit(changed(each.parameters(), number))
-        for (_, student_logits), (logits, again) in zip(both.finish(), single.finish(), strict=True):
+        for (_, student_logits), (logits, again) in zip(both.logits(), single.logits(), strict=True):
             assert logits is again
             assert torch.equal(student_logits, logits)
 
@@ -271,7 +269,7 @@ def test_the_same_numbers_every_time() -> None:
         with LockstepRunner(model, batches_for("gpt2"), sites_of(model)) as streams:
             for number, site in enumerate(streams):
                 site.commit(changed(site.parameters(), number))
-            return list(streams.finish())
+            return list(streams.logits())
 
     assert all(
         torch.equal(left, right)
@@ -328,9 +326,9 @@ def test_mistakes_are_told() -> None:
         LockstepRunner(model, [], ["layers.7.self_attn"])
     with (
         LockstepRunner(model, batches_for("llama"), sites_of(model)) as streams,
-        pytest.raises(RuntimeError, match="must be passed first"),
+        pytest.raises(RuntimeError, match="has not passed"),
     ):
-        next(streams.finish())
+        next(streams.logits())
 
 
 def passed(model: Any, batches: list[dict[str, Tensor]], sites: list[str], **options: Any) -> Iterator[Tensor]:
@@ -346,7 +344,7 @@ def passed(model: Any, batches: list[dict[str, Tensor]], sites: list[str], **opt
             residuals = [site.residual(call) for pair in site.calls for call in pair]
             yield from (each for each in residuals if each is not None)
             site.commit(changed(site.parameters(), number))
-        for pair in streams.finish():
+        for pair in streams.logits():
             yield from pair
 
 
@@ -410,7 +408,7 @@ def test_results_with_a_modelling_file_are_opened_from_the_disk(
     registered: list[str] = []
     ordinary = gqa_convert.families.modeling.register_modeling
     monkeypatch.setattr(
-        gqa_convert.families.modeling, "register", lambda name: (registered.append(name), ordinary(name))
+        gqa_convert.families.modeling, "register_modeling", lambda name: (registered.append(name), ordinary(name))
     )
     case = folded.build("gpt2")
     out = tmp_path / "out"
@@ -423,8 +421,7 @@ def test_results_with_a_modelling_file_are_opened_from_the_disk(
 _MEASURED = """
 import json, multiprocessing, sys, torch
 from pathlib import Path
-from gqa_convert.conversion.fit.lockstep.model import open_model
-from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
+from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
 import transformers.models.llama.modeling_llama
 
 def megabytes():
@@ -440,7 +437,7 @@ def measure(folder, limit, spill, rows, results):
             for source, student in site.calls:
                 site.run(student, capture="o_proj")
             site.commit({name: 0.9 * tensor for name, tensor in site.parameters().items()})
-        logits = [[each.double().sum().item() for each in pair] for pair in streams.finish()]
+        logits = [[each.double().sum().item() for each in pair] for pair in streams.logits()]
     results.put((logits, megabytes() - before))
 
 for arguments in json.loads(sys.argv[1]):

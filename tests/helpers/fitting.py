@@ -12,7 +12,7 @@ import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.closed_loop import fit_layers
 from gqa_convert.conversion.fit.layers import merged_plan
-from gqa_convert.conversion.fit.lockstep.model import open_model
+from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.whole_model import train_together
 from gqa_convert.conversion.plan import make_plan

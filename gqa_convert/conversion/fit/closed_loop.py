@@ -19,10 +19,7 @@ from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.layers import LayerDone, SourceTensors, attention_of
-from gqa_convert.conversion.fit.lockstep.captured_module import Call, CapturedModule
-from gqa_convert.conversion.fit.lockstep.model import open_model
-from gqa_convert.conversion.fit.lockstep.runner import Batch, LockstepRunner
-from gqa_convert.conversion.fit.lockstep.spilling import mapped_file
+from gqa_convert.conversion.fit.lockstep import Batch, Call, CapturedModule, LockstepRunner, mapped_file, open_model
 from gqa_convert.conversion.fit.matching import STEPS, match
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.resource_errors import explained

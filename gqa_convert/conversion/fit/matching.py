@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Parts
-from gqa_convert.conversion.fit.lockstep.captured_module import Call
+from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 
 STEPS = 400

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.lockstep.captured_module import CapturedModule
+from gqa_convert.conversion.fit.lockstep import CapturedModule
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments
 

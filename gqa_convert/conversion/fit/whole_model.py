@@ -16,10 +16,7 @@ from torch import Tensor
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.layers import LayerDone, attention_of
-from gqa_convert.conversion.fit.lockstep.module_names import find_modules
-from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
-from gqa_convert.conversion.fit.lockstep.runner import Batch
-from gqa_convert.conversion.fit.lockstep.substitution import replaced
+from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.plan import Plan

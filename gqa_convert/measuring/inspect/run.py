@@ -225,7 +225,7 @@ def _on_text(
     calibration = calibrate(plan, text)
     import torch
 
-    from gqa_convert.conversion.fit.lockstep.model import open_model
+    from gqa_convert.conversion.fit.lockstep import open_model
     from gqa_convert.measuring.inspect.trials import run_trials, split
 
     measured, held_out = split(calibration.batches)

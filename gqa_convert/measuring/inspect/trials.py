@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, as_parts
-from gqa_convert.conversion.fit.lockstep.captured_module import CapturedModule
-from gqa_convert.conversion.fit.lockstep.runner import Batch, LockstepRunner
+from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
 from gqa_convert.families.geometry import AttentionLayer
@@ -139,7 +138,7 @@ def _parameters(work: LayerInspection, site: CapturedModule, merged: Heads, grou
 def _losses(trial: LockstepRunner, held_out: Sequence[Batch]) -> tuple[float, int]:
     """In nats per token, and how many tokens were predicted."""
     total, tokens = 0.0, 0
-    for batch, (logits, _) in zip(held_out, trial.finish(), strict=True):
+    for batch, (logits, _) in zip(held_out, trial.logits(), strict=True):
         loss, count = _loss(logits, batch)
         total += loss
         tokens += count

@@ -1,4 +1,4 @@
-"""An attention module that all batches of source and student have reached, and the calls that wait there."""
+"""An attention module that every batch of the source and the student has reached, and the calls that wait there."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,21 +10,21 @@ from torch import Tensor
 from gqa_convert.conversion.fit.lockstep.substitution import replaced
 
 _STATES = ("key_value_states", "encoder_hidden_states")
-"""Keyword arguments by which attention modules are given what they read, where that is not what asks."""
+"""Keyword arguments that carry what keys and values are made from, where queries are made from something else."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A call of an attention module: B sequences of L positions, d numbers each."""
+    """The arguments of one call of an attention module: B sequences of L positions, d numbers each."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     counted: Tensor | None
-    """[B, L] bool: positions that are no padding; None where all count."""
+    """[B, L] bool: the positions that are not padding; None where all count."""
     states_counted: Tensor | None
     """The same for `states`."""
     added_to: Tensor | None = None
-    """[B, L, d] what the attention's output will be added to, in units of that output; see `Site.residual`."""
+    """[B, L, d] what the attention's output will be added to, in units of that output; see `CapturedModule.residual`."""
 
     @property
     def hidden(self) -> Tensor:
@@ -40,14 +40,14 @@ class Call:
 
 
 class CapturedModule:
-    """An attention module.
+    """An attention module, which `run` calls again with any weights.
 
     Args:
-        name: as the checkpoint's tensors have it.
+        name: as the checkpoint names it.
         module: the loaded module.
         source: the source's parameters by name inside the module.
         calls: one pair per batch, of the source and of the student.
-        output: name inside the module of its output projection, if known.
+        output: the name inside the module of its output projection, where that alone is what attention contributes.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class CapturedModule:
         self._source, self._output = source, output
 
     def parameters(self) -> dict[str, Tensor]:
-        """The source's, by name inside the module; not copies."""
+        """The source's parameters by name inside the module; the tensors are not copied."""
         return dict(self._source)
 
     def run(
         self, call: Call, parameters: Mapping[str, Tensor] | None = None, capture: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module once more, with gradients if they are enabled and a parameter requires them.
+        """Call the module again, with gradients if they are enabled and a parameter requires them.
 
         Args:
             call: one of `calls`.
-            parameters: in the place of the source's; those left out are the source's.
-            capture: name inside the module of the output projection.
+            parameters: replace the source's; the others stay the source's.
+            capture: the name inside the module of the output projection, to return its input too.
 
         Returns:
-            What attention contributes [B, L, d], and what enters the output projection, [B, L, heads * width], if asked
-            for.
+            What attention contributes [B, L, d]; and the input of the output projection [B, L, heads * head_dim], None
+            without `capture`.
         """
         caught: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -96,18 +96,18 @@ class CapturedModule:
         return output.reshape(shape), None if entered is None else entered.reshape(shape)
 
     def residual(self, call: Call) -> Tensor | None:
-        """[B, L, d] the tensor r for which r + (what attention contributes) is, up to one constant factor, what the
+        """The tensor r [B, L, d] for which r + (what attention contributes) is, up to one constant factor, what the
         layers above read.
 
-        None where no such tensor was found: the output is normed before it is added, for one.
+        None where there is no such tensor, for example where the output is normed before it is added.
         """
         return call.added_to
 
     def commit(self, parameters: Mapping[str, Tensor]) -> None:
-        """The student's weights from here on, as the module's type and on its device; those left out are the source's.
+        """Set the student's weights, converted to the module's type and device; the others stay the source's.
 
         Raises:
-            ValueError: the module has no such parameter, or of another shape.
+            ValueError: the module has no such parameter, or it has another shape.
         """
         self.committed = self._fitting(parameters)
 
@@ -118,14 +118,14 @@ class CapturedModule:
             if own is None or own.shape != tensor.shape:
                 found = "no such parameter" if own is None else f"shape {tuple(own.shape)}"
                 raise ValueError(
-                    f"{self.name}.{name} is given with shape {tuple(tensor.shape)}: the module has {found}"
+                    f"{self.name}.{name} was given with shape {tuple(tensor.shape)}, and the module has {found}"
                 )
             fitting[name] = tensor.to(own)
         return fitting
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Of what a module returns."""
+    """The first tensor of a module's output."""
     first = output if isinstance(output, Tensor) else next(each for each in output if isinstance(each, Tensor))
     assert isinstance(first, Tensor)
     return first

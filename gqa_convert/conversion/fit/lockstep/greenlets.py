@@ -1,4 +1,4 @@
-"""Computations that stop in the midst of a call, wherever it is nested, and go on later: one greenlet each."""
+"""Computations that stop inside a call, however deeply nested, and continue later: one greenlet each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 class Paused:
     """A computation without gradients that runs up to its next `pause`, and then waits with all its frames.
 
-    torch's switch for gradients belongs to the thread and not to the greenlet: it is set anew on each entry.
+    torch keeps its gradient mode per thread, not per greenlet, so that every entry sets it and restores it.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -18,7 +18,7 @@ class Paused:
 
     @property
     def identity(self) -> object:
-        """What `current()` returns inside."""
+        """What `current()` returns inside the computation."""
         return self._greenlet
 
     @property
@@ -27,20 +27,20 @@ class Paused:
 
     @property
     def frame(self) -> Any:
-        """The innermost frame that waits; None before the start and after the end."""
+        """The innermost waiting frame; None before the start and after the end."""
         return self._greenlet.gr_frame
 
     def resume(self, answer: Any = None) -> Any:
-        """Go on to the next pause.
+        """Continue to the next pause.
 
         Args:
-            answer: what the pause returns inside; of no account at the first call.
+            answer: what the pause returns inside the computation; the first call ignores it.
 
         Returns:
-            What the next pause was given, or the computation's result once `finished`.
+            The message of the next pause, or the computation's result once it is `finished`.
 
         Raises:
-            BaseException: whatever the computation raises; it is finished then.
+            BaseException: whatever the computation raises, which ends it.
         """
         enabled = torch.is_grad_enabled()
         self._greenlet.parent = getcurrent()
@@ -51,7 +51,7 @@ class Paused:
             torch.set_grad_enabled(enabled)
 
     def close(self) -> None:
-        """End it where it waits, which runs its `finally` clauses."""
+        """End the computation where it waits, which runs its `finally` clauses."""
         if self._greenlet and not self._greenlet.dead:
             enabled = torch.is_grad_enabled()
             self._greenlet.parent = getcurrent()
@@ -62,12 +62,12 @@ class Paused:
 
 
 def current() -> object:
-    """The greenlet that runs."""
+    """The running greenlet."""
     return getcurrent()
 
 
 def pause(message: Any) -> Any:
-    """Stop here and hand `message` to whoever resumed this computation; returns what it is resumed with."""
+    """Stop here and pass `message` to the caller of `resume`; returns the answer of the next `resume`."""
     parent = getcurrent().parent
     assert parent is not None, "only a paused computation may pause"
     return parent.switch(message)

@@ -1,4 +1,4 @@
-"""Open a source model for calibration: in memory if it fits, else with its weights left in the checkpoint's files."""
+"""Opens a source model for calibration: in memory if it fits, otherwise with its weights left in the checkpoint's files."""
 
 import logging
 import shutil
@@ -17,7 +17,7 @@ from gqa_convert.families.loading import check_complete, load_model
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 _SHARE = 0.7
-"""Of the free memory that weights may fill: activations need the rest."""
+"""The share of the free memory that weights may take; activations need the rest."""
 
 
 def open_model(
@@ -29,9 +29,8 @@ def open_model(
         folder: a local checkpoint.
         device: where to run it.
         dtype: type to compute with.
-        memory_limit: bytes that its weights may take on the device; None for 70% of what is free there. A larger
-            model's weights stay
-            in the files, and each is read when it is used.
+        memory_limit: bytes that its weights may take on the device; None for 70% of the free ones. The weights of a
+            larger model stay in the files, and each is read when it is used.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.

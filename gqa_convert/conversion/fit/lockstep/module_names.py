@@ -1,6 +1,6 @@
-"""Find the modules of a loaded model by the names that a checkpoint's tensors have."""
+"""Finds modules of a loaded model by the names that a checkpoint gives them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gqa_convert.errors import ConfigError
@@ -9,18 +9,18 @@ from gqa_convert.errors import ConfigError
 def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     """The loaded model's name of each module.
 
-    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`), so the module is meant
-    whose name ends like the wanted one for as many components as possible, the layer's number among them.
+    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). The match is therefore
+    the module that shares the most components at the end of its name, the layer's number among them.
 
     Args:
         model: a loaded model.
-        names: of modules, as the names of the checkpoint's tensors begin.
+        names: modules, as the checkpoint names them.
 
     Returns:
-        The loaded model's name by the wanted name, in the order wanted.
+        The loaded model's names by the checkpoint's, in the given order.
 
     Raises:
-        ConfigError: none is meant, or several are, or two names mean the same one.
+        ConfigError: a name matches no module, or several, or two names match the same one.
     """
     by_end: dict[str, list[list[str]]] = {}
     for name, _ in model.named_modules():
@@ -51,3 +51,27 @@ def _common_end(left: Sequence[str], right: Sequence[str]) -> int:
             break
         count += 1
     return count
+
+
+def layers_without(model: Any, names: Iterable[str]) -> list[str]:
+    """The elements of the model's outermost lists of modules that hold none of the named modules.
+
+    Args:
+        model: a loaded model.
+        names: the loaded model's names of modules.
+    """
+    from torch.nn import ModuleList
+
+    layers: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers += [f"{name}.{index}" for index in range(len(module))]
+    return [layer for layer in layers if not any(f"{name}.".startswith(f"{layer}.") for name in names)]
+
+
+def encoder_of(model: Any) -> str | None:
+    """The loaded model's name of its encoder; None for a model without one."""
+    if not model.config.is_encoder_decoder:
+        return None
+    encoder = model.get_encoder()
+    return next((name for name, module in model.named_modules() if module is encoder), None)

@@ -1,4 +1,4 @@
-"""Weights that stay in a checkpoint's files and are read when a module uses them."""
+"""Leaves weights in a checkpoint's files and reads each when a module uses it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,83 +1,45 @@
-"""Source and student run side by side over all batches, from one attention module to the next.
+"""Runs the source and the student side by side over all batches, from one attention module to the next.
 
-Both are one tree of modules: all but the attention's weights are the same tensors. Each batch of each is an ordinary
-call of the whole model in a greenlet of its own, which stops wherever it enters one of the modules asked for. So no
-knowledge of how a model chains its layers is needed, every layer is computed once, and what is kept of a batch is one
-paused call.
+Both are one tree of modules and share every weight but those of attention. Each batch of each is an ordinary call of
+the whole model in its own greenlet, which stops wherever it enters one of the named attention modules. The runner
+therefore needs no knowledge of how a model chains its layers, computes every layer once, and keeps one paused call per
+batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.lockstep.captured_module import Call, CapturedModule
+from gqa_convert.conversion.fit.lockstep.forward_pass import Arrival, Batch, ForwardPass
 from gqa_convert.conversion.fit.lockstep.greenlets import Paused, current, pause
-from gqa_convert.conversion.fit.lockstep.module_names import find_modules
+from gqa_convert.conversion.fit.lockstep.module_names import encoder_of, find_modules, layers_without
 from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
+from gqa_convert.conversion.fit.lockstep.padding import as_counted, masks_of
 from gqa_convert.conversion.fit.lockstep.residual_stream import Observer, Route
 from gqa_convert.conversion.fit.lockstep.spilling import Spill
 from gqa_convert.conversion.fit.lockstep.substitution import replaced, wrapped_forward
 from gqa_convert.errors import UnsupportedFamilyError
 
-Batch = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """What a forward pass says as it stops: where, and what that module was called with."""
-
-    site: str | None = None
-    """None where passes only wait for each other, so that weights are read once for all."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Forward:
-    """A batch's pass through source or student."""
-
-    batch: Batch
-    paused: Paused
-    twin: "_Forward | None" = None
-    """The source's pass of the same batch, if this is the student's."""
-    arrival: _Arrival | None = None
-    result: Any = None
-    encoded: Any = None
-    """The encoder's output, until the student's pass takes it over."""
-    spill: Spill | None = None
-    noted: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that entered modules on the way to a site, by the site's name."""
-
-    def advance(self, answer: Mapping[str, Tensor] | None) -> None:
-        self.arrival = None  # else the frames' arguments would outlive them
-        message = self.paused.resume(answer)
-        self.arrival, self.result = (None, message) if self.paused.finished else (message, None)
-
-    def move(self, kept: frozenset[int]) -> None:
-        """What it keeps as it waits goes to files, if that is wanted."""
-        if self.spill is not None:
-            self.spill.take(
-                self.paused.frame, [self.noted, list(self.encoded.values()) if self.encoded else None], kept
-            )
-
 
 class LockstepRunner:
-    """All passes of source and student; a context manager, which ends those that wait.
+    """All forward passes of the source and the student; a context manager that ends those that wait.
+
+    Iterate over it for the attention modules in the order in which the model reaches them, call `commit` on each, and
+    call `logits` behind the last.
 
     Args:
-        model: a loaded model in evaluation mode. Its modules are patched until the end.
-        batches: what the model is called with, each on its own: tensors by argument.
-        sites: attention modules, as the checkpoint's tensors are named up to them.
-        spill: an existing folder on a disk for what waiting passes keep, which is in memory otherwise; on the CPU only.
-        paired: run source and student; else there is one pass of each batch, with what is committed, in the place of
-            both.
+        model: a loaded model in evaluation mode. Its modules are patched until `close`.
+        batches: what the model is called with, each by itself.
+        names: attention modules, as the checkpoint names them.
+        spill: an existing folder on a disk for the tensors that waiting passes keep (on the CPU); None for memory.
+        paired: whether to run the source and the student. Otherwise each batch has one pass, with the committed
+            weights, which stands for both.
 
     Raises:
         ConfigError: the model has no such module.
@@ -87,7 +49,7 @@ class LockstepRunner:
         self,
         model: Any,
         batches: Sequence[Batch],
-        sites: Sequence[str],
+        names: Sequence[str],
         *,
         spill: Path | None = None,
         paired: bool = True,
@@ -98,28 +60,28 @@ class LockstepRunner:
             for tensor in (*model.parameters(), *model.buffers())
             if not tensor.is_meta
         )
-        self._names = find_modules(model, sites)
-        self._passes: dict[object, _Forward] = {}
+        self._names = find_modules(model, names)
+        self._passes: dict[object, ForwardPass] = {}
         self._stack = ExitStack()
         self._offloaded = offloaded_weights(model)
         if self._offloaded is not None:
             self._stack.enter_context(self._offloaded.held())
         self._stack.callback(self._end)
-        for site, name in self._names.items():
-            self._wrap(name, partial(self._stopping, site))
+        for wanted, name in self._names.items():
+            self._wrap(name, partial(self._stopping, wanted))
         if self._offloaded is not None:
-            for name in _layers(model, self._names.values()):
+            for name in layers_without(model, self._names.values()):
                 self._wrap(name, partial(self._stopping, None))
-        encoder = _encoder(model)
+        encoder = encoder_of(model)
         if encoder and not any(name.startswith(f"{encoder}.") for name in self._names.values()):
             self._wrap(encoder, lambda _, forward: self._sharing(forward))
         sources = [self._open(batch) for batch in batches]
-        self._pairs: list[tuple[_Forward, ...]] = [
+        self._pairs: list[tuple[ForwardPass, ...]] = [
             (source, self._open(source.batch, source)) if paired else (source,) for source in sources
         ]
-        self._left = dict.fromkeys(sites)
-        self._width = 2 if paired else 1
-        self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None,) * self._width
+        self._left = dict.fromkeys(names)
+        self._passes_per_batch = 2 if paired else 1
+        self._answers: tuple[Mapping[str, Tensor] | None, ...] = (None,) * self._passes_per_batch
         self._routes: dict[str, Route] = {}
         self._measured = False
 
@@ -132,7 +94,7 @@ class LockstepRunner:
         self.close()
 
     def close(self) -> None:
-        """End all passes and leave the model as it was."""
+        """End all passes and restore the model."""
         self._stack.close()
 
     def _end(self) -> None:
@@ -145,30 +107,30 @@ class LockstepRunner:
         module = self._model.get_submodule(name)
         self._stack.enter_context(wrapped_forward(module, wrapper(module, module.forward)))
 
-    def _open(self, batch: Batch, twin: _Forward | None = None) -> _Forward:
+    def _open(self, batch: Batch, twin: ForwardPass | None = None) -> ForwardPass:
         device = self._model.device if self._offloaded is None else self._offloaded.device
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         paused = Paused(lambda: self._model(**moved, use_cache=False))
-        forward = _Forward(moved, paused, twin)
+        forward = ForwardPass(moved, paused, twin)
         if self._spill is not None:
             forward.spill = Spill(self._spill, twin.spill if twin else None)
         self._passes[paused.identity] = forward
         return forward
 
-    def _stopping(self, site: str | None, module: Any, forward: Any) -> Any:
-        """A module's `forward` that waits first, and then runs with the weights that it is given."""
+    def _stopping(self, name: str | None, module: Any, forward: Any) -> Any:
+        """A module's `forward` that first waits, and then runs with the weights that it is answered with."""
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
             if current() not in self._passes:
                 return forward(*args, **kwargs)
-            parameters = pause(_Arrival(site, args, kwargs))
+            parameters = pause(Arrival(name, args, kwargs))
             with replaced(module, parameters):
                 return forward(*args, **kwargs)
 
         return stopping
 
     def _sharing(self, forward: Any) -> Any:
-        """The `forward` of an encoder without sites, which the student takes from the source."""
+        """The `forward` of an encoder in which nothing is merged: the student takes over the source's output."""
 
         def sharing(*args: Any, **kwargs: Any) -> Any:
             running = self._passes.get(current())
@@ -178,18 +140,18 @@ class LockstepRunner:
                 running.encoded = forward(*args, **kwargs)
                 return running.encoded
             while running.twin.encoded is None:
-                pause(_Arrival())
+                pause(Arrival())
             encoded, running.twin.encoded = running.twin.encoded, None
             return encoded
 
         return sharing
 
     def __iter__(self) -> Iterator[CapturedModule]:
-        """The sites in the order in which the model reaches them; what is committed there is in force once the next is
-        asked for.
+        """The attention modules in the order in which the model reaches them. Weights committed to one are in force
+        from the next on.
 
         Raises:
-            UnsupportedFamilyError: a module is not reached, or one twice.
+            UnsupportedFamilyError: a module is not reached, or is reached twice.
             RuntimeError: batches reach different modules.
             BaseException: whatever the model raises.
         """
@@ -203,18 +165,18 @@ class LockstepRunner:
                         f"running the model on text does not call {missed} once ({name or 'the end'} came first): it can't be calibrated"
                     )
                 del self._left[name]
-                site = self._captured(name)
-                yield site
-                source = site.parameters()
-                self._answers = (source, source | site.committed)[-self._width :]
-                site.calls.clear()
+                module = self._captured(name)
+                yield module
+                source = module.parameters()
+                self._answers = (source, source | module.committed)[-self._passes_per_batch :]
+                module.calls.clear()
         except BaseException:
             self.close()
             raise
 
     def _measure(self) -> None:
-        """Find what attention's outputs are added to, by a pass of the source over the first sequence, and note that
-        tensor from here on.
+        """Find what each attention output is added to, by one pass of the source over the first sequence, and have
+        every later pass note that tensor.
         """
         if not self._pairs or self._measured:
             return
@@ -224,40 +186,40 @@ class LockstepRunner:
         forward = self._open(
             {name: tensor[:1] if tensor.shape[0] == rows else tensor for name, tensor in batch.items()}
         )
-        observers = {site: Observer(name) for site, name in self._names.items()}
+        observers = {wanted: Observer(name) for wanted, name in self._names.items()}
         with ExitStack() as stack:
             for observer in observers.values():
                 observer.watch(self._model, lambda hook: stack.callback(hook.remove))
             forward.advance(None)
             while forward.arrival is not None:
-                forward.advance(self._parameters(forward.arrival.site) if forward.arrival.site else {})
+                forward.advance(self._parameters(forward.arrival.name) if forward.arrival.name else {})
                 self._release()
         del self._passes[forward.paused.identity]
-        for site, observer in observers.items():
+        for name, observer in observers.items():
             if observer.route is not None:
-                self._routes[site] = observer.route
+                self._routes[name] = observer.route
                 module = self._model.get_submodule(observer.route.module)
                 self._stack.callback(
-                    module.register_forward_pre_hook(self._noting(site, observer.route), with_kwargs=True).remove
+                    module.register_forward_pre_hook(self._noting(name, observer.route), with_kwargs=True).remove
                 )
 
-    def _noting(self, site: str, route: Route) -> Any:
+    def _noting(self, name: str, route: Route) -> Any:
         def noting(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._passes.get(current())
             if forward is not None:
-                forward.noted[site] = route.taken(args, kwargs)
+                forward.noted[name] = route.taken(args, kwargs)
 
         return noting
 
-    def _parameters(self, site: str) -> dict[str, Tensor]:
-        """The source's, of one of the modules."""
-        module = self._model.get_submodule(self._names[site])
+    def _parameters(self, name: str) -> dict[str, Tensor]:
+        """The source's parameters of one of the modules, by name inside it."""
+        module = self._model.get_submodule(self._names[name])
         if self._offloaded is not None:
             return self._offloaded.parameters(module)
         return {key: tensor.detach() for key, tensor in module.named_parameters()}
 
     def _advance(self) -> str | None:
-        """All passes go on to the next site, whose name is returned; None if they have come to the end."""
+        """Advance all passes to the next attention module; returns its name, or None at the end."""
         while True:
             for pair in self._pairs:
                 for forward, answer in zip(pair, self._answers, strict=True):
@@ -265,14 +227,14 @@ class LockstepRunner:
                     forward.move(self._weights)
             self._release()
             arrivals = [forward.arrival for pair in self._pairs for forward in pair]
-            reached = {arrival.site if arrival else "the end" for arrival in arrivals}
+            reached = {arrival.name if arrival else "the end" for arrival in arrivals}
             if len(reached) != 1:
                 raise RuntimeError(
                     f"batches have reached different modules: {', '.join(sorted(str(name) for name in reached))}"
                 )
-            if arrivals[0] is None or arrivals[0].site is not None:
-                return arrivals[0].site if arrivals[0] else None
-            self._answers = ({},) * self._width
+            if arrivals[0] is None or arrivals[0].name is not None:
+                return arrivals[0].name if arrivals[0] else None
+            self._answers = ({},) * self._passes_per_batch
 
     def _release(self) -> None:
         if self._offloaded is not None:
@@ -287,45 +249,39 @@ class LockstepRunner:
             pairs = _DroppingCalls(pairs, [[each.spill for each in pair if each.spill] for pair in self._pairs])
         return CapturedModule(name, module, self._parameters(name), pairs, route.output if route else None)
 
-    def _call(self, forward: _Forward) -> Call:
+    def _call(self, forward: ForwardPass) -> Call:
         arrival = forward.arrival
         assert arrival is not None
-        assert arrival.site is not None
-        call = Call(
-            args=arrival.args,
-            kwargs=arrival.kwargs,
-            counted=None,
-            states_counted=None,
-            added_to=forward.noted.pop(arrival.site, None),
+        assert arrival.name is not None
+        added_to = forward.noted.pop(arrival.name, None)
+        call = Call(args=arrival.args, kwargs=arrival.kwargs, counted=None, states_counted=None, added_to=added_to)
+        asking, reading = masks_of(
+            forward.batch,
+            self._names[arrival.name],
+            encoder_decoder=self._model.config.is_encoder_decoder,
+            cross=call.states is not call.hidden,
         )
-        own, read = self._masks(forward.batch, self._names[arrival.site], call.states is not call.hidden)
-        call.counted, call.states_counted = _fitting_mask(own, call.hidden), _fitting_mask(read, call.states)
+        call.counted, call.states_counted = as_counted(asking, call.hidden), as_counted(reading, call.states)
         return call
 
-    def _masks(self, batch: Batch, module: str, cross: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Which positions count, of what asks and of what is read."""
-        outer = batch.get("attention_mask")
-        if not self._model.config.is_encoder_decoder or "encoder" in module.split("."):
-            return outer, outer
-        inner = batch.get("decoder_attention_mask")
-        return inner, outer if cross else inner
-
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The logits [B, L, vocabulary] of source and student, batch after batch, once all sites are done.
+    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The logits [B, L, vocabulary] of the source and the student, batch after batch, once all modules are done.
 
         Raises:
-            RuntimeError: sites are left.
+            RuntimeError: modules are left.
         """
         try:
             if self._left:
-                raise RuntimeError(f"{', '.join(self._left)} must be passed first")
+                raise RuntimeError(
+                    f"the runner has not passed {', '.join(self._left)} yet: iterate over it to the end first"
+                )
             for pair in self._pairs:
                 logits = []
                 for forward, answer in zip(pair, self._answers, strict=True):
                     forward.advance(answer)
                     while forward.arrival is not None:
-                        if forward.arrival.site is not None:
-                            raise RuntimeError(f"{forward.arrival.site} was reached twice")
+                        if forward.arrival.name is not None:
+                            raise RuntimeError(f"{forward.arrival.name} was reached twice")
                         self._release()
                         forward.advance({})
                     logits.append(forward.result.logits)
@@ -337,7 +293,7 @@ class LockstepRunner:
 
 
 class _DroppingCalls(list[tuple[Call, Call]]):
-    """Calls whose tensors leave the resident memory when the next pair's turn has come."""
+    """Calls whose tensors leave the resident memory when the next pair is asked for."""
 
     def __init__(self, pairs: list[tuple[Call, Call]], spills: list[list[Spill]]) -> None:
         super().__init__(pairs)
@@ -348,29 +304,3 @@ class _DroppingCalls(list[tuple[Call, Call]]):
             yield pair
             for spill in spills:
                 spill.drop()
-
-
-def _layers(model: Any, sites: Iterable[str]) -> list[str]:
-    """The elements of the outermost lists of modules that hold none of the sites."""
-    from torch.nn import ModuleList
-
-    layers: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
-            layers += [f"{name}.{index}" for index in range(len(module))]
-    return [layer for layer in layers if not any(f"{site}.".startswith(f"{layer}.") for site in sites)]
-
-
-def _encoder(model: Any) -> str | None:
-    """The name of an encoder-decoder model's encoder."""
-    if not model.config.is_encoder_decoder:
-        return None
-    encoder = model.get_encoder()
-    return next((name for name, module in model.named_modules() if module is encoder), None)
-
-
-def _fitting_mask(mask: Tensor | None, states: Tensor) -> Tensor | None:
-    """[B, L] bool, if the mask speaks of these states [B, L, d]."""
-    if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
-        return None
-    return mask.to(torch.bool)

@@ -1,4 +1,4 @@
-"""What waiting passes keep, in files that are mapped into memory, so that the resident part stays small."""
+"""Keeps the tensors of waiting passes in files that are mapped into memory, so that little of them is resident."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _LEAST = 4096
-"""Bytes of a tensor that is worth a file."""
+"""Bytes of the smallest tensor that is worth a file."""
 _MADV_DONTNEED = 4
 _LIBC = ctypes.CDLL(None)
 _TRIM = getattr(_LIBC, "malloc_trim", None)
@@ -19,11 +19,11 @@ _TRIM = getattr(_LIBC, "malloc_trim", None)
 
 
 def mapped_file(folder: Path, nbytes: int) -> Tensor:
-    """A new file as a tensor of bytes [nbytes]. It has no name, so that it lives as long as the tensor.
+    """A new file as a tensor of bytes [nbytes]. The file has no name and lives as long as the tensor.
 
     Raises:
-        OSError: the disk has no room for it; that is taken at once, since to find none through a mapping kills the
-            process.
+        OSError: the disk has no room. The room is reserved at once, since running out of it through a mapping would
+            kill the process.
     """
     with NamedTemporaryFile(dir=folder, prefix="waiting-") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -31,27 +31,27 @@ def mapped_file(folder: Path, nbytes: int) -> Tensor:
 
 
 class Spill:
-    """Files for one pass. They have no names, so that none is left behind, whatever ends the program.
+    """The files of one pass. They have no names, so that none is left behind, whatever ends the program.
 
     Args:
         folder: an existing folder on a disk.
-        twin: of the pass that tensors may be shared with.
+        twin: the spill of the pass that shares tensors with this one.
     """
 
     def __init__(self, folder: Path, twin: "Spill | None" = None) -> None:
         self._folder, self._twin = folder, twin
         self._maps: dict[int, Tensor] = {}
-        """The files, by address: while they are held here, no other memory can be at these addresses."""
+        """The files by address. While they are held here, no other memory can have these addresses."""
 
     def take(self, frame: Any, others: Iterable[Any], kept: frozenset[int]) -> None:
-        """Move tensors to files, whoever refers to them, and forget the files of those that are gone.
+        """Move tensors to files, whatever refers to them, and drop the files of tensors that are gone.
 
         Args:
-            frame: the innermost frame that waits; its variables and those of its callers are searched.
-            others: further places where tensors may be: tensors, tuples, lists and dicts of them.
-            kept: addresses of storages that stay, such as weights.
+            frame: the innermost waiting frame; its variables and those of its callers are searched.
+            others: more objects to search: tensors, and tuples, lists and dicts of them.
+            kept: addresses of storages that stay in memory, such as weights.
         """
-        self.drop()  # also what is forgotten below, to which a frame's last snapshot of its variables may still refer
+        self.drop()  # including files that are dropped below: a frame's last snapshot of its variables may still refer to them
         found: dict[int, list[Tensor]] = {}
         seen: set[int] = set()
         for tensor in (*_held_by_frames(frame, seen), *_held(list(others), seen)):
@@ -78,7 +78,7 @@ class Spill:
                 tensor.set_(mapped.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def drop(self) -> None:
-        """Let the pages of all files leave the resident memory; they are read again when they are used."""
+        """Let the pages of all files leave the resident memory; using them reads them again."""
         for address, mapped in self._maps.items():
             _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mapped.numel()), _MADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""Run a module with other weights than its own."""
+"""Runs a module with weights other than its own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from torch import Tensor
 
 @contextmanager
 def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A module's parameters are these for a while; gradients flow to those that require them.
+    """Replaces a module's parameters within the context; gradients reach those that require them.
 
     Args:
         module: a torch module.
-        parameters: by name inside the module; those left out stay.
+        parameters: by name inside the module; the others stay.
     """
     homes = []
     for name, tensor in parameters.items():
         path, _, last = name.rpartition(".")
         home = module.get_submodule(path)._parameters
-        homes.append((home, last, home.get(last)))  # which reads nothing from a disk
+        homes.append((home, last, home.get(last)))  # `get` reads no offloaded weight
         home[last] = tensor
     try:
         yield
@@ -30,7 +30,7 @@ def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def wrapped_forward(module: Any, forward: Any) -> Iterator[None]:
-    """A module's `forward` is another function for a while."""
+    """Replaces a module's `forward` within the context."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
