@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from gqa_convert.errors import OptionError
+from gqa_convert.merging.methods import method_help
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
 NewFolder = Annotated[
@@ -45,7 +46,7 @@ Method = Annotated[
         "-m",
         metavar="NAME",
         show_default=False,
-        help="How heads are merged: fit (needs --calibration), factor, align, mean, first or random. Default: fit with --calibration, factor without.",
+        help=method_help(),
     ),
 ]
 Calibration = Annotated[

@@ -50,8 +50,6 @@ class MergeMethod:
     """One sentence that says what the method does."""
     source: str
     """The paper and section that the method comes from."""
-    help_note: str
-    """What `--help` adds in parentheses behind the name; empty for nothing."""
     card_sentence: str
     """What a model card says happened to the heads, without a capital and a full stop."""
     constrained_heads: str | None
@@ -97,7 +95,6 @@ _ALL: Final = (
         description="Factorises the heads of each layer on calibration text, then trains the merged projections to "
         "give what the source's layers and predictions give.",
         source="gqa-convert; distillation after Hinton et al., 2015, section 2",
-        help_note="the default with --calibration, which it needs",
         card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what the "
         "source's layers give on a calibration text",
         constrained_heads="start from their mean",
@@ -115,7 +112,6 @@ _ALL: Final = (
         name="factor",
         description="Replaces the heads of a group by the shared head, and the maps folded around it, that lose least.",
         source="gqa-convert; truncated decomposition after Eckart and Young, 1936",
-        help_note="the default without",
         card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query and "
         "output projections",
         constrained_heads="are averaged",
@@ -134,7 +130,6 @@ _ALL: Final = (
         description="Rotates the heads of a group towards each other, folds the rotations into the query and output "
         "projections, and averages.",
         source="Jin et al., 2024, section 3; generalised Procrustes analysis after Gower, 1975",
-        help_note="",
         card_sentence="the K/V heads of a group were rotated towards each other, the rotations folded into the query "
         "and output projections, and the heads averaged",
         constrained_heads="are averaged",
@@ -152,7 +147,6 @@ _ALL: Final = (
         name="mean",
         description="Replaces the K/V heads of a group by their mean.",
         source=_GQA_PAPER,
-        help_note="the GQA paper's",
         card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., "
         "2023, section 2.1)",
         constrained_heads=None,
@@ -170,7 +164,6 @@ _ALL: Final = (
         name="first",
         description="Keeps the first K/V head of each group; a baseline.",
         source=_GQA_PAPER,
-        help_note="",
         card_sentence="of the K/V heads of a group the first was kept",
         constrained_heads=None,
         calibration=Need.NEVER,
@@ -187,7 +180,6 @@ _ALL: Final = (
         name="random",
         description="Draws new K/V heads with the standard deviation of the source's; a baseline.",
         source=_GQA_PAPER,
-        help_note="",
         card_sentence="the K/V heads were replaced by random ones, as in the GQA paper's ablation",
         constrained_heads=None,
         calibration=Need.NEVER,
@@ -204,7 +196,6 @@ _ALL: Final = (
         name="repeat",
         description="Repeats every K/V head exactly, where N is a multiple of the source's count.",
         source="exact",
-        help_note="",
         card_sentence="K/V heads were repeated exactly; the model computes what its source does",
         constrained_heads=None,
         calibration=Need.NEVER,
@@ -221,7 +212,6 @@ _ALL: Final = (
         name="copy",
         description="Copies every tensor bit for bit, where N is the source's own count.",
         source="exact",
-        help_note="",
         card_sentence="nothing was changed; the model computes what its source does",
         constrained_heads=None,
         calibration=Need.NEVER,
@@ -266,5 +256,9 @@ def names(methods: tuple[MergeMethod, ...]) -> str:
 
 def method_help() -> str:
     """The help text of `--method`."""
-    listed = [f"{method.name} ({method.help_note})" if method.help_note else method.name for method in CHOICES]
-    return f"How heads are merged: {', '.join(listed[:-1])} or {listed[-1]}."
+    required = " (needs --calibration)"
+    listed = [f"{method.name}{required if method.calibration is Need.REQUIRED else ''}" for method in CHOICES]
+    return (
+        f"How heads are merged: {', '.join(listed[:-1])} or {listed[-1]}. "
+        f"Default: {CALIBRATED_DEFAULT.name} with --calibration, {DEFAULT.name} without."
+    )

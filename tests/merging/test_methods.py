@@ -19,9 +19,12 @@ from gqa_convert.merging.methods import (
     MergeMethod,
     Need,
     Pooling,
+    Proof,
     choose_method,
     method_help,
 )
+from gqa_convert.verify.exact.merges import MERGES, NORM_MERGES
+from gqa_convert.verify.folded.modules import _CHECKS, _CONCLUSIONS
 from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS
 
 REGISTRY = "gqa_convert/merging/methods.py"
@@ -79,6 +82,25 @@ def test_verify_proves_every_method_as_the_registry_says() -> None:
     assert {name: proof.value for name, proof in CALIBRATED_PROOFS.items()} == {
         name: method.calibrated_proof.value for name, method in METHODS.items() if method.calibrated_proof
     }, message
+
+
+def test_verify_recomputes_every_method_whose_proof_says_so() -> None:
+    """Random heads come from their stream; everything else has a function of verify's own."""
+    recomputed = {method.name: method for method in METHODS.values() if method.proof is Proof.RECOMPUTED}
+    where = "gqa_convert/verify/exact/merges.py"
+    seeded = {name for name, method in recomputed.items() if method.seeded}
+    assert set(MERGES) == set(recomputed) - seeded, f"{where}: MERGES"
+    assert {name: method.norm_pooling for name, method in recomputed.items()} == NORM_MERGES, f"{where}: NORM_MERGES"
+
+
+def test_verify_checks_every_folding_method() -> None:
+    folding = {method.proof for method in METHODS.values() if method.folding is not None}
+    assert {proof.value for proof in folding} - {Proof.MEASURED.value} == {proof.value for proof in _CHECKS}, (
+        "gqa_convert/verify/folded/modules.py: _CHECKS"
+    )
+    assert {proof.value for proof in folding} == {proof.value for proof in _CONCLUSIONS}, (
+        "gqa_convert/verify/folded/modules.py: _CONCLUSIONS"
+    )
 
 
 def test_the_help_names_every_choice() -> None:

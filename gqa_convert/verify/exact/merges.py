@@ -1,30 +1,44 @@
 """Merges the heads of a group again, in torch."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, Final
 
 from gqa_convert.verify.numbers import wide_dtype
 
 
+def _mean(heads: Iterable[Any]) -> Any:
+    total, count = None, 0
+    for head in heads:
+        total = head.clone() if total is None else total.add_(head)
+        count += 1
+    assert total is not None
+    return total / count
+
+
+def _first(heads: Iterable[Any]) -> Any:
+    return next(iter(heads))
+
+
+MERGES: Final[Mapping[str, Callable[[Iterable[Any]], Any]]] = {"mean": _mean, "first": _first}
+"""How a method makes one head of several, in the type that sums are kept in. The heads of `random` come from
+`fresh_numbers`."""
+
+NORM_MERGES: Final[Mapping[str, str]] = {"mean": "mean", "first": "first", "random": "mean"}
+"""The merge by which each recomputed method merges the gains of norms."""
+
+
 def merge(heads: Iterable[Any], method: str) -> Any:
-    """The merged head of a group.
+    """The merged head of a group, rounded to the type of the heads.
 
     Args:
         heads: tensors of one type and shape in head order; consumed one by one.
-        method: mean or first.
+        method: a key of `MERGES`.
     """
-    total, count, dtype = None, 0, None
-    for head in heads:
-        if method == "first":
-            return head
-        if total is None:
-            dtype = head.dtype
-            total = head.to(wide_dtype(dtype), copy=True)
-        else:
-            total += head.to(total.dtype)
-        count += 1
-    assert total is not None
-    return (total / count).to(dtype)
+    left = iter(heads)
+    first = next(left)
+    wide = (head.to(wide_dtype(first.dtype)) for head in chain((first,), left))
+    return MERGES[method](wide).to(first.dtype)
 
 
 def merge_groups(heads: Any, groups: int, method: str) -> Any:
@@ -33,12 +47,7 @@ def merge_groups(heads: Any, groups: int, method: str) -> Any:
     Args:
         heads: in the type that sums are kept in.
         groups: a divisor of the number of heads.
-        method: mean or first.
+        method: a key of `MERGES`.
     """
     grouped = heads.unflatten(0, (groups, heads.shape[0] // groups))
-    if method == "first":
-        return grouped[:, 0]
-    total = grouped[:, 0].clone()
-    for head in range(1, grouped.shape[1]):
-        total += grouped[:, head]
-    return total / grouped.shape[1]
+    return MERGES[method](grouped[:, head] for head in range(grouped.shape[1]))

@@ -6,7 +6,7 @@ from typing import Any
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.exact.fresh_numbers import FreshNumbers, deviation
 from gqa_convert.verify.exact.merge_errors import MergeErrors
-from gqa_convert.verify.exact.merges import merge
+from gqa_convert.verify.exact.merges import NORM_MERGES, merge
 from gqa_convert.verify.geometry import Counts, Cut, Geometry
 from gqa_convert.verify.layout import Run
 from gqa_convert.verify.numbers import bits_differ
@@ -181,7 +181,13 @@ class TensorComparison:
                 self._errors.add(name, (self._head(name, cut, run, head) for head in counts.group(group)), ours)
             else:
                 yield self._compare_head(
-                    name, ours, counts, group, lambda head: self._head(name, cut, run, head), fresh
+                    name,
+                    ours,
+                    counts,
+                    group,
+                    lambda head: self._head(name, cut, run, head),
+                    fresh,
+                    norm=run.part == "norm",
                 )
 
     def _compare_fresh_columns(self, name: str, first: int, last: int, fresh: FreshNumbers) -> str | None:
@@ -199,7 +205,9 @@ class TensorComparison:
                 yield problem
                 continue
             ours = self._ours(name, 0, self._source.shape(name)[0])
-            problem = self._compare_head(name, ours, counts, group, lambda head: self._source.whole(names[head]), None)
+            problem = self._compare_head(
+                name, ours, counts, group, lambda head: self._source.whole(names[head]), None, norm=True
+            )
             yield f"{name} in {problem}" if problem else None
 
     def _compare_head(
@@ -210,6 +218,8 @@ class TensorComparison:
         group: int,
         source_head: Callable[[int], Any],
         fresh: FreshNumbers | None,
+        *,
+        norm: bool,
     ) -> str | None:
         """How many numbers of a merged head are wrong, in words."""
         if counts.after >= counts.before:
@@ -218,9 +228,8 @@ class TensorComparison:
         self._errors.add(name, (source_head(head) for head in heads), ours)
         if fresh is not None:
             return None if fresh.accept(ours) else "number(s)"
-        return bits_differ(
-            ours, merge((source_head(head) for head in heads), "first" if self._method == "first" else "mean")
-        )
+        method = NORM_MERGES[self._method] if norm else self._method
+        return bits_differ(ours, merge((source_head(head) for head in heads), method))
 
 
 def _some(names: list[str]) -> str:
