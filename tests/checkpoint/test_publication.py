@@ -458,7 +458,8 @@ from gqa_convert.errors import InterruptedRunError
 from tests.helpers.checkpoints import digests
 
 source, out = Path(sys.argv[1]), Path(sys.argv[2])
-number, overwrite, module, stride = getattr(signal, sys.argv[3]), sys.argv[4] == "True", sys.argv[5], int(sys.argv[6])
+number, overwrite, module = getattr(signal, sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
+first, stride = map(int, sys.argv[6:])
 os.fsync = lambda _: None  # it matters when the machine dies, not when the process does
 
 def run(stop):
@@ -497,7 +498,7 @@ new = digests(out)
 convert_checkpoint(source, out, 3, overwrite=True)
 old = digests(out)
 assert old != new
-seen, stop, stops = set(), 1, 0
+seen, stop, stops = set(), first, 0
 while True:
     if overwrite:
         convert_checkpoint(source, out, 3, overwrite=True)
@@ -534,17 +535,19 @@ class TestStopped:
     @pytest.mark.parametrize(
         ("module", "stride"),
         [
-            ("/checkpoint/publication.py", 2),
-            ("/gqa_convert/conversion/writing.py", 61),
-            ("/gqa_convert/conversion/run.py", 2),
-            ("/gqa_convert/conversion/sidecar_files.py", 3),
+            ("/checkpoint/publication.py", 4),
+            ("/gqa_convert/conversion/writing.py", 70),
+            ("/gqa_convert/conversion/run.py", 4),
+            ("/gqa_convert/conversion/sidecar_files.py", 6),
         ],
     )
     def test_at_every_few_lines(
         self, source: Path, out: Path, module: str, stride: int, kind: str, overwrite: bool
     ) -> None:
+        """Both signals together stop at every second or so line, half of them each."""
+        first = 1 if kind == "SIGKILL" else 1 + stride // 2
         result = subprocess.run(
-            [sys.executable, "-c", HARNESS, source, out, kind, str(overwrite), module, str(stride)],
+            [sys.executable, "-c", HARNESS, source, out, kind, str(overwrite), module, str(first), str(stride)],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -561,11 +564,11 @@ class TestStopped:
         out = large.parent / f"out-{int(kind)}-{overwrite}"
         script = (
             "import sys, time; from gqa_convert.conversion.run import convert_checkpoint; print('ready', flush=True)\n"
-            "convert_checkpoint(*sys.argv[1:3], 4, overwrite=True, progress=lambda nbytes: time.sleep(nbytes * 4e-9))\n"
+            "convert_checkpoint(*sys.argv[1:3], 4, overwrite=True, progress=lambda nbytes: time.sleep(nbytes * 8e-9))\n"
         )
         old, new = large_results
         states = []
-        for _ in range(5):
+        for _ in range(4):
             if overwrite:
                 convert_checkpoint(large, out, 3, overwrite=True)
             else:
@@ -594,10 +597,10 @@ class TestStopped:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Some 80 MB in four shards."""
+    """Some 40 MB in four shards."""
     folder = tmp_path_factory.mktemp("large")
-    arrays = llama_arrays(layers=12, hidden=3000)
-    yield write_llama(folder / "source", arrays=arrays, shards=4, config={"hidden_size": 3000, "num_hidden_layers": 12})
+    arrays = llama_arrays(layers=12, hidden=1500)
+    yield write_llama(folder / "source", arrays=arrays, shards=4, config={"hidden_size": 1500, "num_hidden_layers": 12})
     shutil.rmtree(folder)
 
 
