@@ -22,8 +22,13 @@ def try_lock(path: Path, *, create: bool = True) -> int | None:
     Raises:
         OSError: the filesystem has no locks, or the file can't be opened.
     """
-    handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
-    return handle if _try(handle) else None
+    while True:
+        handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), _NEW_FILE_MODE)
+        if not _try(handle):
+            return None
+        if _is_still(path, handle):
+            return handle
+        os.close(handle)  # its last holder has removed the file meanwhile
 
 
 def lock_folder(folder: Path) -> int | None:
@@ -42,9 +47,8 @@ def lock_folder(folder: Path) -> int | None:
         return None
     if not _try(handle):
         return None
-    with contextlib.suppress(FileNotFoundError):
-        if folder.stat().st_ino == os.fstat(handle).st_ino:
-            return handle
+    if _is_still(folder, handle):
+        return handle
     os.close(handle)
     return None
 
@@ -65,6 +69,14 @@ def wait_for_lock(path: Path) -> Iterator[bool]:
         yield held
     finally:
         os.close(handle)
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    """Whether a name still stands for what was opened under it."""
+    try:
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _try(handle: int) -> bool:

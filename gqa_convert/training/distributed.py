@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from gqa_convert import errors
-from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.errors import GQAConvertError, LaunchError
-from gqa_convert.training.run_folder import LOCK
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which srun and MPI launchers say how many tasks they started."""
@@ -240,29 +237,6 @@ def _ended(problem: RuntimeError) -> LaunchError:
     return LaunchError(
         f"another process of this run has ended, or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
     )
-
-
-class OutputLock:
-    """Holds an output folder for one job, until the process ends.
-
-    Raises:
-        LaunchError: another process holds it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._handle = try_lock(folder / LOCK)
-        if self._handle is None:
-            raise LaunchError(
-                f"another process is training into {folder}: wait for it, or name another output; if it is part of this very job, the "
-                "launcher started processes that do not know of one another"
-            )
-
-    def release(self) -> None:
-        """Let another job use the folder."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
 
 
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:

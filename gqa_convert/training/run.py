@@ -19,7 +19,7 @@ from gqa_convert.text.samples import evaluation_blocks, open_samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.checkpoints import Checkpoints, Progress
 from gqa_convert.training.curve import draw_curve
-from gqa_convert.training.distributed import OutputLock, gathered, join, local_processes, together, wait
+from gqa_convert.training.distributed import gathered, join, local_processes, together, wait
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import StepResult, Trainer
@@ -27,6 +27,7 @@ from gqa_convert.training.metrics import Metrics, read_metrics
 from gqa_convert.training.models import load_student, place_fixed, place_student
 from gqa_convert.training.opening import check_trackers, explained, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
+from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
 from gqa_convert.training.run_folder import RunFolder

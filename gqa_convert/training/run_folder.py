@@ -9,10 +9,8 @@ import yaml
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.errors import OutputError, ResumeError
+from gqa_convert.training.output_lock import LOCK
 from gqa_convert.training.recipe import Recipe, make_recipe
-
-LOCK = ".lock"
-"""The file that a run holds locked."""
 
 
 class RunFolder:

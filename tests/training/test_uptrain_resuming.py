@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.errors import DivergedError, LaunchError, OutputError, ResumeError, StoppedError
+from gqa_convert.errors import DivergedError, GQAConvertError, LaunchError, OutputError, ResumeError, StoppedError
 from gqa_convert.training.checkpoints import Checkpoints
-from gqa_convert.training.distributed import OutputLock
+from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.run import Run
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.checkpoints import digests
@@ -26,6 +26,7 @@ from tests.helpers.uptrain_runs import (
     losses,
     make_student,
     metrics,
+    recipe,
     run,
     weights,
 )
@@ -377,6 +378,23 @@ def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:
     (tmp_path / "notes" / "recipe.yaml").write_text("mine")
     run(home, tmp_path / "notes", tokens=64)
     assert {(tmp_path / "notes" / name).read_text() for name in ("readme.txt", "recipe.yaml")} == {"mine"}
+
+
+@pytest.mark.parametrize("wrong", ["model=./nowhere", "teacher=./nowhere", "data=nowhere.txt", "objective=pairs"])
+def test_a_refused_run_leaves_no_folder(wrong: str, home: Path, tmp_path: Path) -> None:
+    made = tmp_path / "new"
+    with pytest.raises(GQAConvertError) as caught:
+        uptrain_checkpoint(recipe(home, tmp_path / "run"), [f"output={made / 'run'}", wrong])
+    assert caught.value.exit_code == 2
+    assert not made.exists()
+
+
+def test_a_refused_run_leaves_an_empty_folder_empty(home: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    with pytest.raises(GQAConvertError):
+        run(home, output, data="nowhere.txt")
+    assert list(output.iterdir()) == []
 
 
 def test_text_that_fails_on_the_way_costs_no_step(
