@@ -215,7 +215,9 @@ def _uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) 
     path = out / RECIPE
     path.write_text(_signed_recipe(yaml.safe_dump(recipe, sort_keys=False)), encoding="utf-8")
     try:
-        result = uptrain_checkpoint(path, [], on_step=lambda line: progress("uptraining", line["step"], line["steps"]))
+        result = uptrain_checkpoint(
+            path, [], on_step=lambda report: progress("uptraining", report.line.step, report.steps)
+        )
     except StoppedError:
         raise InterruptedRunError(
             f"stopped while uptraining: gqa-convert uptrain {path} goes on, demo --overwrite starts anew"

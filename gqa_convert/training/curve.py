@@ -4,18 +4,18 @@ import io
 from typing import Any
 
 
-def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes:
-    """Training and evaluation losses over tokens, as a PNG file.
+def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes | None:
+    """Training and evaluation losses over tokens, as a PNG file; None if matplotlib is not installed.
 
     Args:
         lines: of the metrics file.
         evaluations: losses at the `start` and of the `source`, as far as they were measured.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

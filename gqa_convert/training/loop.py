@@ -4,7 +4,7 @@ step's number alone, so that a run that goes on from a checkpoint does what it w
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,7 @@ class Trainer:
         self.steps, self.teacher, self.progress = steps, teacher, progress
         self.problem: Exception | None = None
         self.samples_per_step = recipe.samples_per_step(samples.tokens_per_sample)
+        self.tokens_per_step = float(self.samples_per_step * samples.tokens_per_sample)
         self._weight = (
             0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
         )
@@ -236,7 +237,7 @@ class Trainer:
             float(tokens_per_second * self._flops_per_token / (self._peak * self.accelerator.num_processes)), 4
         )
 
-    def evaluate(self, model: Any, batches: list[Batch]) -> float:
+    def evaluate(self, model: Any, batches: Sequence[Batch]) -> float:
         """Mean loss in nats per token over fixed batches, shared among the processes; in the precision of training."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         was_training = model.training

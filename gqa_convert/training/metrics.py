@@ -1,15 +1,78 @@
 """`metrics.jsonl`: one JSON object per optimizer step."""
 
+import dataclasses
 import json
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLine:
+    """One line of the file. Its JSON object leaves out what is None; numbers that are not finite are None.
+
+    Attributes:
+        step: the number of the optimizer step, from 1 on.
+        tokens: of text, since the beginning of the run.
+        loss: what was minimised, in nats per token.
+        lm, kl, attention: the parts of the loss that have a weight.
+        learning_rate: of the step.
+        gradient_norm: before clipping.
+        tokens_per_second: over all processes.
+        mfu: model FLOPs utilisation, on GPUs that are known.
+        evaluation_loss: in nats per token of the held-out text, where it was measured.
+        skipped: True where the loss or a gradient was not finite, so that nothing was updated.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None = None
+    lm: float | None = None
+    kl: float | None = None
+    attention: float | None = None
+    learning_rate: float
+    gradient_norm: float | None = None
+    tokens_per_second: float
+    mfu: float | None = None
+    evaluation_loss: float | None = None
+    skipped: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object in the file."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a caller of `uptrain_checkpoint` learns after a step.
+
+    Attributes:
+        line: the line of the metrics file.
+        steps: how many steps the whole run has.
+    """
+
+    line: MetricsLine
+    steps: int
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value by its name in the metrics file, or `steps`; for callers that take the report for a mapping."""
+        value = self.steps if name == "steps" else getattr(self.line, name)
+        return default if value is None else value
+
+    __getitem__ = get
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 class Metrics:
-    """Appends to the file; a run that goes on from a step forgets what lies behind it.
+    """Appends to the file. A run that resumes from a step drops the lines after it.
 
     Args:
         path: of the file.
@@ -21,13 +84,11 @@ class Metrics:
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = path.open("ab", buffering=0)
 
-    def write(self, **values: Any) -> None:
-        """Add a line, of what is not None; the kernel has it when this returns."""
-        line = memoryview(
-            (json.dumps({key: value for key, value in values.items() if value is not None}) + "\n").encode()
-        )
-        while line:
-            line = line[self._file.write(line) :]
+    def write(self, line: MetricsLine) -> None:
+        """Add a line; the kernel has it when this returns."""
+        rest = memoryview((json.dumps(line.as_json()) + "\n").encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Wait until all lines are on the disk."""
@@ -39,7 +100,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, as far as they are whole; none if there is no file."""
+    """The objects of a metrics file up to the first line that is not whole; none if there is no file."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
         for text in path.read_bytes().split(b"\n")[:-1]:

@@ -1,13 +1,92 @@
-"""What a run has come to, in figures."""
+"""The figures of a whole run: `summary.json`, and the entry in the model's provenance."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.recipe import Recipe
 
 
-def recovery(evaluations: dict[str, float], final: float | None) -> dict[str, float | None] | None:
-    """Losses on the evaluation data, and the share of the gap between start and source that is closed.
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Losses on the held-out text, in nats per token.
+
+    Attributes:
+        start: of the converted checkpoint.
+        source: of its source; None where that was not measured.
+        final: of the trained model.
+        recovered_share: the share of the gap between start and source that training closed; None without a gap.
+    """
+
+    start: float
+    source: float | None
+    final: float
+    recovered_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast this process group trained since it resumed.
+
+    Attributes:
+        steps: optimizer steps.
+        seconds: of the training loop.
+        tokens: of text.
+    """
+
+    steps: int
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What `summary.json` holds.
+
+    Attributes:
+        measurement: command, time, versions and machine, as `checkpoint.machine.measurement` states them.
+        processes: how many trained.
+        model: the folder of the trained model.
+        steps, tokens, skipped_steps: of the whole run.
+        alpha: `tokens` as a share of the source's pretraining, where that is known.
+        changes: what changed in the recipe between resumptions.
+        final_loss: the last training loss, in nats per token.
+        evaluation: losses on the held-out text, where they were measured.
+        steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace.
+        plot: the file of the loss curve; None without matplotlib.
+    """
+
+    measurement: dict[str, Any]
+    processes: int
+    model: str
+    steps: int
+    tokens: int
+    alpha: float | None
+    skipped_steps: int
+    changes: list[str]
+    final_loss: float | None
+    evaluation: Recovery | None
+    steps_since_resumption: int
+    seconds_since_resumption: float
+    tokens_per_second: int
+    plot: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object in the file."""
+        values = dataclasses.asdict(self)
+        del values["measurement"]
+        return self.measurement | values
+
+    def provenance(self, recipe: Recipe) -> dict[str, Any]:
+        """What the trained model's provenance gains."""
+        values = self.as_json()
+        kept = (*self.measurement, "processes", "tokens", "evaluation", "changes")
+        return {name: values[name] for name in kept} | {"recipe": recipe.resolved()}
+
+
+def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | None:
+    """The losses on the held-out text, and how much of the gap is closed; None where they were not measured.
 
     Args:
         evaluations: at the `start` and of the `source`, as far as they were measured.
@@ -17,24 +96,45 @@ def recovery(evaluations: dict[str, float], final: float | None) -> dict[str, fl
         return None
     start, source = evaluations["start"], evaluations.get("source")
     share = None if source is None or start <= source else (start - final) / (start - source)
-    return {"start": start, "source": source, "final": final, "recovered_share": share}
+    return Recovery(start, source, final, share)
 
 
-def summarise(recipe: Recipe, progress: Progress, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    recipe: Recipe,
+    progress: Progress,
+    last: dict[str, Any],
+    pace: Pace,
+    *,
+    measurement: dict[str, Any],
+    processes: int,
+    model: str,
+    plot: str | None,
+) -> RunSummary:
     """The summary of a run that has taken all its steps.
 
     Args:
         recipe: of the run.
         progress: at its end.
-        lines: of its metrics file.
+        last: the last line of its metrics file; empty if there is none.
+        pace: since it resumed.
+        measurement: command, time, versions and machine.
+        processes: how many trained.
+        model: the folder of the trained model.
+        plot: the file of the loss curve.
     """
-    last = lines[-1] if lines else {}
-    return {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "alpha": progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
-        "skipped_steps": progress.skipped,
-        "changes": progress.changes,
-        "final_loss": last.get("loss"),
-        "evaluation": recovery(progress.evaluations, last.get("evaluation_loss")),
-    }
+    return RunSummary(
+        measurement=measurement,
+        processes=processes,
+        model=model,
+        steps=progress.step,
+        tokens=progress.tokens,
+        alpha=progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
+        skipped_steps=progress.skipped,
+        changes=progress.changes,
+        final_loss=last.get("loss"),
+        evaluation=recovery(progress.evaluations, last.get("evaluation_loss")),
+        steps_since_resumption=pace.steps,
+        seconds_since_resumption=round(pace.seconds, 1),
+        tokens_per_second=round(pace.tokens / max(pace.seconds, 1e-3)),
+        plot=plot,
+    )

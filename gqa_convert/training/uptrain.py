@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.training.recipe import read_recipe
+
+if TYPE_CHECKING:
+    from gqa_convert.training.metrics import StepReport
 
 
 def uptrain_checkpoint(
@@ -19,7 +22,7 @@ def uptrain_checkpoint(
     overrides: list[str],
     *,
     on_message: Callable[[str], None] = lambda _: None,
-    on_step: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_step: "Callable[[StepReport], None]" = lambda _: None,
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
     command: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def uptrain_checkpoint(
         path: of the recipe.
         overrides: `key=value`.
         on_message: called with what happens between the steps.
-        on_step: called on the main process with every line of the metrics file, and `steps` of the whole run.
+        on_step: called on the main process with every line of the metrics file, and how many steps the run has.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
         command: the command line, for the records.
 

@@ -192,7 +192,7 @@ def test_checkpoints_fit_other_numbers_of_processes(
         else:  # a sharded one on copies, and the other way round
             job = start(place, output, **({} if kind == "fsdp" else FSDP))
         assert set(job.wait()) == {0}, job.text()
-        assert "going on from" in job.text()
+        assert "resuming from" in job.text()
         assert [line["loss"] for line in result(output)[1]] == pytest.approx(losses, rel=1e-5)
     job = start(place, tmp_path / "one", "save_every=4", processes=1)
     assert job.wait() == [0], job.text()

@@ -18,7 +18,7 @@ from gqa_convert import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, DeviceMemoryError, MissingExtraError, RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.loop import Trainer
-from gqa_convert.training.summary import recovery
+from gqa_convert.training.summary import Recovery, recovery
 from gqa_convert.training.utilisation import flops_per_token, peak
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.uptrain_runs import DEMO, STEPS, leftovers, losses, make_student, metrics, run, weights
@@ -356,16 +356,6 @@ def test_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recovery() -> None:
     assert recovery({}, 1.0) is None
     assert recovery({"start": 3.0}, None) is None
-    assert recovery({"start": 3.0}, 2.0) == {"start": 3.0, "source": None, "final": 2.0, "recovered_share": None}
-    assert recovery({"start": 3.0, "source": 1.0}, 1.5) == {
-        "start": 3.0,
-        "source": 1.0,
-        "final": 1.5,
-        "recovered_share": 0.75,
-    }
-    assert recovery({"start": 1.0, "source": 1.0}, 0.5) == {
-        "start": 1.0,
-        "source": 1.0,
-        "final": 0.5,
-        "recovered_share": None,
-    }
+    assert recovery({"start": 3.0}, 2.0) == Recovery(3.0, None, 2.0, None)
+    assert recovery({"start": 3.0, "source": 1.0}, 1.5) == Recovery(3.0, 1.0, 1.5, 0.75)
+    assert recovery({"start": 1.0, "source": 1.0}, 0.5) == Recovery(1.0, 1.0, 0.5, None)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
+from gqa_convert.training.metrics import StepReport
 from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import in_child, leftovers, make_student, metrics, recipe, run, wait_for, weights
 
@@ -74,8 +75,9 @@ def test_a_disk_that_fills_up_at_the_end(home: Path, whole: Path, disk: Path) ->
     keys = {"keep_checkpoints": 1, "save_every": 100}
     filler = disk / "filler"
 
-    def fill(line: dict[str, object]) -> None:
-        if line["step"] == 6:
+    def fill(report: StepReport) -> None:
+        assert (report["step"], report["steps"], report.get("kl")) == (report.line.step, 6, None)  # as a mapping, too
+        if report.line.step == 6:
             filler.write_bytes(bytes((200 - CHECKPOINT - 3) << 20))
 
     from gqa_convert.training.uptrain import uptrain_checkpoint

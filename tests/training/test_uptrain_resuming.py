@@ -15,6 +15,7 @@ from gqa_convert.errors import DivergedError, GQAConvertError, LaunchError, Outp
 from gqa_convert.training.checkpoints import Checkpoints
 from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.run import Run
+from gqa_convert.training.run_log import RunLog
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.checkpoints import digests
 from tests.helpers.uptrain_runs import (
@@ -111,14 +112,14 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
     output = tmp_path / "run"
 
     def signalled() -> None:
-        original = Run._log
+        original = RunLog.write
 
-        def log(self: Any, metrics: Any, result: Any, *rest: Any) -> None:
-            original(self, metrics, result, *rest)
+        def log(self: Any, result: Any, *rest: Any) -> None:
+            original(self, result, *rest)
             if result.step == 1:
                 os.kill(os.getpid(), number)
 
-        Run._log = log  # type: ignore[method-assign]  # in the child only
+        RunLog.write = log  # type: ignore[method-assign]  # in the child only
         run(home, output, save_every=100)
 
     code, message = in_child(signalled)
@@ -133,8 +134,8 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
 def test_signals_before_and_between_the_steps(
     home: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def during(name: str, *, again: bool = False) -> Any:
-        original = getattr(Run, name)
+    def during(owner: type, name: str, *, again: bool = False) -> Any:
+        original = getattr(owner, name)
 
         def interrupted(self: Any, *arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
@@ -145,14 +146,14 @@ def test_signals_before_and_between_the_steps(
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_data", "_publish"):
+    for name in ("_open_samples", "_publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Run, name, during(name))
+            patch.setattr(Run, name, during(Run, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_log", during("_log", again=True))
+        patch.setattr(RunLog, "write", during(RunLog, "write", again=True))
         code, message = in_child(lambda: run(home, tmp_path / "twice"))
         assert (code, "second Ctrl-C" in message) == (130, True)
     run(home, output)
@@ -244,7 +245,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
     said: list[str] = []
     uptrain_checkpoint(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
     assert any("damaged-step-000006" in line for line in said)
-    assert any("going on from" in line and "step-000004" in line for line in said)
+    assert any("resuming from" in line and "step-000004" in line for line in said)
     assert weights(output) == weights(whole)
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["damaged-step-000006", "step-000006"]
 

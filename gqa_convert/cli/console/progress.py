@@ -11,6 +11,8 @@ from .screen import stderr_console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from gqa_convert.training.metrics import StepReport
+
 
 @contextmanager
 def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
@@ -126,18 +128,19 @@ class TrainingScreen:
     def tokenize(self, label: str, done: int, total: int) -> None:
         self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
 
-    def step(self, line: dict[str, Any]) -> None:
-        """A line of the metrics file, with `steps` of the whole run."""
-        step, steps = line["step"], line["steps"]
+    def step(self, report: "StepReport") -> None:
+        """Show a step that was logged."""
+        line, steps = report.line, report.steps
+        step = line.step
         parts = [
-            f"loss {line['loss']:.4f}" if line.get("loss") is not None else "no finite loss",
-            f"{line['tokens_per_second']:,.0f} tokens/s",
+            f"loss {line.loss:.4f}" if line.loss is not None else "no finite loss",
+            f"{line.tokens_per_second:,.0f} tokens/s",
         ]
-        if line.get("mfu") is not None:
-            parts.append(f"MFU {line['mfu']:.1%}")
+        if line.mfu is not None:
+            parts.append(f"MFU {line.mfu:.1%}")
         text = "  ".join(filter(None, [*parts, self._left("steps", step, steps)]))
-        if line.get("evaluation_loss") is not None:
-            self.say(f"step {step:,}: evaluation loss {line['evaluation_loss']:.4f}")
+        if line.evaluation_loss is not None:
+            self.say(f"step {step:,}: evaluation loss {line.evaluation_loss:.4f}")
         if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):
             self._shown = time.monotonic()
             self.say(f"step {step:,} of {steps:,} ({step / steps:.1%})  {text}")

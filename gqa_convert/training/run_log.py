@@ -1,0 +1,79 @@
+"""What a run writes down after a step: a line of `metrics.jsonl`, a call of the caller's hook, and trackers."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.training.loop import StepResult, Trainer
+from gqa_convert.training.metrics import Metrics, MetricsLine, StepReport, finite
+from gqa_convert.training.recipe import Recipe
+
+OnStep = Callable[[StepReport], None]
+"""Called on the main process after every step that is logged."""
+
+
+class RunLog:
+    """The log of a run, written by the main process.
+
+    Args:
+        path: of the metrics file.
+        step: the step that the run resumes from; later lines are removed.
+        trainer: takes the steps.
+        on_step: called with every line.
+        main: whether this is the main process; the others write nothing.
+    """
+
+    def __init__(self, path: Path, step: int, trainer: Trainer, on_step: OnStep, *, main: bool) -> None:
+        self._trainer, self._on_step = trainer, on_step
+        self._metrics = Metrics(path, step) if main else None
+
+    def write(self, result: StepResult, evaluated: float | None) -> None:
+        """Log a step if it is due: the last one, one that was skipped, one with an evaluation, and every
+        `log_every`-th.
+        """
+        trainer, recipe = self._trainer, self._trainer.recipe
+        due = result.step == trainer.steps or evaluated is not None or result.skipped
+        if self._metrics is None or not (due or result.step % recipe.log_every == 0):
+            return
+        rate = trainer.tokens_per_step / result.seconds
+        line = MetricsLine(
+            step=result.step,
+            tokens=result.tokens,
+            loss=finite(result.loss),
+            lm=finite(result.lm),
+            kl=finite(result.kl),
+            attention=finite(result.attention),
+            learning_rate=result.learning_rate,
+            gradient_norm=finite(result.gradient_norm),
+            tokens_per_second=round(rate, 1),
+            mfu=trainer.utilisation(rate),
+            evaluation_loss=finite(evaluated),
+            skipped=True if result.skipped else None,
+        )
+        self._metrics.write(line)
+        self._on_step(StepReport(line, trainer.steps))
+        if recipe.trackers:
+            numbers = {name: value for name, value in line.as_json().items() if name != "step"}
+            trainer.accelerator.log(numbers, step=result.step)
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        if self._metrics:
+            self._metrics.sync()
+
+    def close(self) -> None:
+        """Close the file; a full or vanished file system is no error, since everything to be saved has been saved."""
+        if self._metrics:
+            with suppress(OSError):
+                self._metrics.close()
+
+
+def start_trackers(accelerator: Any, recipe: Recipe) -> None:
+    """Begin to report to the recipe's trackers."""
+    if recipe.trackers:
+        settings = {
+            name: value if isinstance(value, int | float | str | bool) else str(value)
+            for name, value in recipe.resolved().items()
+        }
+        accelerator.init_trackers("gqa-convert", config=settings)
