@@ -1,20 +1,22 @@
-"""Writes families.md from the tables in gqa_convert/. With --check: says whether the file is up to date."""
+"""Writes families.md from the records in gqa_convert/families/. With --check, it only reports a file that is out of
+date.
+"""
 
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from gqa_convert.families import target_architectures as target_architectures
 from gqa_convert.families.engines import listed_in
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
+from gqa_convert.families.target_architectures import TARGETS, engines_of
 
 DOCUMENT = Path(__file__).with_name("families.md")
 
 HEAD = """\
 # Model families
 
-`docs/make_families.py` writes this page from `table.py`, `engines.py` and `target_architectures.py` in `gqa_convert/families/`. To change it, edit
-the tables there and run the script.
+`docs/make_families.py` writes this page from `records/`, `refusals.py`, `engines.py` and `target_architectures.py` in `gqa_convert/families/`.
+To change it, edit the records there and run the script.
 
 {native} model types (`model_type` in `config.json`) have a grouped-query form that stock classes of their own type load, {own} get a
 modelling file, and one carries its own code. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
@@ -105,18 +107,6 @@ These model types are known and cannot be converted, for the reason given.
 """
 
 
-HOMES = (
-    (target_architectures.PHI_FROM_GPT_NEOX, "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
-    (
-        target_architectures.STARCODER2_FROM_GPT_NEOX,
-        "not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
-    ),
-    (target_architectures.PHI_FROM_GPTJ, "any"),
-    (target_architectures.PHI_FROM_CODEGEN, "any"),
-    (target_architectures.GPT_BIGCODE_FROM_GPT2, "one K/V head, no cross-attention"),
-)
-
-
 def projections(family: Family) -> str:
     """The attention modules with the projections in them."""
     query = family.query + (f" ({family.query_outputs}x)" if family.query_outputs > 1 else "")
@@ -155,14 +145,13 @@ def table(families: dict[str, Family]) -> list[str]:
 def document() -> str:
     """The whole text."""
     native = {name: family for name, family in FAMILIES.items() if family.native}
-    own = {name: family for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name}
+    own = {name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted}
     code = {name: family for name, family in FAMILIES.items() if not family.native and not family.modeling}
     lines = [HEAD.format(native=len(native), own=len(own)), *table(native), TRANSLATED]
     lines += ["| type | becomes | where | engines |", "|---|---|---|---|"]
-    for target_architecture, where in HOMES:
-        lines.append(
-            f"| {target_architecture.source_type} | {target_architecture.model_type} | {where} | {_engines(target_architectures.engines_of(target_architecture))} |"
-        )
+    for target in TARGETS:
+        engines = _engines(engines_of(target))
+        lines.append(f"| {target.source_type} | {target.model_type} | {target.condition} | {engines} |")
     lines += [OWN, "| type | file | projections | converted | rotary |", "|---|---|---|---|---|"]
     for name, family in sorted(own.items()):
         assert family.modeling
@@ -187,7 +176,7 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         DOCUMENT.write_text(document(), encoding="utf-8")
     elif not DOCUMENT.is_file() or DOCUMENT.read_text(encoding="utf-8") != document():
-        print(f"{DOCUMENT} is out of date: run docs/make_families.py", file=sys.stderr)
+        print(f"{DOCUMENT} is out of date: run python docs/make_families.py", file=sys.stderr)
         return 1
     return 0
 

@@ -81,6 +81,8 @@ class TargetArchitecture:
 
     source_type: str
     model_type: str
+    condition: str
+    """Which checkpoints of the source's type it takes, as docs/families.md says it, in Markdown."""
     names: Names
     head_bias: bool
     folds_norms: bool
@@ -231,6 +233,7 @@ ORIGINS: Final[dict[str, Origin]] = {
 PHI_FROM_GPT_NEOX: Final = TargetArchitecture(
     source_type="gpt_neox",
     model_type="phi",
+    condition="`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
     names=_PHI,
     head_bias=True,
     folds_norms=True,
@@ -240,6 +243,7 @@ PHI_FROM_GPT_NEOX: Final = TargetArchitecture(
 STARCODER2_FROM_GPT_NEOX: Final = TargetArchitecture(
     source_type="gpt_neox",
     model_type="starcoder2",
+    condition="not `use_parallel_residual`, and rotary positions on whole heads (RedPajama-INCITE)",
     names=_STARCODER2,
     head_bias=False,
     folds_norms=False,
@@ -249,6 +253,7 @@ STARCODER2_FROM_GPT_NEOX: Final = TargetArchitecture(
 PHI_FROM_GPTJ: Final = TargetArchitecture(
     source_type="gptj",
     model_type="phi",
+    condition="any",
     names=_PHI,
     head_bias=True,
     folds_norms=False,
@@ -258,6 +263,7 @@ PHI_FROM_GPTJ: Final = TargetArchitecture(
 PHI_FROM_CODEGEN: Final = TargetArchitecture(
     source_type="codegen",
     model_type="phi",
+    condition="any",
     names=_PHI,
     head_bias=True,
     folds_norms=False,
@@ -267,6 +273,7 @@ PHI_FROM_CODEGEN: Final = TargetArchitecture(
 GPT_BIGCODE_FROM_GPT2: Final = TargetArchitecture(
     source_type="gpt2",
     model_type="gpt_bigcode",
+    condition="one K/V head, no cross-attention",
     names=_GPT2,
     head_bias=False,
     folds_norms=False,

@@ -137,13 +137,12 @@ def test_rotary_layout(model_type: str) -> None:
     touched = [tuple(torch.nonzero(key[0, 0].abs().amax(0) > 1e-6).flatten().tolist()) for key in keys]
     assert {indices[0] for indices in touched} == {0}
     partners = {indices[1:] for indices in touched} - {()}  # some layers of some families turn nothing
-    if family.rotary == "none":
-        assert not partners
-    elif family.rotary == "interleaved":
-        assert partners == {(1,)}
-    else:
-        ((partner,),) = partners
-        assert partner > 1
+    found = "none" if not partners else "interleaved" if partners == {(1,)} else "half"
+    assert family.rotary == found, (
+        f"transformers' class of {model_type} pairs rows as {found!r}: correct rotary in its record in "
+        "gqa_convert/families/records/"
+    )
+    assert len(partners) <= 1
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE)
@@ -222,11 +221,16 @@ def test_files_shrink(source: Callable[..., Path]) -> None:
 def test_every_model_type_is_known() -> None:
     """Each type that transformers can load as a language model is converted or refused with a reason."""
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    assert types <= FAMILIES.keys() | REFUSALS.keys()
+    unknown = sorted(types - FAMILIES.keys() - REFUSALS.keys())
+    assert not unknown, (
+        f"{', '.join(unknown)}: add a record in gqa_convert/families/records/ or a reason in "
+        "gqa_convert/families/refusals.py (docs/adding-a-family.md)"
+    )
     converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
     elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own
-    assert FAMILIES.keys() - converted_types - elsewhere <= types
-    assert not FAMILIES.keys() & REFUSALS.keys()
+    assert FAMILIES.keys() - converted_types - elsewhere <= types, "a record's model type is unknown to transformers"
+    both = sorted(FAMILIES.keys() & REFUSALS.keys())
+    assert not both, f"{', '.join(both)}: delete the refusal in gqa_convert/families/refusals.py"
 
 
 @pytest.mark.parametrize(

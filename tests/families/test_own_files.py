@@ -713,7 +713,10 @@ def test_a_stale_shared_part_is_found(
 
 
 def test_every_modelling_file_has_a_record() -> None:
-    assert {file.stem for file in FILES} == {family.modeling.file for family in OWN.values() if family.modeling}
+    named = {family.modeling.file for family in OWN.values() if family.modeling}
+    assert {file.stem for file in FILES} == named, (
+        "gqa_convert/families/modeling/ and the files that own_file(...) names in gqa_convert/families/records/ differ"
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

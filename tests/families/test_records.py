@@ -16,6 +16,7 @@ from gqa_convert.families.records.building import WHOLE_HEAD, share_of_head
 from gqa_convert.families.table import FAMILIES, Family
 from gqa_convert.families.target_architectures import ORIGINS, TARGETS, family_of_result
 from gqa_convert.merging.folding.rotary import rotary_pairs
+from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
 from tests.helpers.tiny import HEADS, make_config
 
@@ -47,6 +48,36 @@ def test_a_record_that_contradicts_itself() -> None:
         make_family(**fields, rotray="half")
 
 
+HELPER = "tests/helpers/folding_cases.py"
+STOCK = sorted({family.stock_type for family in FAMILIES.values() if family.native or family.modeling})
+
+
+@pytest.mark.parametrize("model_type", STOCK)
+def test_the_tests_know_the_family(model_type: str) -> None:
+    """Norms, gates and layouts stand a second time in the tests, and a type must not be missing there."""
+    family = FAMILIES[model_type]
+    if family.modeling is not None:
+        assert model_type in own_files.SIZES, f"add a tiny {model_type} to SIZES in tests/helpers/own_files.py"
+        file = ROOT / "gqa_convert" / "families" / "modeling" / f"{family.modeling.file}.py"
+        assert file.is_file(), f"the record of {model_type} names {file.name}: write it in {file.parent}"
+    normed = family.key_norm != "none" or family.gainless_key_norm is not None
+    listed = model_type in cases.NORMED or model_type in cases.NORMED_IF
+    assert normed == listed, (
+        f"the record of {model_type} has key_norm = {family.key_norm!r}, and NORMED and NORMED_IF in {HELPER} say "
+        f"that keys are {'' if listed else 'not '}normalised: correct one of them"
+    )
+    constrained = model_type in cases.GATED | cases.VALUES_NORMED | cases.OUTPUT_NORMED
+    assert (family.value_constraint is not None) == constrained, (
+        f"the record of {model_type} has value_constraint = {family.value_constraint!r}, which GATED, VALUES_NORMED "
+        f"and OUTPUT_NORMED in {HELPER} contradict: correct one of them"
+    )
+    layout = family.fused_layout if family.fused else None
+    assert layout == cases.FUSED.get(model_type), (
+        f"the record of {model_type} has fused_layout = {layout!r}, FUSED in {HELPER} has "
+        f"{cases.FUSED.get(model_type)!r}: correct one of them"
+    )
+
+
 @pytest.fixture(scope="module")
 def outlines() -> dict[str, nn.Module]:
     """Models without numbers, made once."""
@@ -68,6 +99,24 @@ def test_the_mlp_is_what_the_class_builds(model_type: str, outlines: dict[str, n
     found = "gated" if any(GATES.search(name) for name in kept) else "plain"
     assert FAMILIES[model_type].mlp == found, (
         f"transformers' class of {model_type} has a {found} MLP: correct mlp in its record in "
+        "gqa_convert/families/records/"
+    )
+
+
+@pytest.mark.parametrize("model_type", NATIVE)
+def test_a_norm_of_keys_is_not_overlooked(model_type: str, outlines: dict[str, nn.Module]) -> None:
+    family = FAMILIES[model_type]
+    found = [
+        name
+        for name, _ in outline(model_type, outlines).named_parameters()
+        if re.search(rf"\b({'|'.join(map(re.escape, family.attention))})\.(k|key)_\w*norm", name)
+    ]
+    assert family.key_norm != "none" or not found, (
+        f"transformers' class of {model_type} has {found[0]}: correct key_norm and key_norm_name in its record in "
+        "gqa_convert/families/records/"
+    )
+    assert all(f".{family.key_norm_name}." in name for name in found), (
+        f"transformers' class of {model_type} has {found[0]}: correct key_norm_name in its record in "
         "gqa_convert/families/records/"
     )
 

@@ -56,9 +56,12 @@ def test_links_lead_somewhere() -> None:
 def test_the_number_of_families() -> None:
     native = [family for family in FAMILIES.values() if family.native]
     own = [name for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name]
-    assert f"{len(native)} causal-LM types" in README
-    assert f"{len(native) - 1} other types" in README
-    assert f"{len(own)} types without one" in README
+    for words in (
+        f"{len(native)} causal-LM types",
+        f"{len(native) - 1} other types",
+        f"{len(own)} types without one",
+    ):
+        assert words in README, f"README.md states another number of types: it must say '{words}'"
 
 
 def test_the_first_sentence_states_what_was_measured() -> None:
