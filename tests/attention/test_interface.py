@@ -222,6 +222,7 @@ def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, static: 
     return torch.cat(outputs, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if not reason(name)])
 @torch.no_grad()
 def test_logits_equal_those_of_eager_attention(name: str) -> None:

@@ -529,6 +529,7 @@ print(stops, sorted(seen))
 """
 
 
+@pytest.mark.slow
 class TestStopped:
     @pytest.mark.parametrize("overwrite", [False, True])
     @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])

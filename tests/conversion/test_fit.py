@@ -236,6 +236,7 @@ class TestCommand:
             "0",
         ]
 
+    @pytest.mark.slow
     def test_killed_between_layers_it_goes_on_to_the_same_bytes(self, small: Path, text: Path, tmp_path: Path) -> None:
         """Layers that are done are not made again, and leave no trace once the result stands."""
         straight, resumed = tmp_path / "straight", tmp_path / "resumed"

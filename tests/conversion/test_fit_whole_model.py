@@ -170,6 +170,7 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
     check_possible(model, batches, 7)
 
 
+@pytest.mark.slow
 def test_killed_in_this_stage_it_goes_on_to_the_same_bytes(small: Path, text: Path, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     options = ["--groups", "3", "-c", str(text), "--calibration-tokens", "1500", "--fit-steps", "3"]

@@ -471,6 +471,7 @@ def save_llama(folder: Path, layers: int, inner: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_layer_and_spilled_passes_take_that_of_one(tmp_path: Path) -> None:
     deep, layer = save_llama(tmp_path / "deep", 8, 1536), 10.6  # megabytes
     flat, passes, states = save_llama(tmp_path / "flat", 2, 96), 16, 1.5

@@ -45,6 +45,7 @@ def test_the_bundled_checkpoint_is_small() -> None:
     assert config["head_dim"] * 12 != config["hidden_size"]
 
 
+@pytest.mark.slow
 def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> None:
     out, summary, plans = demo
     assert len(plans) == 1
@@ -66,6 +67,7 @@ def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> 
             assert json.loads((out / name / "config.json").read_text())["multi_query_group_num"] == groups
 
 
+@pytest.mark.slow
 def test_uptraining_recovers(demo: tuple[Path, dict, list[Plan]]) -> None:
     out, summary, _ = demo
     uptraining = summary["uptraining"]
@@ -80,12 +82,14 @@ def test_uptraining_recovers(demo: tuple[Path, dict, list[Plan]]) -> None:
     assert Path(uptraining["model"]).is_relative_to(out)
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture_with_both_curves(demo: tuple[Path, dict, list[Plan]]) -> None:
     root = ET.parse(demo[0] / PLOT).getroot()
     assert root.tag.endswith("svg")
     assert len([node for node in root.iter() if node.get("id", "").startswith("line2d")]) >= 4
 
 
+@pytest.mark.slow
 def test_an_earlier_demo_is_replaced_only_when_asked(demo: tuple[Path, dict, list[Plan]], tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists already"):
         run_demo(demo[0])
@@ -94,6 +98,7 @@ def test_an_earlier_demo_is_replaced_only_when_asked(demo: tuple[Path, dict, lis
         run_demo(tmp_path, overwrite=True)
 
 
+@pytest.mark.slow
 def test_what_no_demo_wrote_is_neither_replaced_nor_deleted(
     demo: tuple[Path, dict, list[Plan]], tmp_path: Path
 ) -> None:

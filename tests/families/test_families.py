@@ -74,6 +74,7 @@ def converted(folder: Path, groups: int) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_result_is_the_source_with_merged_heads(case: str, source: Callable[..., Path]) -> None:
     family, folder = FAMILIES[CASES[case][0]], source(case)

@@ -207,6 +207,7 @@ def runnable(block: Block) -> bool:
 RUNNABLE = [path for path in DOCUMENTS if any(runnable(block) for each, block in ALL_BLOCKS if each == path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUNNABLE, ids=named)
 def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -29,6 +29,8 @@ from tests.helpers.tiny import HEADS, make_checkpoint, randomise
 from tests.helpers.uptrain_runs import DEMO
 from tests.helpers.uptrain_runs import run as uptrain
 
+pytestmark = pytest.mark.slow
+
 OLDER, CTRANSLATE2 = "transformers-4.57", "ctranslate2"
 
 

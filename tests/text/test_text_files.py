@@ -335,6 +335,7 @@ def build_elsewhere(path: Path, cache: Path, pause: float) -> "subprocess.Popen[
     )
 
 
+@pytest.mark.slow
 def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
     path = written(tmp_path, "some.jsonl", json_lines(*[f"w{number % 400} w{number % 7}" for number in range(3000)]))
     cache = tmp_path / "cache"

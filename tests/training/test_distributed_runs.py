@@ -22,6 +22,8 @@ from gqa_convert.errors import LaunchError
 from gqa_convert.training.distributed import check_environment, check_launch
 from tests.helpers.ranks import Job, free_port, uptrain, uptrain_on_a_full_disk
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 """What accelerate sets for fsdp2.yaml."""

@@ -306,6 +306,7 @@ print(*found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read where Linux has it")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peak_memory(dtype: str) -> None:

@@ -125,6 +125,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MEASURED)
 def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path) -> None:
     found = tmp_path / "found.json"

@@ -407,6 +407,7 @@ __import__("os")._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_adafactor_on_sharded_parameters_is_that_on_whole_ones_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)

@@ -212,6 +212,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_trains_and_resumes_bit_for_bit(
     home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

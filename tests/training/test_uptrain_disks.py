@@ -124,6 +124,7 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
     assert "seed was 0 and is now 1" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed(home: Path, tmp_path: Path) -> None:
     """It sends SIGHUP, and from then on nothing can be printed."""
     output = tmp_path / "run"

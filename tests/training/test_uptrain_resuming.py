@@ -74,6 +74,7 @@ POINTS = int(os.environ.get("GQA_KILL_POINTS", "7"))
 """How many moments a run is killed at; a number above that of its file events means each of them."""
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_event_and_run_again(home: Path, whole: Path, tmp_path: Path) -> None:
     total = events(home, tmp_path / "counted")
     assert total > 60

@@ -127,6 +127,7 @@ def objective_keys(home: Path, objective: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
 @pytest.mark.parametrize("distilled", [False, True])
 def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, objective: str, distilled: bool) -> None:
