@@ -1,7 +1,7 @@
 """Settings and fixtures of the whole suite."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -10,6 +10,31 @@ pytest.register_assert_rewrite("tests.helpers")
 # Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
 # imports torch, and subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+EXPECTED_SKIPS = (
+    "could not import 'lm_eval'",  # the extra `tasks`, which `dev` leaves out for its size
+    "root may write everywhere",
+    "only root may mount file systems",
+    "tmpfs can't be mounted here",
+    "peak memory is read where Linux has it",
+    "there is no /dev/shm",
+    "NO CHROMIUM",
+    "NOT CHECKED in ",  # an engine that cannot be installed without a network
+)
+"""How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another reason is a failure."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        assert isinstance(report.longrepr, tuple)
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(EXPECTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"add the reason to EXPECTED_SKIPS in tests/conftest.py, or do not skip: {reason}"
+    return report
 
 
 @pytest.fixture(scope="module")
