@@ -100,7 +100,7 @@ def convert(
     """
     from contextlib import ExitStack
 
-    from gqa_convert.cli.console.plan import show_conversion
+    from gqa_convert.cli.console.conversion import show_conversion
     from gqa_convert.cli.console.progress import byte_progress, layer_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.run import convert_checkpoint

@@ -1,14 +1,13 @@
-"""What a benchmark measured."""
+"""The printed result of a benchmark."""
 
 from typing import Any
 
-from .screen import size, stdout_console, styled
+from .screen import print_note, size, stdout_console, styled
+from .tables import show_table
 
 
 def show_benchmark(result: dict[str, Any]) -> None:
-    """A table for each batch and context: a row per number of K/V heads, with the speed against the model's own where
-    that was timed.
-    """
+    """Print a table for each batch and context, with a row for each N and the speed relative to the model's own N."""
     console = stdout_console()
     machine = result["machine"]
     some = (
@@ -25,47 +24,43 @@ def show_benchmark(result: dict[str, Any]) -> None:
     cells = dict.fromkeys((each["batch"], each["context"]) for each in result["results"])
     for batch, context in cells:
         _show_cell([each for each in result["results"] if (each["batch"], each["context"]) == (batch, context)], result)
-    own = (
-        f"N = {result['kv_heads']} has the model's own weights, the others random"
-        if result["weights"] == "own"
-        else "all have random"
-    )
-    notes = [f"{own} keys and values, which time does not depend on; nothing here tells quality"]
+    if result["weights"] == "own":
+        weights = f"N = {result['kv_heads']} has the model's weights, and other N have random keys and values"
+    else:
+        weights = "every N has random keys and values"
+    notes = [f"{weights}; time does not depend on them, and quality is not measured here"]
     if "memory" in result:
         notes.append(
             f"batch and context: the largest that fit {size(result['memory']['bytes'])}; {result['memory']['assumed']}"
         )
     if any("attention_floor_ms_per_token" in each for each in result["results"]):
         notes.append(
-            "attn: the attention modules with their projections, in steps of their own; floor: to read the weights of those projections and "
-            "the cache once at the memory speed measured meanwhile"
+            "attention: the attention modules with their projections, timed in separate steps; floor: the time to read their weights and "
+            "the cache once at the memory bandwidth measured in between"
         )
     if some:
         notes.append(
-            f"whole model: an estimate, the layers' measured time x {result['model_layers'] / result['layers']:g}, the rest as measured; "
-            "prefill x the same"
+            f"whole model: an estimate from the layers' measured time x {result['model_layers'] / result['layers']:g} and the measured rest; "
+            "prefill times are scaled by the same factor"
         )
     for note in notes:
-        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+        print_note(note)
     if result["plot"]:
         console.print(f"plot     {result['plot']}", soft_wrap=True)
 
 
 def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
     first = records[0]
     encoder = f", {first['encoder_tokens']} tokens of input" if "encoder_tokens" in first else ""
     optional = {
-        "attention_ms_per_token": ("attn", ",.2f"),
+        "attention_ms_per_token": ("attention", ",.2f"),
         "attention_floor_ms_per_token": ("floor", ",.2f"),
-        "estimated_decode_ms_per_token": ("whole", ",.1f"),
+        "estimated_decode_ms_per_token": ("whole model", ",.1f"),
         "largest_batch": ("batch", ","),
         "largest_context": ("context", ","),
     }
     shown = {key: how for key, how in optional.items() if key in first}
-    table = Table(
+    headings = [
         "N",
         "ms/token",
         "quartiles",
@@ -75,11 +70,8 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
         "sample",
         "K/V/token",
         *(name for name, _ in shown.values()),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in table.columns:
-        column.no_wrap = True
+    ]
+    rows = []
     own = next((each["decode_ms_per_token"] for each in records if each["groups"] == result["kv_heads"]), None)
     for each in records:
         bytes_per_token = each["kv_bytes_per_token"]
@@ -88,7 +80,7 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
             if "cross_kv_bytes_per_encoder_token" in each
             else ""
         )
-        table.add_row(
+        cells = [
             str(each["groups"]),
             _short(each["decode_ms_per_token"]),
             f"{_short(each['decode_ms_low'])}-{_short(each['decode_ms_high'])}",
@@ -98,14 +90,15 @@ def _show_cell(records: list[dict[str, Any]], result: dict[str, Any]) -> None:
             "" if each["sample_ms"] is None else f"{each['sample_ms']:,.0f}",
             f"{_bytes(bytes_per_token)}{cross}",
             *("" if each[key] is None else format(each[key], form) for key, (_, form) in shown.items()),
-        )
+        ]
+        rows.append(cells)
     console = stdout_console()
     console.print(
         f"batch {first['batch']}, {first['context']} tokens cached{encoder}; "
         f"{first['repetitions']} x {result['steps']} steps; times in ms, a sample decodes {first['new_tokens']}",
         soft_wrap=True,
     )
-    console.print(table)
+    show_table(headings, rows)
 
 
 def _short(milliseconds: float) -> str:

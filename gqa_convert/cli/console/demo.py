@@ -1,21 +1,21 @@
-"""What the demo found."""
+"""The summary at the end of the demo."""
 
 from typing import Any
 
 from .screen import stdout_console, styled
+from .tables import Column, show_table
 
 
 def show_demo(summary: dict[str, Any]) -> None:
-    """What each N loses and gains, by the mean and by fitting."""
-    from rich.table import Table
-
+    """Print the loss and the K/V cache of each N, by mean pooling and by fitting."""
     console = stdout_console()
     console.print(
-        f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, nothing trained; "
-        f"fit has seen {summary['calibration_tokens']:,} tokens of calibration text",
+        f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens, before uptraining; "
+        f"fit used {summary['calibration_tokens']:,} tokens of calibration text",
         soft_wrap=True,
     )
-    table = Table("N", "K/V bytes per token", "parameters", "mean", "lost", "fit", "lost", "of mean's loss", "verified")
+    headings = ("N", "K/V bytes per token", "parameters", "mean", "lost", "fit", "lost", "of mean's loss", "verified")
+    rows = []
     base = summary["results"][0]["loss"]
     for result in summary["results"]:
         fit = result.get("fit")
@@ -26,16 +26,18 @@ def show_demo(summary: dict[str, Any]) -> None:
             else ("", "", "")
         )
         verified = all(each["verified"] for each in (result, fit or result))
-        table.add_row(
-            str(result["groups"]),
-            f"{result['kv_bytes_per_token']:,}",
-            f"{result['parameters']:,}",
-            f"{result['loss']:.3f}",
-            f"{lost:+.3f}",
-            *fitted,
-            "yes" if verified else styled(("NO", "red")),
+        rows.append(
+            [
+                str(result["groups"]),
+                f"{result['kv_bytes_per_token']:,}",
+                f"{result['parameters']:,}",
+                f"{result['loss']:.3f}",
+                f"{lost:+.3f}",
+                *fitted,
+                "yes" if verified else styled(("NO", "red")),
+            ]
         )
-    console.print(table)
+    show_table([Column(heading, "right") for heading in headings], rows)
     if summary["uptraining"]:
         _show_recovery(summary["uptraining"])
     console.print(f"results  {summary['results_file']}", soft_wrap=True)
@@ -44,9 +46,7 @@ def show_demo(summary: dict[str, Any]) -> None:
 
 
 def _show_recovery(uptraining: dict[str, Any]) -> None:
-    """What uptraining brought back, point by point."""
-    from rich.table import Table
-
+    """Print the loss after each part of the uptraining."""
     source = uptraining["evaluation"]["source"]
     console = stdout_console()
     console.print(
@@ -54,7 +54,8 @@ def _show_recovery(uptraining: dict[str, Any]) -> None:
         f"(source {source:.3f} on this part of the text)",
         soft_wrap=True,
     )
-    table = Table("tokens", "loss", "lost")
-    for point in uptraining["curve"]:
-        table.add_row(f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{point['loss'] - source:+.3f}")
-    console.print(table)
+    rows = [
+        [f"{point['tokens']:,}", f"{point['loss']:.3f}", f"{point['loss'] - source:+.3f}"]
+        for point in uptraining["curve"]
+    ]
+    show_table([Column(heading, "right") for heading in ("tokens", "loss", "lost")], rows)

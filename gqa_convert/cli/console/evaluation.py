@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from .screen import stdout_console, styled
+from .screen import print_note, stdout_console, styled
+from .tables import Column, show_table
 
 
 def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
-    """A row for each model, then what needs saying, then lm-eval's tables."""
-    from rich import box
-    from rich.table import Table
-
+    """Print a row for each model, then notes, then the tables of lm-eval."""
     console = stdout_console()
     entries = [*filter(None, [results["reference"]]), *results["results"]]
     if results["data"]:
@@ -18,16 +16,14 @@ def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
         compared = [each for each in entries if each["difference"]]
         by_byte = any(each["difference"]["loss"] is None for each in compared)
         near = any(each["kl"] is not None for each in entries)
-        table = Table("model", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.columns[0].overflow, table.columns[0].min_width = "fold", 24
-        for heading in _headings(compared=bool(compared), by_byte=by_byte, near=near):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for each in entries:
-            table.add_row(*_row(each, compared=bool(compared), by_byte=by_byte, near=near))
-        console.print(table)
+        headings = _headings(compared=bool(compared), by_byte=by_byte, near=near)
+        show_table(
+            [Column("model", folds_to=24), *(Column(heading, "right") for heading in headings)],
+            [_row(each, compared=bool(compared), by_byte=by_byte, near=near) for each in entries],
+        )
         if compared:
             console.print(
-                f"differences are to {compared[0]['difference']['to']}, paired over the same text", soft_wrap=True
+                f"Differences are from {compared[0]['difference']['to']}, paired over the same text.", soft_wrap=True
             )
     for each in entries:
         if each["scored_nan"]:
@@ -39,7 +35,7 @@ def show_evaluation(results: dict[str, Any], output: Path | None) -> None:
                 soft_wrap=True,
             )
         if each["note"]:
-            console.print(styled(("note:", "yellow"), f" {each['model']}: {each['note']}"), soft_wrap=True)
+            print_note(f"{each['model']}: {each['note']}")
         if each.get("tasks"):
             _show_tasks(each["model"], each["tasks"])
     if output is not None:
@@ -85,19 +81,13 @@ def _with_error(value: float | None, error: float | None, sign: str) -> str:
 
 
 def _show_tasks(model: str, tasks: dict[str, Any]) -> None:
-    """lm-eval's own figures; everything else that it says is in the JSON."""
-    from rich import box
-    from rich.table import Table
-
-    console = stdout_console()
-    table = Table(
-        "task", "metric", "value", "error", title=f"lm-eval: {model}", title_justify="left", box=box.SIMPLE_HEAD
-    )
+    """Print the metrics of lm-eval; the JSON has the rest of its output."""
+    rows = []
     for name, metrics in tasks.get("results", {}).items():
         for metric, value in metrics.items():
             if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric:
                 error = metrics.get(metric.replace(",", "_stderr,", 1))
-                table.add_row(
-                    name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""
+                rows.append(
+                    [name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""]
                 )
-    console.print(table)
+    show_table(["task", "metric", Column("value", "right"), Column("error", "right")], rows, title=f"lm-eval: {model}")

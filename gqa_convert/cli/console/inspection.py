@@ -1,14 +1,13 @@
-"""What merging would cost, layer by layer."""
+"""The printed result of an inspection."""
 
 from typing import Any
 
-from .screen import stdout_console, styled
+from .screen import print_note, stdout_console, styled
+from .tables import Column, show_table
 
 
 def show_inspection(result: dict[str, Any]) -> None:
-    """What each layer loses at each N, darker where it is more; losses and a recommendation where text was given."""
-    from rich import box
-    from rich.table import Table
+    """Print each layer's errors by N, darker where they are larger; then losses and a recommendation if there is text."""
     from rich.text import Text
 
     console = stdout_console()
@@ -26,41 +25,34 @@ def show_inspection(result: dict[str, Any]) -> None:
         ),
         soft_wrap=True,
     )
-    measured = "on calibration text" if result["calibration"] else "of the weights alone"
+    measured = "on calibration text" if result["calibration"] else "from the weights alone"
     console.print(f"Relative error of keys (K) and values (V) merged into N heads, {measured}", soft_wrap=True)
     columns = [f"{part}{count}" for part in "KV" for count in groups]
-    table = Table("layer", *columns, "cheapest pairs of heads", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows = []
     for layer in layers:
         cells = [shaded(error[part]) for part in ("keys", "values") for error in layer["errors"]]
         pairs = (f"{'+'.join(map(str, pair['heads']))} {pair['error']:.2f}" for pair in layer["cheapest_pairs"])
-        table.add_row(layer["label"], *cells, "  ".join(pairs))
-    console.print(table)
+        rows.append([layer["label"], *cells, "  ".join(pairs)])
+    show_table(["layer", *columns, Column("cheapest pairs of heads", folds_to=12)], rows)
     for part in ("key", "value"):
         if reason := next((layer[f"{part}_barrier"] for layer in layers if layer[f"{part}_barrier"]), None):
-            console.print(
-                styled(("note:", "yellow"), f" {part}s are averaged where nothing can be absorbed, since {reason}"),
-                soft_wrap=True,
-            )
+            print_note(f"{part}s are averaged where nothing can be folded, since {reason}")
     _show_prediction(result)
     if result["plot"]:
         console.print(f"plot     {result['plot']}", soft_wrap=True)
 
 
 def _show_prediction(result: dict[str, Any]) -> None:
-    """Losses by N, and what to run next."""
-    from rich.table import Table
-
+    """Print the predicted loss for each N, and the next command."""
     console = stdout_console()
     if result["calibration"] is None:
-        console.print(
-            "no loss is predicted and no N recommended from weights alone: name text with --calibration", soft_wrap=True
-        )
+        console.print("Weights alone predict no loss and recommend no N: name text with --calibration.", soft_wrap=True)
         return
     loss, advice = result["loss"], result["recommendation"]
     if result["calibration"]["warning"]:
-        console.print(styled(("note:", "yellow"), f" {result['calibration']['warning']}"), soft_wrap=True)
+        print_note(result["calibration"]["warning"])
     console.print(f"Predicted loss in nats per token over {loss['tokens']:,} held-out tokens", soft_wrap=True)
-    table = Table("N", "loss", "increase")
+    rows = []
     for each in (
         {"groups": f"{result['kv_heads']} (source)", "loss": loss["source"], "increase": None},
         *loss["by_groups"],
@@ -69,10 +61,10 @@ def _show_prediction(result: dict[str, Any]) -> None:
             "" if each[key] is None else format(each[key], form)
             for key, form in (("loss", ".4f"), ("increase", "+.4f"))
         )
-        table.add_row(str(each["groups"]), *numbers)
-    console.print(table)
+        rows.append([str(each["groups"]), *numbers])
+    show_table(["N", Column("loss", "right"), Column("increase", "right")], rows)
     console.print(
-        "an upper bound: this is the closed form alone, without the closed loop and its gradient stage; convert --calibration loses less",
+        "These losses are upper bounds of the closed form alone: convert --calibration, with its gradient stages, loses less.",
         soft_wrap=True,
     )
     mark = ("no N fits", "yellow") if advice["groups"] is None else ("recommended", "green")

@@ -1,10 +1,10 @@
-"""A plan, and what a conversion came to."""
+"""The printed form of a plan."""
 
-import shlex
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .screen import size, stdout_console, styled
+from .screen import print_note, size, stdout_console, styled
+from .tables import Column, show_table
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.plan import Plan
@@ -13,15 +13,14 @@ CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
     "cross_kv_bytes_per_encoder_token": "cross cache per encoder token",
 }
-"""What a plan's figures of caches are called."""
+"""Labels of a plan's cache sizes."""
+
+_LONG_CONTEXT = 32_768
+"""Tokens of the second context for which the cache is shown."""
 
 
 def show_plan(plan: "Plan") -> None:
-    """The plan as tables: what changes per layer, then what it brings."""
-    from rich.table import Table
-
-    from gqa_convert.families.engines import ENGINES
-
+    """Print what changes in every layer, what the conversion saves, and what loads the result."""
     console = stdout_console()
     console.print(
         styled(
@@ -32,51 +31,90 @@ def show_plan(plan: "Plan") -> None:
         ),
         soft_wrap=True,
     )
-    changes = Table("layers", "tensor", "before", "after", "type", "method", title="What changes", title_justify="left")
-    for layers, tensor, before, after, dtype, method in _runs_of_layers(plan):
-        changes.add_row(layers, tensor, before, after, dtype, method)
-    console.print(changes)
-    totals = Table("", "before", "after", "ratio", title="Savings", title_justify="left")
-    rows: list[tuple[str, int, int, Callable[[float], str]]] = [
-        ("parameters", plan.parameters_before, plan.parameters_after, lambda n: f"{n:,}"),
-        ("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size),
-    ]
-    rows += [(CACHES[key], both["before"], both["after"], size) for key, both in plan.cache_bytes().items()]
-    for label, was, becomes, shown in rows:
-        totals.add_row(label, shown(was), shown(becomes), f"{becomes / was:.3f}")
-    console.print(totals)
-    split, copied = plan.tensor_parallel_degrees()
-    console.print(f"disk needed:      {size(plan.disk_bytes)}")
-    console.print(f"loads as it is:   {', '.join(f'{engine} {_loads(plan, engine)}' for engine in ENGINES)}")
-    if plan.target_architecture:
+    if plan.effective_method == "copy" and not plan.target_architecture:
         console.print(
-            f"route:            translated to {plan.target_architecture.model_type}, a stock class that computes the same (--no-native: keep {plan.family.model_type})"
+            f"No tensor changes: the source has {plan.groups} K/V heads already, and convert copies its weights.",
+            soft_wrap=True,
         )
-    if plan.modeling:
-        console.print(
-            f"loads with code:  transformers 5, trust_remote_code=True, by {plan.modeling.file}.py, which is written beside it"
-        )
-    degrees = ", ".join(map(str, split))
-    if copied:
-        degrees += f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}"
-    console.print(f"tensor parallel:  {degrees}")
+    else:
+        columns = ["layers", "tensor", "before", "after", "type", "method"]
+        show_table(columns, list(_runs_of_layers(plan)), title="Changes")
+    show_table(
+        ["", *(Column(heading, "right") for heading in ("before", "after", "ratio"))], _savings(plan), title="Savings"
+    )
+    for label, text in _facts(plan):
+        console.print(f"{label + ':':<17} {text}", soft_wrap=True)
     for warning in plan.warnings:
-        console.print(styled(("note:", "yellow"), f" {warning}"), soft_wrap=True)
+        print_note(warning)
+
+
+def _savings(plan: "Plan") -> list[list[str]]:
+    """Return the rows of parameters, weights and cache sizes before and after the conversion."""
+    rows = [_row("parameters", plan.parameters_before, plan.parameters_after, "{:,}".format)]
+    rows.append(_row("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size))
+    caches = plan.cache_bytes()
+    rows += [_row(CACHES[key], both["before"], both["after"], size) for key, both in caches.items()]
+    if own := caches.get("kv_bytes_per_token"):
+        for tokens in _contexts(plan):
+            rows.append(_row(f"K/V cache at {tokens:,} tokens", own["before"] * tokens, own["after"] * tokens, size))
+    return rows
+
+
+def _row(label: str, before: int, after: int, form: "Callable[[int], str]") -> list[str]:
+    return [label, form(before), form(after), f"{after / before:.3f}"]
+
+
+def _contexts(plan: "Plan") -> list[int]:
+    """Return the model's context in tokens, if its config states one, and a long context; none with sliding windows.
+
+    Layers with sliding windows keep fewer tokens, so that the size per token does not give the size of a context.
+    """
+    from gqa_convert.families.context_length import stated_positions
+
+    if plan.config.get("sliding_window"):
+        return []
+    return sorted({stated_positions(plan.checkpoint.config) or _LONG_CONTEXT, _LONG_CONTEXT})
+
+
+def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
+    """Yield the labelled lines below the tables."""
+    from gqa_convert.families.engines import ENGINES
+
+    yield "disk needed", size(plan.disk_bytes)
+    if plan.modeling:
+        yield (
+            "loads in",
+            f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights; not in {' or '.join(ENGINES[1:])}",
+        )
+    else:
+        yield "loads in", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
+    if plan.target_architecture:
+        yield (
+            "translated to",
+            f"{plan.target_architecture.model_type}, a stock class that computes the same (--no-native keeps {plan.family.model_type})",
+        )
+    split, copied = plan.tensor_parallel_degrees()
+    degrees = ", ".join(map(str, split))
+    yield (
+        "tensor parallel",
+        degrees + (f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}" if copied else ""),
+    )
 
 
 def _loads(plan: "Plan", engine: str) -> str:
+    """Return whether an engine loads the result, for a plan without a modelling file."""
     from gqa_convert.families.engines import same_up_to
 
     if engine in plan.listed_in:
-        return "by its list"
+        return "untested (it lists the type)"
     if engine not in plan.loads_in:
-        return "no" if plan.modeling else "not known to"
+        return "not known"
     tokens = same_up_to(engine, plan.config)
     return f"yes, up to {tokens:,} tokens" if tokens else "yes"
 
 
 def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Rows of the plan's table; layers in which the same tensor changes in the same way share a row."""
+    """Yield the rows of changed tensors; layers in which the same tensor changes in the same way share a row."""
     rows: dict[tuple[str, str, str, str, str], list[str]] = {}
     for change in plan.changes:
         number = next((part for part in change.module.split(".") if part.isdigit()), "-")
@@ -99,29 +137,3 @@ def _ranges(numbers: list[str]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def show_conversion(result: dict[str, Any]) -> None:
-    """The one summary at the end of a conversion."""
-    console = stdout_console()
-    console.print(
-        styled(
-            ("done", "green"),
-            f"  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) in {result['attention_layers']} layers, "
-            f"{len(result['changes'])} tensors changed",
-        )
-    )
-    sizes = [(CACHES[key], result[key]) for key in CACHES if key in result] + [("weights", result["weight_bytes"])]
-    rows = [(label, f"{size(both['before'])} -> {size(both['after'])}") for label, both in sizes]
-    rows.append(("where", result["out"]))
-    if result["modeling_file"]:
-        rows.append(
-            (
-                "load it",
-                f"from_pretrained(..., trust_remote_code=True), by {result['modeling_file']} beside the weights",
-            )
-        )
-    rows.append(("next", shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])))
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        console.print(f"      {label:<{width}}  {text}", soft_wrap=True)

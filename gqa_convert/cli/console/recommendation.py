@@ -1,8 +1,9 @@
-"""Which N, and why."""
+"""The printed result of a recommendation."""
 
 from typing import TYPE_CHECKING, Any
 
-from .screen import size, stdout_console, styled
+from .screen import print_note, size, stdout_console, styled
+from .tables import show_table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -11,10 +12,7 @@ _STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memor
 
 
 def show_recommendation(result: dict[str, Any]) -> None:
-    """A row for each N, with what fails in red, then the N to take and the command that makes it."""
-    from rich import box
-    from rich.table import Table
-
+    """Print a row for each N with failed limits in red, then the recommended N and the command that makes it."""
     console = stdout_console()
     console.print(
         styled(
@@ -25,17 +23,15 @@ def show_recommendation(result: dict[str, Any]) -> None:
     )
     _show_origins(result)
     columns = _columns(result)
-    table = Table("N", *columns, "", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
+    rows = []
     for each in result["candidates"]:
         cells = [_marked(form(each), part in each["fails"]) for part, form in columns.values()]
         name = f"{each['groups']} (source)" if each["source"] else str(each["groups"])
         verdict = ("recommended", "green") if each["groups"] == result["groups"] else (", ".join(each["fails"]), "red")
-        table.add_row(name, *cells, styled(verdict))
-    console.print(table)
+        rows.append([name, *cells, styled(verdict)])
+    show_table(["N", *columns, ""], rows)
     for note in [*result["notes"], *([f"memory: {result['memory']['counted']}"] if result["memory"] else [])]:
-        console.print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+        print_note(note)
     mark = ("no N fits", "yellow") if result["groups"] is None else ("recommended", "green")
     console.print(styled(mark, f"  {result['reason']}"), soft_wrap=True)
     if result["next"]:
@@ -43,9 +39,7 @@ def show_recommendation(result: dict[str, Any]) -> None:
 
 
 def _columns(result: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """By heading: the constraint that it belongs to, and how a candidate's cell is written; those that hold nothing are
-    left out.
-    """
+    """Return, for each heading, the limit that it belongs to and the format of a cell; empty columns are omitted."""
     crossing = any("cross_kv_bytes_per_encoder_token" in each for each in result["candidates"])
     every: dict[str, tuple[str, str, Any]] = {
         "loss increase": ("loss", "loss_increase", _loss),
@@ -86,7 +80,7 @@ def _marked(text: str, failed: bool) -> "Text":
 
 
 def _show_origins(result: dict[str, Any]) -> None:
-    """What was asked, and what the figures are of."""
+    """Print the limits that were asked for, and where losses and times come from."""
     console, asked, speed = stdout_console(), result["constraints"], result["speed"]
     words = {
         "max_loss_increase": lambda value: f"loss at most {value:g} nats per token above the source's",
@@ -103,7 +97,7 @@ def _show_origins(result: dict[str, Any]) -> None:
         console.print(f"loss     {' and '.join(kinds)}, on {result['loss']['text']}", soft_wrap=True)
     if speed:
         machine = speed["machine"] or {}
-        where = f"{machine.get('processor') or 'a machine that is not recorded'}, {machine.get('device') or 'device not recorded'}"
+        where = f"{machine.get('processor') or 'unrecorded machine'}, {machine.get('device') or 'unrecorded device'}"
         some = (
             "" if speed["layers"] == speed["model_layers"] else f", {speed['layers']} of {speed['model_layers']} layers"
         )

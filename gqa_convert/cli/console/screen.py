@@ -1,4 +1,4 @@
-"""The consoles on stdout and stderr, the one object on stdout, and how sizes are written."""
+"""The consoles on stdout and stderr, the JSON object on stdout, notes, and the format of sizes."""
 
 import codecs
 import io
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WIDTH = 120
-"""Columns of a table in a file or a pipe, which have no width of their own."""
+"""Columns of a table in a file or a pipe."""
 
 _PLAIN = {"±": "+-", "…": "."}
-"""What is written in place of a character that the terminal's encoding lacks; other characters become escapes."""
+"""Replacements for characters that the terminal's encoding lacks; other characters become escapes."""
 
 
 def stdout_console() -> "Console":
-    """For results."""
+    """Return the console for results."""
     return _console(stderr=False)
 
 
 def stderr_console() -> "Console":
-    """For progress and notes."""
+    """Return the console for progress and notes."""
     return _console(stderr=True)
 
 
@@ -32,7 +32,7 @@ def _console(*, stderr: bool) -> "Console":
     from rich.console import Console
 
     class Literal(Console):
-        """Prints every string as it is: names of files may look like markup or emoji codes."""
+        """Prints every string literally, because file names may look like markup or emoji codes."""
 
         def on_broken_pipe(self) -> None:
             abandon(sys.stderr if self.stderr else sys.stdout)
@@ -43,18 +43,23 @@ def _console(*, stderr: bool) -> "Console":
     return console
 
 
-def styled(*parts: str | tuple[str, str]) -> "Text":
-    """A line of plain strings and of pairs of a string and its style."""
+def styled(*parts: "str | Text | tuple[str, str]") -> "Text":
+    """Return a line made of plain strings, of pairs of a string and its style, and of other lines."""
     from rich.text import Text
 
     return Text.assemble(*parts)
 
 
+def print_note(text: str, console: "Console | None" = None) -> None:
+    """Print a note, on stdout unless another console is given."""
+    (console or stdout_console()).print(styled(("note:", "yellow"), f" {text}"), soft_wrap=True)
+
+
 def print_json(value: dict[str, Any]) -> None:
-    """The one JSON object on stdout.
+    """Print an object as one line of JSON on stdout.
 
     Raises:
-        OSError: stdout can't take it, as where its disk is full.
+        OSError: stdout cannot be written, for example because its disk is full.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
@@ -67,14 +72,12 @@ def print_json(value: dict[str, Any]) -> None:
     except BrokenPipeError:
         abandon(sys.stdout)
     except OSError as problem:
-        abandon(sys.stdout)  # what is still buffered would fail again at exit
+        abandon(sys.stdout)  # otherwise the buffered rest would fail again at exit
         raise OSError(problem.errno, problem.strerror, "stdout") from None
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr take any character, whatever their encoding, and exist even where the caller has closed
-    them.
-    """
+    """Let stdout and stderr accept any character in any encoding, and replace streams that the caller has closed."""
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     codecs.register_error("gqa-convert", _replace)
@@ -91,20 +94,18 @@ def _replace(problem: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def abandon(stream: Any) -> None:
-    """Send what is still written to a stream nowhere: its reader, such as a pager, has gone, which is no reason to end
-    the program.
-    """
+    """Discard what is still written to a stream whose reader, such as a pager, has exited."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(devnull, stream.fileno())
-    except (OSError, ValueError):  # a stream without a file behind it
+    except (OSError, ValueError):  # the stream has no file descriptor
         pass
     finally:
         os.close(devnull)
 
 
 def size(nbytes: float) -> str:
-    """Bytes as people read them: 1.2 GB, 98.3 kB."""
+    """Format bytes for people: 1.2 GB, 98.3 kB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if abs(nbytes) < 1000 or unit == "GB":
             return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
