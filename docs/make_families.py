@@ -28,7 +28,7 @@ is tested against its own source: logits, decoding with and without a cache, and
 - Rotary: the numbers of a head that form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types have layers without rotary positions.
 - Engines: transformers is tested for every type. vLLM and llama.cpp are listed if a tiny random checkpoint of the type, converted from 12 to 3
   K/V heads, gave transformers' tokens and logits, and *in italics* if only their lists of architectures name the type. `gqa-convert plan` says
-  "yes" and "by its list"; "not known to" means that the type failed or was not tried. To test an engine on your result, run `gqa-convert check-serving`.
+  "yes" and "untested (it lists the type)"; "not known" means that the type failed or was not tried. To test an engine on your result, run `gqa-convert check-serving`.
 
 ## Where engines differ from transformers
 

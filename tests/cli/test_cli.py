@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from gqa_convert import __version__
 from tests.helpers.checkpoints import HIDDEN, WIDTH, write_llama
@@ -47,6 +48,52 @@ def test_help_has_examples(command: str) -> None:
     assert result.returncode == 0
     assert f"gqa-convert {command}" in result.stdout
     assert command in run("--help").stdout
+
+
+def test_the_help_of_method_is_the_registrys() -> None:
+    from gqa_convert.cli import app
+    from gqa_convert.merging.methods import method_help
+
+    (option,) = [each for each in get_command(app).commands["convert"].params if each.name == "method"]  # type: ignore[attr-defined]
+    assert option.help == method_help()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_no_type_beside_flags(command: str) -> None:
+    shown = run(command, "--help").stdout
+    assert "<bool>" not in shown
+    assert "{" not in shown
+
+
+def test_a_mistake_points_to_the_help_of_its_command() -> None:
+    assert_mistake(run("plan"), "Missing argument 'SOURCE': see gqa-convert plan --help")
+    assert_mistake(run("plan", "x", "--gruops", "3"), "see gqa-convert plan --help")
+    assert_mistake(run("frobnicate"), "see gqa-convert --help")
+
+
+def test_a_copy_changes_no_tensor(source: Path, tmp_path: Path) -> None:
+    planned = run("plan", source, "--groups", 12).stdout
+    assert "No tensor changes: the source has 12 K/V heads already" in planned
+    assert "Changes" not in planned
+    made = run("convert", source, tmp_path / "copy", "--groups", 12).stdout
+    assert "the weights are a copy" in made
+    assert "changed" not in made
+
+
+def test_pooling_is_followed_by_advice(source: Path, tmp_path: Path) -> None:
+    last = run("convert", source, tmp_path / "pooled", "--groups", 4, "-m", "mean").stdout.splitlines()[-2:]
+    assert "quality is usually poor after mean" in last[0]
+    assert f"gqa-convert evaluate {source} {tmp_path / 'pooled'} --data TEXT" in last[0]
+    assert "--calibration" in last[1]
+    assert "quality" not in run("convert", source, tmp_path / "factored", "--groups", 4).stdout
+
+
+def test_a_plan_shows_the_cache_of_contexts(source: Path) -> None:
+    shown = " ".join(run("plan", source, "-n", 4).stdout.split())
+    per_token = 2 * 2 * 12 * WIDTH * 4
+    assert (
+        f"K/V cache at 32,768 tokens {per_token * 32768 / 1e6:.1f} MB {per_token * 32768 / 3e6:.1f} MB 0.333" in shown
+    )
 
 
 def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:

@@ -28,7 +28,7 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
     assert f"{source}: llama" in run("inspect", source, "--groups", 4).stdout
     out = tmp_path / "[red]out[/]"
     converted = run("convert", source, out, "--groups", 4, "-m", "mean")
-    assert f"where                {out}\n" in converted.stdout
+    assert f"folder               {out}\n" in converted.stdout
     (out / "[red].json").write_text("{}")
     assert (
         "FAIL  carried files          [red].json is not in SOURCE"

@@ -242,7 +242,7 @@ class TestCommand:
         straight, resumed = tmp_path / "straight", tmp_path / "resumed"
         first = run("convert", small, straight, *self.options(text))
         assert first.returncode == 0, first.stderr
-        assert first.stderr.count("of mean pooling's error left") == 3
+        assert first.stderr.count("of mean pooling's error remains") == 3
         command = [sys.executable, "-m", "gqa_convert", "convert", str(small), str(resumed), *self.options(text)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None

@@ -284,9 +284,9 @@ def test_a_window_that_is_not_in_use(asked: dict[str, bool], tokens: int | None)
     ("case", "options", "told"),
     [
         ("llama", {}, "transformers yes, vLLM yes, llama.cpp yes"),
-        ("phi", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
-        ("dots1", {}, "transformers yes, vLLM yes, llama.cpp not known to"),
-        ("jamba", {}, "transformers yes, vLLM by its list, llama.cpp yes"),
+        ("phi", {}, "transformers yes, vLLM yes, llama.cpp not known"),
+        ("dots1", {}, "transformers yes, vLLM yes, llama.cpp not known"),
+        ("jamba", {}, "transformers yes, vLLM untested (it lists the type), llama.cpp yes"),
         ("mistral", {}, "transformers yes, vLLM yes, llama.cpp yes, up to 4 tokens"),
         ("mistral", {"sliding_window": None}, "transformers yes, vLLM yes, llama.cpp yes"),
         ("mistral", {"sliding_window": 64}, "transformers yes, vLLM yes, llama.cpp yes"),
@@ -304,11 +304,11 @@ def test_a_plan_tells_what_loads_the_result(
 ) -> None:
     plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
     show_plan(plan)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads as it is:")]
-    assert line.removeprefix("loads as it is:").strip() == told
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")]
+    assert line.removeprefix("loads in:").strip() == told
     says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
     assert says_yes == set(plan.summary()["loads_in"])
-    assert {engine for engine in ENGINES if f"{engine} by its list" in told} == set(plan.summary()["listed_in"])
+    assert {engine for engine in ENGINES if f"{engine} untested" in told} == set(plan.summary()["listed_in"])
 
 
 def test_document_is_up_to_date() -> None:

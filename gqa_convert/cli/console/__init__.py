@@ -1,1 +1,1 @@
-"""What a person sees: results on stdout; progress and notes on stderr."""
+"""What a person sees in a terminal: results on stdout, progress and notes on stderr."""

@@ -1,4 +1,4 @@
-"""Bars on a terminal, lines or nothing elsewhere."""
+"""Progress on stderr: bars on a terminal, plain lines or nothing elsewhere."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes with rate and time left; nothing where stderr is no terminal."""
+    """Show a bar in bytes with rate and time left, or nothing if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -36,9 +36,7 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
 
 @contextmanager
 def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
-    """A bar that counts attention layers while they are merged, and a line for each that was fitted; only the lines
-    without a terminal.
-    """
+    """Show a bar of merged attention layers and a line for each fitted layer; without a terminal only the lines."""
     if quiet:
         yield lambda done, total, record: None
         return
@@ -71,7 +69,7 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
             if "kl" in record:
                 before, after = record["kl"]["before"], record["kl"]["after"]
                 progress.console.print(
-                    f"all layers together: divergence from the source {before:.4f} -> {after:.4f} nats per token"
+                    f"all layers together: KL divergence from the source {before:.4f} -> {after:.4f} nats per token"
                 )
                 return
             if not tasks:
@@ -79,7 +77,7 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
             progress.update(tasks[0], completed=done, visible=done < total)
             if "gap_left" in record:
                 progress.console.print(
-                    f"layer {done} of {total}  {record['module']}: {record['gap_left']:.1%} of mean pooling's error left"
+                    f"layer {done} of {total}  {record['module']}: {record['gap_left']:.1%} of mean pooling's error remains"
                 )
 
         yield advance
@@ -87,7 +85,7 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
 
 @contextmanager
 def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """One bar per stage of the work, each with its time left; nothing where stderr is no terminal."""
+    """Show one bar per stage of the work with its time left, or nothing if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda stage, done, total: None
         return
@@ -106,9 +104,9 @@ def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class TrainingScreen:
-    """What an uptraining run shows: messages, and a bar where stderr is a terminal, else a line now and then.
+    """Shows messages of an uptraining run, and a bar if stderr is a terminal or else a line every 30 seconds.
 
-    A terminal that is closed or a pipe that breaks does not end the run.
+    A closed terminal or a broken pipe does not end the run.
     """
 
     _SECONDS = 30.0
@@ -147,7 +145,7 @@ class TrainingScreen:
         self._advance("uptraining", step, steps, text)
 
     def _left(self, what: str, done: int, total: int) -> str:
-        """Time left at the pace since this process began: what an earlier one did says nothing about it."""
+        """Return the time left at the pace of this process; work of an earlier, interrupted process does not count."""
         began, first = self._paces.setdefault(what, (time.monotonic(), done))
         if not first < done < total:
             return ""
@@ -169,7 +167,7 @@ class TrainingScreen:
 
 @contextmanager
 def training_progress(*, quiet: bool) -> "Iterator[TrainingScreen]":
-    """Loss, tokens per second, share of the budget and time left."""
+    """Show loss, tokens per second, share of the token budget and time left."""
     if quiet or not sys.stderr.isatty():
         yield TrainingScreen(None, quiet=quiet)
         return

@@ -23,7 +23,7 @@ def show_recommendation(result: dict[str, Any]) -> None:
     )
     _show_origins(result)
     columns = _columns(result)
-    rows = []
+    rows: list[list[str | Text]] = []
     for each in result["candidates"]:
         cells = [_marked(form(each), part in each["fails"]) for part, form in columns.values()]
         name = f"{each['groups']} (source)" if each["source"] else str(each["groups"])

@@ -1,4 +1,4 @@
-"""What a report holds, and where it is."""
+"""The printed summary of a report."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from .screen import stderr_console, stdout_console
 
 
 def show_report(made: dict[str, Any]) -> None:
-    """The files read and left aside as notes; the figures, what is missing and the pages as the result."""
+    """Print the files that were read or ignored on stderr, and the figures and pages on stdout."""
     notes = [
         *(f"read     {each['file']}: {each['kind']}" for each in made["read"]),
         *(f"ignored  {each['file']}: {each['why']}" for each in made["ignored"]),

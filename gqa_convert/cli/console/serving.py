@@ -1,4 +1,4 @@
-"""What each serving engine made of a checkpoint."""
+"""The printed result of check-serving."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _MARKS = {"ok": ("ok", "green"), "failed": ("FAIL", "red"), "skipped": ("skipped
 
 
 def show_serving(report: dict[str, Any]) -> None:
-    """A line for each engine, then the verdict."""
+    """Print a line for each engine, then the verdict."""
     console = stdout_console()
     lengths = ", ".join(map(str, report["prompts"]))
     if lengths:
@@ -22,18 +22,16 @@ def show_serving(report: dict[str, Any]) -> None:
         console.print(styled((f"{mark:<13}", style), f"  {name:<26} {entry['detail']}"), soft_wrap=True)
     states = [entry["status"] for entry in report["clients"]]
     if report["passed"]:
-        verdict = ("served as transformers computes it", "green")
+        verdict = ("every engine that ran agrees with transformers", "green")
     elif "failed" in states:
-        verdict = ("not served as transformers computes it: do not use OUT in an engine that failed", "red")
+        verdict = ("an engine differs from transformers: do not serve OUT with an engine marked FAIL", "red")
     elif "ok" in states:
-        verdict = ("not checked as asked: a client that was named is absent", "red")
+        verdict = ("incomplete: an engine named by --client or --python is not installed", "red")
     else:
-        verdict = ("nothing was checked: no client ran", "red")
+        verdict = ("nothing was checked: no engine ran", "red")
     console.print(styled(verdict))
 
 
 def _number(entry: dict[str, Any]) -> str:
-    """The version, unless the name has it; of packages whose version is another's, such as an adapter's, the name says
-    so.
-    """
+    """Return the version of an engine, unless its name has the version already."""
     return entry["version"] if entry["version"] and entry["client"] != "transformers-4.57" else ""

@@ -1,4 +1,4 @@
-"""What an uptraining run came to."""
+"""The summary at the end of an uptraining run."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from .screen import stdout_console, styled
 
 
 def show_training(summary: dict[str, Any]) -> None:
-    """The summary at the end of a run."""
+    """Print tokens, losses before and after, and where the result is."""
     console = stdout_console()
     alpha = "" if summary["alpha"] is None else f", alpha {summary['alpha']:.2g}"
     console.print(styled(("done", "green"), f"  {summary['tokens']:,} tokens in {summary['steps']:,} steps{alpha}"))
@@ -20,7 +20,8 @@ def show_training(summary: dict[str, Any]) -> None:
     if summary["skipped_steps"]:
         console.print(
             styled(
-                "      ", (f"{summary['skipped_steps']} step(s) had no finite gradient and changed nothing", "yellow")
+                "      ",
+                (f"{summary['skipped_steps']} step(s) were skipped because the gradient was not finite", "yellow"),
             )
         )
     for change in summary["changes"]:
