@@ -270,6 +270,16 @@ def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     assert all(0.1 < error < 1 for error in summary["merge_error"].values())
 
 
+def test_a_plan_lists_the_projections_that_take_the_folded_maps(tmp_path: Path) -> None:
+    build("neox").save_pretrained(tmp_path / "source")
+    plan = make_plan(open_checkpoint(tmp_path / "source"), 3, method="factor")
+    listed = {change.name for change in plan.changes if change.before == change.after}
+    assert plan.target_architecture is not None
+    assert {name.split(".")[-2] for name in listed} == {"q_proj", "dense"}
+    pooled = make_plan(open_checkpoint(tmp_path / "source"), 3, method="mean")
+    assert all(change.before != change.after for change in pooled.changes)
+
+
 def test_the_converter_writes_what_the_translation_says(tmp_path: Path) -> None:
     """Bit for bit, from sharded sources too."""
     build("neox").save_pretrained(tmp_path / "source")

@@ -447,7 +447,7 @@ def test_the_command_for_people_and_for_scripts(
     assert printed.err == ""
     for words in ("12 (source)", "upper bounds", "closed form alone", "recommended", "next     gqa-convert convert"):
         assert words in printed.out
-    assert_mistake(run("inspect", weights, "-n", "1,x"), "--groups '1,x' is no list of numbers")
+    assert_mistake(run("inspect", weights, "-n", "1,x"), "--groups '1,x' is not a list of numbers")
     assert_mistake(run("inspect", weights, "-n", "5"), "choose one of 1, 2, 3, 4, 6, 12")
 
 

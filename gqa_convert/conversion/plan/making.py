@@ -8,10 +8,11 @@ from typing import Any
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.completeness import check_tensors
 from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
-from gqa_convert.conversion.plan.model import Plan, TensorChange
+from gqa_convert.conversion.plan.model import OutputShard, Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.layouts import Role
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import Family, Modeling, find_family
 from gqa_convert.families.target_architectures import NoTargetArchitecture, TargetArchitecture
@@ -76,7 +77,7 @@ def make_plan(
         config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     reasons: tuple[str, ...] = ()
     if chosen.merges_layers:
-        changes = list(_folded(changes, checkpoint, finder, groups, chosen, translated=target_architecture is not None))
+        changes = list(_folded(changes, checkpoint, finder, groups, chosen, shards if target_architecture else None))
         reasons = tuple(_constraints(finder, groups, chosen))
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
@@ -174,8 +175,7 @@ def _folded(
     finder: AttentionFinder,
     groups: int,
     method: MergeMethod,
-    *,
-    translated: bool,
+    target_shards: list[OutputShard] | None,
 ) -> Iterator[TensorChange]:
     """The changes of an absorbing method: K/V tensors with what really happens to them, then the projections that
     absorb its maps.
@@ -192,8 +192,9 @@ def _folded(
         pooled = blocked and not method.trains and all(blocked[role] for role in change.roles)
         exact = change.method in (COPY.name, REPEAT.name)
         yield change if exact else replace(change, method=(MEAN if pooled else method).name)
-    if translated:
-        return  # there every tensor is computed anew
+    if target_shards is not None:
+        yield from _translated_projections(changes, target_shards, method)
+        return
     entries = {name: entry for _, name, entry in checkpoint.tensors()}
     seen = {change.name for change in changes}
     for module, layer in layers.items():
@@ -203,6 +204,19 @@ def _folded(
             if layer.kv_heads > groups and name not in seen and (method.trains or not taken[role]):
                 entry = entries[name]
                 yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
+
+
+def _translated_projections(
+    changes: list[TensorChange], shards: list[OutputShard], method: MergeMethod
+) -> Iterator[TensorChange]:
+    """Yield the query and output projections beside the merged tensors of a translated result."""
+    merged = {change.module for change in changes if change.before != change.after}
+    seen = {change.name for change in changes}
+    for tensor in (tensor for shard in shards for tensor in shard.tensors):
+        module = tensor.name.rsplit(".", 2)[0]
+        if module in merged and tensor.name not in seen:
+            role: Role = "query" if ".q_proj." in tensor.name else "output"
+            yield TensorChange(tensor.name, module, (role,), tensor.dtype, tensor.shape, tensor.shape, method.name)
 
 
 def _constraints(finder: AttentionFinder, groups: int, method: MergeMethod) -> Iterator[str]:
