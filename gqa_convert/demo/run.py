@@ -16,7 +16,7 @@ from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
 from gqa_convert.families.loading import load_causal_lm, load_tokenizer
-from gqa_convert.measuring.inspect.picture import is_our_picture, save_picture
+from gqa_convert.measuring.pictures import is_our_picture, save_picture
 from gqa_convert.text.scoring.text_loss import text_loss
 from gqa_convert.text.stdlib_text import read_texts, source_files
 from gqa_convert.training.run_folder import RunFolder

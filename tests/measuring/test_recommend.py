@@ -18,7 +18,7 @@ from gqa_convert.errors import DataError, GQAConvertError, GroupsError, OptionEr
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.recommend import Constraints, recommend_groups, speed
 from gqa_convert.measuring.recommend.choice import Candidate, choose, failing
-from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
+from gqa_convert.measuring.results.schemas import TimedCell
 from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, llama_arrays, read_weights, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
@@ -286,14 +286,14 @@ def test_losses_are_those_of_inspect(readable: tuple[Path, Path]) -> None:
 def test_speeds_are_those_of_the_benchmark(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
 
-    def timed(*, config: Path, options: Any, progress: Any) -> BenchmarkFile:
+    def timed(*, config: Path, options: Any, progress: Any) -> dict[str, Any]:
         progress("timing", 1, 1)
         seen.append(json.loads(config.read_text()))
         assert (options.groups, options.batch, options.context) == ((1, 3, 4, 12), (2,), (40,))
         assert (options.layers, options.prefill, options.encoder_tokens) == (None, False, None)
-        return BenchmarkFile.read(benchmark(TIMES, contexts=(40,)), "what was timed")
+        return benchmark(TIMES, contexts=(40,))
 
-    monkeypatch.setattr(speed, "time_model", timed)
+    monkeypatch.setattr(speed, "benchmark_model", timed)
     result = recommend_groups(llama, Constraints(min_speedup=1.6, context=40, batch=2), groups=[4, 1, 3])
     assert seen == [json.loads((llama / "config.json").read_text())]
     found = by_groups(result)
@@ -415,7 +415,7 @@ def write_runs(folder: Path, source: Path) -> Path:
 def test_results_stand_in_place_of_measuring(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "time_model", None)
+    monkeypatch.setattr(speed, "benchmark_model", None)
     runs = write_runs(tmp_path / "runs", llama)
     constraints = Constraints(max_loss_increase=0.25, min_speedup=1.5, context=500, batch=2)
     result = recommend_groups(llama, constraints, results=[runs])

@@ -33,9 +33,14 @@ from gqa_convert.serving.worker import write_answer
 from tests.helpers.checkpoints import VOCABULARY, write_llama
 from tests.helpers.command_line import run
 
-FAKE = Client("fake", "tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",))
+FAKE = Client("fake", "tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",), listed_as=None)
 ABSENT = Client(
-    "absent", "tests.helpers.fake_engine", ("no-such-package-as-this",), ("no-such-package-as-this",), needs="luck"
+    "absent",
+    "tests.helpers.fake_engine",
+    ("no-such-package-as-this",),
+    ("no-such-package-as-this",),
+    needs="luck",
+    listed_as=None,
 )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gqa_convert.measuring.inspect.picture import save_picture
+from gqa_convert.measuring.pictures import save_picture
 from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
 
 

@@ -25,7 +25,7 @@ from gqa_convert.measuring.benchmark.subject import (
     transformers_config,
 )
 from gqa_convert.measuring.benchmark.versions import Version, make_versions, plan_versions
-from gqa_convert.measuring.inspect.picture import check_picture
+from gqa_convert.measuring.pictures import check_picture
 from gqa_convert.measuring.results.schemas import BenchmarkFile, Head, MemoryBudget
 
 Progress = Callable[[str, int, int], None]
@@ -44,23 +44,6 @@ def benchmark_model(
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """The JSON of `time_model`, which docs/benchmarking.md describes; the arguments are the same."""
-    file = time_model(
-        model, config=config, revision=revision, options=options, plot=plot, command=command, progress=progress
-    )
-    return file.as_json()
-
-
-def time_model(
-    model: str | Path | None = None,
-    *,
-    config: str | Path | None = None,
-    revision: str | None = None,
-    options: BenchmarkOptions | None = None,
-    plot: str | Path | None = None,
-    command: list[str] | None = None,
-    progress: Progress = lambda stage, done, total: None,
-) -> BenchmarkFile:
     """Decode latency, throughput, prefill and K/V bytes of a model and of itself with other numbers of K/V heads.
 
     Every version has the shapes that a conversion would give it; weights that no source has are random, which time does
@@ -76,7 +59,7 @@ def time_model(
         progress: told how far the work has come.
 
     Returns:
-        The measurement, with an entry of `results` for each version, batch and context.
+        The JSON of a `BenchmarkFile`: `results` has an entry for each version, batch and context.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
@@ -101,7 +84,7 @@ def time_model(
         weight_bytes = {plan.groups: plan.weight_bytes_after for plan in full}
         check_budget(options.memory, weight_bytes)
     with _memory_told():
-        return _measure(
+        result = _measure(
             subject,
             plans,
             options,
@@ -116,6 +99,7 @@ def time_model(
             command=command,
             progress=progress,
         )
+    return result.as_json()
 
 
 def _measure(

@@ -20,7 +20,8 @@ from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
-from gqa_convert.measuring.inspect.picture import check_picture, draw_errors
+from gqa_convert.measuring.inspect.picture import draw_errors
+from gqa_convert.measuring.pictures import check_picture
 from gqa_convert.measuring.results.schemas import (
     Advice,
     GroupsLoss,
@@ -53,35 +54,6 @@ def inspect_checkpoint(
     plot: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """The JSON of `inspected`, which docs/inspecting.md describes; the arguments are the same."""
-    file = inspected(
-        source,
-        calibration=calibration,
-        calibration_tokens=calibration_tokens,
-        groups=groups,
-        max_loss_increase=max_loss_increase,
-        seed=seed,
-        encoder=encoder,
-        revision=revision,
-        plot=plot,
-        progress=progress,
-    )
-    return file.as_json()
-
-
-def inspected(
-    source: str | Path,
-    *,
-    calibration: Any = None,
-    calibration_tokens: int | None = None,
-    groups: Sequence[int] | None = None,
-    max_loss_increase: float | None = None,
-    seed: int = 0,
-    encoder: bool = False,
-    revision: str | None = None,
-    plot: str | Path | None = None,
-    progress: Progress = lambda stage, done, total: None,
-) -> InspectionFile:
     """What merging the K/V heads of a checkpoint would cost, by the closed form of method `factor`; nothing is
     converted.
 
@@ -150,7 +122,7 @@ def inspected(
     )
     if picture is not None:
         draw_errors(result, picture)
-    return result
+    return result.as_json()
 
 
 def recommend(

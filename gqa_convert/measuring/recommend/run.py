@@ -13,7 +13,7 @@ from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
-from gqa_convert.measuring.inspect.run import inspected
+from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.recommend.choice import Candidate, Constraints, choose, failing
 from gqa_convert.measuring.recommend.results import Found, predicted, read_results, timing_of
 from gqa_convert.measuring.recommend.speed import Setting, choose_setting, speeds, time_versions, uneven
@@ -200,7 +200,7 @@ def _predict(
     counts = [plan.groups for plan in plans[:-1] if plan.groups not in found.losses]
     if calibration is None or not counts:
         return None
-    result = inspected(
+    content = inspect_checkpoint(
         source,
         calibration=calibration,
         calibration_tokens=tokens,
@@ -209,6 +209,7 @@ def _predict(
         revision=revision,
         progress=progress,
     )
+    result = InspectionFile.model_validate(content)
     found.losses |= predicted(result)
     found.loss_text = found.loss_text or str(calibration)
     if result.calibration and result.calibration.warning:

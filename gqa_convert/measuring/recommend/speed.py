@@ -14,7 +14,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.options import CONTEXT, LEAD, BenchmarkOptions
-from gqa_convert.measuring.benchmark.run import time_model
+from gqa_convert.measuring.benchmark.run import benchmark_model
 from gqa_convert.measuring.benchmark.subject import Subject, cut, decoder_layers, transformers_config
 from gqa_convert.measuring.recommend.choice import Constraints
 from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
@@ -122,7 +122,8 @@ def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[
     with tempfile.TemporaryDirectory(prefix="gqa-recommend-") as folder:
         config = Path(folder) / CONFIG
         config.write_text(json.dumps(checkpoint.config), encoding="utf-8")
-        return time_model(config=config, options=setting.options, progress=progress)
+        content = benchmark_model(config=config, options=setting.options, progress=progress)
+    return BenchmarkFile.model_validate(content)
 
 
 def speeds(records: Sequence[TimedCell], own: int) -> dict[int, Speed]:

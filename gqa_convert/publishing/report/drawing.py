@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gqa_convert.errors import MissingExtraError
 from gqa_convert.publishing.report.theme import GRID, GROUND, INK, MARKERS, MUTED, SERIES
 
 _LONGEST = 44
@@ -42,20 +41,6 @@ _STYLE = {
     "legend.labelcolor": INK,
     "legend.fontsize": 9.0,
 }
-
-
-def check_matplotlib() -> None:
-    """Refuse a report that could not be drawn, before the work.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(
-            "matplotlib is not installed, which report needs: pip install 'gqa-convert[plot]'"
-        ) from None
 
 
 @contextmanager

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.measuring.pictures import MOST_LABELLED
 from gqa_convert.measuring.results.records import Conversion, Inspection
 from gqa_convert.publishing.report import drawing
 from gqa_convert.publishing.report.figures import Figure
 from gqa_convert.publishing.report.theme import GROUND, HEAT, INK
 
-_WRITTEN = 48
-"""Up to so many layers, numbers are written into the cells."""
 _PARTS = {
     "k_proj": "keys",
     "k": "keys",
@@ -64,7 +63,7 @@ def _draw(
     highest = max(error for columns in table.values() for cells in columns.values() for error in cells.values()) or 1.0
     widths = [len(columns) for columns in table.values()]
     with drawing.style(name):
-        height = 1.9 + (0.27 * len(modules) if len(modules) <= _WRITTEN else 0.27 * _WRITTEN)
+        height = 1.9 + (0.27 * len(modules) if len(modules) <= MOST_LABELLED else 0.27 * MOST_LABELLED)
         figure = drawing.canvas(1.6 + 0.95 * sum(widths) + 0.5 * len(widths) + 1.2, max(3.2, height))
         grid = figure.add_gridspec(1, len(widths) + 1, width_ratios=[*(float(width) for width in widths), 0.3])
         for place, (part, columns) in enumerate(table.items()):
@@ -159,7 +158,7 @@ def _panel(
                     gid=gid,
                 )
             )
-            if len(modules) <= _WRITTEN:
+            if len(modules) <= MOST_LABELLED:
                 colour = GROUND if share > _DARK_FROM else INK
                 axes.text(
                     column + 0.48,
@@ -180,7 +179,7 @@ def _panel(
 
 
 def _rows(axes: Any, labels: Sequence[str], count: int) -> None:
-    step = max(1, -(-count // _WRITTEN))
+    step = max(1, -(-count // MOST_LABELLED))
     axes.set_yticks([row + 0.48 for row in range(0, len(labels), step)], list(labels[::step]))
     if labels:
         axes.set_ylabel("attention layer")

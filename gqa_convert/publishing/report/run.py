@@ -9,6 +9,7 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import OptionError, OutputError
+from gqa_convert.measuring.pictures import check_matplotlib
 from gqa_convert.measuring.results.finding import find
 from gqa_convert.measuring.results.joining import Joined, join
 from gqa_convert.measuring.results.records import Material
@@ -46,7 +47,7 @@ def make_report(
     """
     if not folders:
         raise OptionError("no folder was named: name one with what convert, uptrain, evaluate or benchmark wrote")
-    drawing.check_matplotlib()
+    check_matplotlib("report")
     places = [local_path(folder) for folder in folders]
     material = find(places)
     target = _default(places[0]) if out is None else local_path(out)

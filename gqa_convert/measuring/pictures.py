@@ -1,0 +1,64 @@
+"""Pictures that a command draws with matplotlib: refused before the long work, and known again as this program's."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.errors import MissingExtraError, OptionError, OutputError
+
+FORMATS = (".png", ".svg", ".pdf")
+MOST_LABELLED = 48
+"""Rows of a heat map up to which every row has a label and every cell a number."""
+_DRAWN_BY = "drawn by gqa-convert"
+
+
+def check_matplotlib(needed_by: str) -> None:
+    """Refuse to start work whose picture could not be drawn.
+
+    Args:
+        needed_by: the command or the option that draws.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(
+            f"matplotlib is not installed, which {needed_by} needs: pip install 'gqa-convert[plot]'"
+        ) from None
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before the long work.
+
+    Raises:
+        OptionError: the suffix of the file is unknown, or its folder is missing.
+        OutputError: the file exists, and this program did not draw it.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise OptionError(
+            f"--plot {path} ends in {path.suffix or 'nothing'!r}: name a file that ends in one of {', '.join(FORMATS)}"
+        )
+    if not path.parent.is_dir():
+        raise OptionError(f"--plot {path}: there is no folder {path.parent}, make it first")
+    if path.exists() and not is_our_picture(path):
+        raise OutputError(f"--plot {path} exists and gqa-convert did not draw it: name another file")
+    check_matplotlib("--plot")
+
+
+def is_our_picture(path: Path) -> bool:
+    """Whether `save_picture` wrote a file."""
+    try:
+        return _DRAWN_BY.encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure in the format of the file's suffix, marked as drawn by this program."""
+    kind = path.suffix[1:].lower()
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": _DRAWN_BY})
+    path.write_bytes(picture.getvalue())
