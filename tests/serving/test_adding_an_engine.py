@@ -78,7 +78,7 @@ def test_an_engine_by_the_guide(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, tmp_path / path)
     guide = (ROOT / "docs" / "adding-an-engine.md").read_text(encoding="utf-8")
-    module, entry = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    module, entry = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
     fields = {"_HERE": "gqa_convert.serving", "Client": Client, "__builtins__": {}}
     (client,) = eval(f"({entry})", fields)
     assert client.name == "example"
