@@ -61,7 +61,13 @@ def ask(
     imported.
     """
     url = server if isinstance(server, str) else server.url
-    settings = {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    settings = {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "*",
+    }
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, verb, source, str(out), revision],
         cwd=ROOT,

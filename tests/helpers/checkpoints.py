@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def llama_arrays(layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, seed: int = 0) -> Arrays:
-    """The tensors of a Llama model in float32."""
+    """Return the tensors of a Llama model in float32."""
     random = np.random.default_rng(seed)
     shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     for layer in range(layers):
@@ -54,7 +54,7 @@ def llama_arrays(layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, seed
 def write_llama(
     folder: Path, *, arrays: Arrays | None = None, shards: int = 1, config: dict[str, Any] | None = None
 ) -> Path:
-    """A checkpoint folder as save_pretrained lays it out."""
+    """Write a checkpoint folder with the layout of save_pretrained."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = llama_arrays() if arrays is None else arrays
     write_config(folder, **(config or {}))
@@ -73,7 +73,7 @@ def write_llama(
 
 
 def split(names: list[str], parts: int) -> list[list[str]]:
-    """`names` in `parts` runs of nearly equal length."""
+    """Cut `names` into `parts` runs of nearly equal length."""
     return [list(run) for run in np.array_split(np.array(names, dtype=object), parts)]
 
 
@@ -86,7 +86,7 @@ def write_index(path: Path, weight_map: dict[str, Any], total: int = 0) -> None:
 
 
 def read_weights(folder: Path) -> Arrays:
-    """All tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     return {name: array for path in sorted(folder.glob("*.safetensors")) for name, array in load_file(path).items()}
 
 
@@ -96,7 +96,7 @@ def same_weights(left: Path, right: Path) -> bool:
 
 
 def digests(folder: Path, *, ignore: tuple[str, ...] = ("gqa_conversion.json",)) -> dict[str, str]:
-    """Every file of a folder, hidden ones too, with the hash of its bytes."""
+    """Return the SHA-256 of every file of a folder, hidden files included."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

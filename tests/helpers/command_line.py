@@ -17,12 +17,12 @@ def server() -> ForkServer:
 
 
 def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `gqa-convert ARGUMENTS` in a process of its own and return its exit code and output."""
+    """Run `gqa-convert ARGUMENTS` in another process and return its exit code and output."""
     return run_python("-m", "gqa_convert", *arguments, timeout=timeout)
 
 
 def run_python(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that has imported torch.
+    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that imported torch.
 
     It is a new interpreter instead where the test has changed an environment variable that a library may read while it
     is imported.

@@ -1,4 +1,4 @@
-"""What the tests of training text share: tokenizers, and token sources without files."""
+"""Tokenizers, and token sources without files."""
 
 from pathlib import Path
 from typing import Any

@@ -23,7 +23,7 @@ from tests.helpers.tiny import randomise
 from tests.helpers.uptrain_runs import SMALL
 
 HEADS = 32
-"""Query heads of what stands for a model of some billions of parameters: as many as Llama-2-7b and Flan-T5 XL have."""
+"""Query heads of the models that stand in for Llama-2-7b and Flan-T5 XL, which have as many."""
 
 NOT_RUN = {
     r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
@@ -39,7 +39,7 @@ NOT_RUN = {
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/training/test_uptrain_resuming.py has one",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
 }
-"""Commands that are parsed only, and why."""
+"""Commands that the tests only parse, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
     "convert": {"--calibration-tokens": "600", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "2"},
@@ -64,10 +64,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "compile": "false",
     },
 }
-"""Options that keep a command short, in place of its own or beside them."""
+"""Options that keep a command short; they replace or extend those that the document gives."""
 
 TEXTS = {"python-stdlib": "text.txt", "python-stdlib:held-out": "held-out.txt"}
-"""All of Python's own sources take some seconds to tokenise, each time."""
+"""Tokenising all of Python's own sources takes some seconds."""
 
 HUB_RECIPES = {
     "model": "demo-gqa3-mean",
@@ -150,7 +150,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "RECIPE.yaml": _recipe,
     "t5-xxl.json": _shrunk,
 }
-"""What documents take for granted, and how it is made here."""
+"""Files that documents assume to exist, and what makes them here."""
 
 RESULTS = {
     "Llama-2-7b-gqa8": ["gqa-convert convert Llama-2-7b Llama-2-7b-gqa8 --groups 8 --method mean"],
@@ -164,18 +164,18 @@ RESULTS = {
         "gqa-convert benchmark SOURCE --groups 1,8,32 --json > runs/benchmark.json",
     ],
 }
-"""The same, of what other commands make."""
+"""Folders that documents assume to exist, and the commands that make them."""
 
 
 def reason(command: Command) -> str | None:
-    """Why a command is not run, if it is not."""
+    """Return why a command is not run, or None if it is run."""
     if command.synopsis:
         return "a synopsis"
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, str(command))), None)
 
 
 def furnish(folder: Path) -> None:
-    """What the repository's own folder has."""
+    """Provide what the root of the repository contains."""
     (folder / "gqa_convert").mkdir()
     (folder / "gqa_convert" / "demo_checkpoint").symlink_to(Path(gqa_convert.__file__).parent / "demo_checkpoint")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
@@ -184,7 +184,7 @@ def furnish(folder: Path) -> None:
 
 
 def needed(folder: Path, names: list[str]) -> list[str]:
-    """Makes the files among `names` that are not there yet.
+    """Make those files among `names` that do not exist yet.
 
     Returns:
         The commands that make the others.
@@ -198,7 +198,7 @@ def needed(folder: Path, names: list[str]) -> list[str]:
 
 
 def shortened(command: Command) -> list[str]:
-    """The arguments of gqa-convert with options that keep it short."""
+    """Return the arguments of gqa-convert, with options that keep the command short."""
     name, *words = [TEXTS.get(word, word) for word in command.ours or ()]
     instead = dict(INSTEAD.get(name, {}))
     if name == "uptrain":

@@ -1,4 +1,4 @@
-"""What README, docs and recipes tell people to type: the commands of all code blocks, one by one."""
+"""The commands in the code blocks of README, docs and recipes."""
 
 import re
 import shlex
@@ -51,7 +51,7 @@ class Command:
 
     @property
     def ours(self) -> tuple[str, ...] | None:
-        """The arguments of gqa-convert, under a launcher too; None for other programs."""
+        """The arguments of gqa-convert, with or without a launcher; None for other programs."""
         if self.program == "gqa-convert":
             return self.words[1:]
         for place in range(len(self.words) - 1):
@@ -61,12 +61,12 @@ class Command:
 
     @property
     def synopsis(self) -> bool:
-        """It shows which options there are and can't be typed as it stands."""
+        """Whether it is a synopsis of options, which cannot be run."""
         return any(re.search(r"\[|\.\.\.", word) for word in self.words)
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """Fenced blocks, and paragraphs indented by four spaces outside lists."""
+    """Yield fenced blocks, and paragraphs indented by four spaces outside lists."""
     language, begun, text = None, 0, list[str]()
     after_blank = in_list = False
     for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
@@ -94,7 +94,7 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """The commands of a block in a shell's language, of a session with what it shows."""
+    """Yield the commands of a shell block; for a session, with the output that it shows."""
     lines = block.text.split("\n")
     place = 0
     while place < len(lines):
@@ -114,7 +114,7 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def _parts(line: str, number: int, shown: str | None = None) -> Iterator[Command]:
-    """The commands of a line, which `&&` may join."""
+    """Yield the commands of a line, which `&&` may join."""
     for part in line.split(" && "):
         words = shlex.split(part, comments=True)
         while words and _ASSIGNMENT.fullmatch(words[0]):
@@ -128,7 +128,7 @@ def _parts(line: str, number: int, shown: str | None = None) -> Iterator[Command
 
 
 def recipe_commands(path: Path) -> Iterator[Command]:
-    """The lines `convert` and `launch` at the top of a recipe, which must be valid YAML below them."""
+    """Yield the commands `convert` and `launch` of the comments at the top of a recipe."""
     text = path.read_text(encoding="utf-8")
     assert isinstance(yaml.safe_load(text), dict)
     for number, line in enumerate(text.splitlines(), 1):

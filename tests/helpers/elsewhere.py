@@ -56,7 +56,7 @@ def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 @torch.no_grad()
 def logits(model: nn.Module) -> torch.Tensor:
-    """Those of the batch, without the padding's own."""
+    """Return the logits of the batch, except at padding."""
     given, mask = batch(model)
     floating = {
         name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in given.items()
@@ -66,7 +66,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_in_parts(model: nn.Module) -> torch.Tensor:
-    """The same, from two passes: the second adds several tokens to a cache."""
+    """Return the same logits from two passes, the second of which adds several tokens to a cache."""
     given, mask = batch(model)
     tokens, padding = "input_ids", "attention_mask"
     if model.config.is_encoder_decoder:
@@ -138,7 +138,7 @@ def attentions(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of every parameter, after one step of training."""
+    """Return the gradient of every parameter after one training step."""
     given, mask = batch(model)
     model.train()
     model.zero_grad(set_to_none=True)
@@ -168,7 +168,7 @@ def first_output(model: nn.Module, missing: list[str]) -> torch.Tensor:
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """What `work` gives, or the trace of what it raises, as text."""
+    """Return the result of `work`, or the traceback as text if it raises."""
     try:
         return work()
     except Exception:
@@ -188,7 +188,7 @@ def measure(model: nn.Module, ways: list[str]) -> dict[str, Any]:
 
 
 def measure_training(model: nn.Module) -> dict[str, Any]:
-    """Gradients without and with gradient checkpointing."""
+    """Return the gradients without and with gradient checkpointing."""
     plain = gradients(model)
     name = (
         "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -268,7 +268,7 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_error(request: dict[str, Any]) -> str | None:
-    """What loading a folder raises, or None."""
+    """Return the error that loading a folder raises, or None."""
     try:
         getattr(transformers, request["auto"]).from_pretrained(request["folder"], trust_remote_code=True)
     except Exception as error:
@@ -277,7 +277,7 @@ def load_error(request: dict[str, Any]) -> str | None:
 
 
 class NoProject(MetaPathFinder):
-    """Finds no module of the project, wherever it may lie."""
+    """Hides the modules of the project, wherever they are installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002
         if name.partition(".")[0] in ("gqa_convert", "tests"):
@@ -285,7 +285,7 @@ class NoProject(MetaPathFinder):
 
 
 def main(package: bool) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin ends."""
     root = Path(__file__).resolve().parents[2]
     if package:
         sys.path.insert(0, str(root))
@@ -341,7 +341,7 @@ class Elsewhere:
         self.requests = 0
 
     def ask(self, verb: str, **request: Any) -> Any:
-        """The answer to a request; a trace, as text, where it failed."""
+        """Return the answer to a request, or a traceback as text if it failed."""
         self.requests += 1
         answer = self.folder / f"answer-{self.requests}.pt"
         assert self.process.stdin is not None

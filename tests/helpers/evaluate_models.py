@@ -1,4 +1,4 @@
-"""What the tests of evaluate share: tiny models with tokenizers, and the command line within this process."""
+"""Tiny models with tokenizers, and `gqa-convert evaluate` within this process."""
 
 import json
 import signal
@@ -116,7 +116,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 def command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
 ) -> tuple[int, str, str]:
-    """`gqa-convert evaluate`: its exit code, what it prints, and what it says on stderr."""
+    """Run `gqa-convert evaluate` in this process and return its exit code, stdout and stderr."""
     from gqa_convert.cli import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -74,7 +74,7 @@ SOME = (
     "mpt",
     "mpt, clipped",
 )
-"""Cases that differ in how heads lie, in how they turn or in what is absorbed."""
+"""Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
 
 
 def names(text: str) -> frozenset[str]:
@@ -88,7 +88,7 @@ NORMED = names(
     qwen4_exp_text
     """
 )
-"""Types that always normalise their keys."""
+"""Types that always normalise keys."""
 
 NORMED_IF = {
     "cohere": "use_qk_norm",
@@ -111,7 +111,7 @@ ATTENTION = names(
 )
 
 Parts = dict[tuple[str, str], list[Tensor]]
-"""By role and kind, a view of each head: [width, inputs] of a weight, [width] of a bias."""
+"""By role and kind, a view of each head: [head_dim, hidden_size] of a weight, [head_dim] of a bias."""
 
 EXACT = 2e-5
 """How far equal models may lie apart in float32, as a share of the logits' spread."""
@@ -142,7 +142,7 @@ FUSED = {
 
 @dataclass
 class Case:
-    """A source in memory and what is known of it."""
+    """A source in memory, and the facts that the tests compare with."""
 
     model_type: str
     model: nn.Module
@@ -178,7 +178,7 @@ class Case:
         return own_files.load_stock(folder, self.model_type)
 
     def rotated(self) -> int:
-        """How many rows of a head turn."""
+        """Return the number of rotary dimensions of a head."""
         config = self.model.config
         if self.model_type in ("gptj", "codegen"):
             return int(config.rotary_dim)
@@ -230,7 +230,7 @@ def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[
 
 
 def build(case: str, *, kv_heads: int = HEADS, **changes: Any) -> Case:
-    """A random source of a case."""
+    """Return a random source for a case."""
     model_type, overrides = CASES[case]
     if model_type in NATIVE:
         return Case(
@@ -259,7 +259,7 @@ class Maps:
         return torch.ones(count, dtype=torch.float64) if self._unitary else 0.5 + 1.5 * self._numbers(count)
 
     def any(self, width: int) -> Tensor:
-        """A matrix [width, width]."""
+        """Return a random matrix [width, width]."""
         left, right = (torch.linalg.qr(self._numbers(width * width).view(width, width) - 0.5)[0] for _ in range(2))
         return left * self._sizes(width) @ right
 
@@ -339,7 +339,7 @@ def placed(case: Case, result: nn.Module, groups: int) -> nn.Module:
 
 
 def converted(case: Case, folder: Path, groups: int, method: str, **options: Any) -> nn.Module:
-    """The result of a conversion of what is in memory."""
+    """Convert the model in memory and return the loaded result."""
     source = folder / "source"
     if not source.exists():
         case.model.save_pretrained(source)

@@ -136,7 +136,7 @@ class HubServer:
         return self._send(request, 200, json.dumps(listing).encode(), {"Content-Type": "application/json"})
 
     def receive(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
-        """Answer a request that brings something; `hub_uploads.py` has a stand-in that takes it."""
+        """Answer a request with a body; the stand-in in `hub_uploads.py` accepts one."""
         del body
         self._send(request, 405, b"")
 

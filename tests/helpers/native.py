@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2, no biases": ("starcoder2", {"use_bias": False}),
     "zamba2, no rotary": ("zamba2", {"use_mem_rope": False}),
 }
-"""Checkpoints that differ from their family's usual ones in a way that touches K/V heads."""
+"""Variants of a family that concern K/V heads: model type and config values."""
 
 NATIVE = sorted(model_type for model_type, family in FAMILIES.items() if family.native)
 
@@ -47,7 +47,7 @@ REPRESENTATIVE = (
 
 
 def load(folder: Path) -> nn.Module:
-    """The model in float32, from a folder that holds each of its parameters."""
+    """Load a model in float32, and assert that the folder has every parameter."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
@@ -56,10 +56,10 @@ def load(folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def logits(model: nn.Module) -> torch.Tensor:
-    """Those of a batch with padding on the left, without the padding's own."""
+    """Return the logits of a batch with padding on the left, except at padding."""
     return model(input_ids=TOKENS, attention_mask=MASK, use_cache=False).logits[MASK.bool()]
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the expected values' spread."""
+    """Return the largest difference, as a share of the expected values' standard deviation."""
     return float((found - expected).abs().max() / expected.std())

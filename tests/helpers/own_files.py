@@ -236,7 +236,7 @@ def make_source(
 
 
 def load_stock(folder: Path, model_type: str, auto: str | None = None, **options: Any) -> nn.Module:
-    """The source, by transformers' own class."""
+    """Load a source with transformers' own class."""
     return (
         getattr(transformers, auto or auto_class(model_type))
         .from_pretrained(folder, **({"dtype": torch.float32} | options))

@@ -1,4 +1,4 @@
-"""What a report says, read from its page."""
+"""Reads the tables and tags of a report's page."""
 
 from html.parser import HTMLParser
 from pathlib import Path

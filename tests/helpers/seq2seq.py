@@ -52,7 +52,7 @@ def words(random: np.random.Generator, count: int) -> str:
 def write_pairs(
     path: Path, count: int, *, longest: int = 12, names: Sequence[str] = ("a", "b"), seed: int = 0
 ) -> list[tuple[str, str]]:
-    """Pairs of which the target is the source backwards, as JSON lines."""
+    """Write pairs whose target is the source backwards, as JSON lines."""
     random = np.random.default_rng(seed)
     pairs = []
     for _ in range(count):

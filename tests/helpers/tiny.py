@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of every supported model type: 12 query heads, and a head width that is not hidden size /
-heads where a config has a key for it.
+"""Tiny random checkpoints of every supported model type: 12 query heads, and a head_dim that is not hidden_size / heads
+where a config has a key for it.
 
 The weights are large enough for attention to matter, biases and norm gains are random, and every expert takes part in
 every token, so that no rounding error can flip a routing decision.
@@ -208,7 +208,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def with_kv_heads(config: Any, family: Family, kv_heads: int) -> Any:
-    """A copy of a config with another K/V-head count."""
+    """Return a copy of a config with another number of K/V heads."""
     config = copy.deepcopy(config)
     for dotted in family.kv_heads_keys:
         *parents, last = dotted.split(".")
@@ -230,7 +230,7 @@ def counted_parameters(config: Any, family: Family) -> set[str]:
 
 
 def kv_views(model: nn.Module, family: Family, kv_heads: int) -> list[tuple[str, torch.Tensor]]:
-    """Views [K/V heads, width, ...] of all parameters that count K/V heads; writing to one writes to the model."""
+    """Return views [K/V heads, head_dim, ...] of all parameters that count K/V heads."""
     views = []
     for name in sorted(counted_parameters(model.config, family)):
         parameter, (part, last, kind) = model.get_parameter(name), name.rsplit(".", 2)

@@ -1,6 +1,4 @@
-"""What the tests of uptraining share: a converted checkpoint, recipes of a few steps, and runs in processes of their
-own.
-"""
+"""A converted checkpoint, recipes of a few steps, and runs in other processes, for the tests of uptraining."""
 
 import argparse
 import hashlib
@@ -44,7 +42,7 @@ def make_student(folder: Path) -> Path:
 
 
 def recipe(home: Path, output: Path, **keys: Any) -> Path:
-    """A recipe file for a run of a few steps."""
+    """Write a recipe file for a run of a few steps."""
     values = {"model": str(home / "student"), "data": str(home / "text.txt"), "output": str(output), **SMALL, **keys}
     path = output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -52,12 +50,12 @@ def recipe(home: Path, output: Path, **keys: Any) -> Path:
 
 
 def run(home: Path, output: Path, **keys: Any) -> dict[str, Any]:
-    """A run in this process."""
+    """Run a recipe in this process."""
     return uptrain_checkpoint(recipe(home, output, **keys), [])
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """The lines of the metrics file, without what depends on the clock."""
+    """Return the lines of the metrics file, without what depends on the clock."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     for line in lines:
         assert line.pop("tokens_per_second") > 0
@@ -73,7 +71,7 @@ def weights(output: Path) -> str:
 
 
 def leftovers(output: Path) -> list[str]:
-    """Files that only a run that is going on may have."""
+    """Return the hidden files, which only an unfinished run may have."""
     hidden = [path for path in output.rglob(".*") if path.name not in (".lock", ".metadata")]
     return sorted(str(path.relative_to(output)) for path in hidden)
 

@@ -1,4 +1,4 @@
-"""What the tests of the verifier share: reports, damage to checkpoints, and a tokenizer."""
+"""Reports, damage to checkpoints, and a tokenizer, for the tests of the verifier."""
 
 import json
 from collections.abc import Callable
