@@ -47,7 +47,11 @@ class Origin:
     model_type: str
     names: Names
     attention_biases: bool
+    """Whether the attention has biases, unless its config says otherwise."""
     head_bias: bool
+    """Whether the output projection has a bias."""
+    tied: bool
+    """Whether the output projection is the embedding where the config does not say."""
     stale: tuple[str, ...]
     """Ends of the names of buffers that old versions saved and that no class reads."""
 
@@ -199,6 +203,7 @@ ORIGINS: Final[dict[str, Origin]] = {
         names=_GPT_NEOX,
         attention_biases=True,
         head_bias=False,
+        tied=False,
         stale=(
             ".attention.bias",
             ".attention.masked_bias",
@@ -212,6 +217,7 @@ ORIGINS: Final[dict[str, Origin]] = {
         names=_GPTJ,
         attention_biases=False,
         head_bias=True,
+        tied=False,
         stale=_STALE,
     ),
     "codegen": Origin(
@@ -219,6 +225,7 @@ ORIGINS: Final[dict[str, Origin]] = {
         names=_CODEGEN,
         attention_biases=False,
         head_bias=True,
+        tied=False,
         stale=_STALE,
     ),
     "gpt2": Origin(
@@ -226,6 +233,7 @@ ORIGINS: Final[dict[str, Origin]] = {
         names=_GPT2,
         attention_biases=True,
         head_bias=False,
+        tied=True,
         stale=_STALE,
     ),
 }

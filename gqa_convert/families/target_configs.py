@@ -40,7 +40,7 @@ def translate_config(config: Config, target_architecture: TargetArchitecture, gr
         "vocab_size": count(config, "vocab_size"),
         "initializer_range": config.get("initializer_range", 0.02),
         "use_cache": config.get("use_cache", True),
-        "tie_word_embeddings": config.get("tie_word_embeddings", target_architecture.source_type == "gpt2"),
+        "tie_word_embeddings": config.get("tie_word_embeddings", ORIGINS[target_architecture.source_type].tied),
     }
     neox = target_architecture.source_type == "gpt_neox"
     tokens = {"bos_token_id": 0 if neox else 50256, "eos_token_id": 2 if neox else 50256, "pad_token_id": None}

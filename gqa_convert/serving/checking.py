@@ -18,6 +18,7 @@ from gqa_convert.families.loading import (
     load_tokenizer,
     read_config,
 )
+from gqa_convert.families.table import FAMILIES
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import compare
@@ -123,7 +124,9 @@ def _unfit(config: dict[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = str(config.get("model_type"))
-    if model_type.startswith("gqa_") or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
+    family = FAMILIES.get(model_type)
+    has_modelling_file = family is not None and family.is_converted
+    if has_modelling_file or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} brings its own modelling file, which no engine but transformers 5 runs"
     return "" if auto_class(config) == TASKS[0] else f"{model_type} is an encoder-decoder, decoders alone are compared"
 

@@ -1,4 +1,4 @@
-"""What earlier clients read in a config, beside what transformers 5 reads."""
+"""The config keys of transformers 4 beside those of transformers 5."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from gqa_convert.families.table import FAMILIES
 from tests.helpers.tiny import make_config
 
 
-def test_older_words() -> None:
+def test_legacy_keys() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     assert legacy_config_keys({"rope_parameters": scaled, "dtype": "bfloat16"}) == {
         "rope_theta": 5e5,
@@ -61,7 +61,7 @@ SCALING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", SCALING)
-def test_older_words_change_nothing_for_transformers_5(kind: str, tmp_path: Path) -> None:
+def test_legacy_keys_change_nothing_for_transformers_5(kind: str, tmp_path: Path) -> None:
     """Of every type: the config with them is the one without them."""
     seen = 0
     for model_type in (name for name, family in FAMILIES.items() if family.native and name in CONFIG_MAPPING):
@@ -75,13 +75,13 @@ def test_older_words_change_nothing_for_transformers_5(kind: str, tmp_path: Path
         make_config(model_type, rope_parameters=positions).save_pretrained(tmp_path)
         path = tmp_path / "config.json"
         saved = json.loads(path.read_text())
-        words = legacy_config_keys(saved)
+        keys = legacy_config_keys(saved)
         plain = AutoConfig.from_pretrained(tmp_path).to_dict()
-        path.write_text(json.dumps(saved | words))
+        path.write_text(json.dumps(saved | keys))
         told = AutoConfig.from_pretrained(tmp_path).to_dict()
         told["rope_parameters"].pop("type", None)  # says the same as `rope_type`
-        assert {key: plain.get(key) for key in saved.keys() - words.keys()} == {
-            key: told.get(key) for key in saved.keys() - words.keys()
+        assert {key: plain.get(key) for key in saved.keys() - keys.keys()} == {
+            key: told.get(key) for key in saved.keys() - keys.keys()
         }, model_type
         seen += 1
     assert seen > 50

@@ -45,7 +45,7 @@ from tests.helpers.tiny import HEADS
 
 MODELING = Path(gqa_convert.__file__).parent / "families" / "modeling"
 FILES = sorted(MODELING.glob("gqa_*.py"))
-OWN = {name: family for name, family in FAMILIES.items() if family.modeling and family.modeling.model_type != name}
+OWN = {name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted}
 
 ROUNDING = 2e-5
 """How far equal models may lie apart in float32, as a share of the logits' spread."""

@@ -111,8 +111,8 @@ def test_dead_heads_do_no_harm(rng: np.random.Generator) -> None:
 
 def test_turned_heads_align_without_loss(rng: np.random.Generator) -> None:
     base, outputs = rng.standard_normal((C, D)), rng.standard_normal((M, R, D, C))
-    turns = np.linalg.qr(rng.standard_normal((M, C, C)))[0]
-    values = turns @ base
+    rotations = np.linalg.qr(rng.standard_normal((M, C, C)))[0]
+    values = rotations @ base
     shared, columns = align_values(values, outputs)
     assert np.allclose(products(columns, shared), products(outputs, values))
     pairs = base + 1j * rng.standard_normal((C, D))
@@ -140,56 +140,58 @@ def score(query: np.ndarray[Any, Any], key: np.ndarray[Any, Any], turns: np.ndar
 
 
 @pytest.mark.parametrize("start", [0, 2, C])
-@pytest.mark.parametrize("still", [0, 3])
-def test_slow_keys_merge_as_one_block(rng: np.random.Generator, start: int, still: int) -> None:
-    """Fast frequencies that differ by complex numbers and a slow part that differs by any real map: exact where the
-    slow part does not turn.
+@pytest.mark.parametrize("plain", [0, 3])
+def test_low_frequencies_merge_as_one_block(rng: np.random.Generator, start: int, plain: int) -> None:
+    """High frequencies that differ by complex numbers and low ones that differ by any real map: exact where the low
+    ones do not rotate.
 
     Queries are made of other, wider inputs than keys, as in cross-attention.
     """
-    slow = still + 2 * (C - start)
-    base, rows = complex_numbers(rng, C, D), rng.standard_normal((slow, D))
-    maps = rng.standard_normal((M, slow, slow))
+    low = plain + 2 * (C - start)
+    base, rows = complex_numbers(rng, C, D), rng.standard_normal((low, D))
+    maps = rng.standard_normal((M, low, low))
     joint = maps @ rows
-    half = (slow - still) // 2
+    half = (low - plain) // 2
     keys = np.concatenate(
         [
             complex_numbers(rng, M, start, 1) * base[:start],
-            joint[:, still : still + half] + 1j * joint[:, still + half :],
+            joint[:, plain : plain + half] + 1j * joint[:, plain + half :],
         ],
         axis=1,
     )
-    queries, unturned = complex_numbers(rng, M, R, C, D + 2), rng.standard_normal((M, R, still, D + 2))
+    queries, plain_queries = complex_numbers(rng, M, R, C, D + 2), rng.standard_normal((M, R, plain, D + 2))
     samples = rng.standard_normal((60, D + 2))
     key, rest, asked, reading = factor_partly_rotary_keys(
-        (keys, joint[:, :still]), (queries, unturned), start, covariance(rng), samples.T @ samples / 60
+        (keys, joint[:, :plain]), (queries, plain_queries), start, covariance(rng), samples.T @ samples / 60
     )
     assert key.shape == (C, D)
-    assert rest.shape == (still, D)
+    assert rest.shape == (plain, D)
     asking, seen = rng.standard_normal(D + 2), rng.standard_normal(D)
     turns = np.where(np.arange(C) < start, rng.uniform(0, 6, C), 0)
     before = score(queries @ asking, (keys @ seen)[:, None], turns) + np.einsum(
-        "mrs,ms->mr", unturned @ asking, joint[:, :still] @ seen
+        "mrs,ms->mr", plain_queries @ asking, joint[:, :plain] @ seen
     )
     assert np.allclose(score(asked @ asking, key @ seen, turns) + (reading @ asking) @ (rest @ seen), before)
 
 
-def slow_merge(keys: Any, queries: Any, start: int, known: Any) -> tuple[Any, Any]:
-    """Where every row turns."""
+def low_frequency_merge(keys: Any, queries: Any, start: int, known: Any) -> tuple[Any, Any]:
+    """A merge in which every row is rotary."""
     none = np.empty((M, 0, D)), np.empty((M, R, 0, D))
     key, _, asked, _ = factor_partly_rotary_keys((keys, none[0]), (queries, none[1]), start, known)
     return key, asked
 
 
-def test_without_a_slow_part_it_is_the_rotary_merge(rng: np.random.Generator) -> None:
+def test_without_low_frequencies_it_is_the_rotary_merge(rng: np.random.Generator) -> None:
     known, keys, queries = covariance(rng), complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
-    for one, other in zip(slow_merge(keys, queries, C, known), factor_rotary_keys(keys, queries, known), strict=True):
+    for one, other in zip(
+        low_frequency_merge(keys, queries, C, known), factor_rotary_keys(keys, queries, known), strict=True
+    ):
         assert np.array_equal(one, other)
 
 
-def test_the_strongest_slow_direction_turns_least(rng: np.random.Generator) -> None:
+def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generator) -> None:
     keys, queries = complex_numbers(rng, M, C, D), complex_numbers(rng, M, R, C, D)
-    key, asked = slow_merge(keys, queries, 2, None)
+    key, asked = low_frequency_merge(keys, queries, 2, None)
     power = np.sum(np.abs(key) ** 2, axis=1) * np.sum(np.abs(asked) ** 2, axis=(0, 1, 3))
     assert np.all(np.diff(power[2:]) > 0)
 

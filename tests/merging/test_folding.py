@@ -32,7 +32,7 @@ from tests.helpers.checkpoints import HEADS, Arrays, digests, llama_arrays, read
 Array = np.ndarray[Any, Any]
 K, R, WIDTH, VALUE, INPUTS, ASKED, OUTPUTS = 6, 2, 10, 7, 23, 19, 9
 PAIRS = np.array([0, 1, 2]), np.array([3, 4, 5])
-"""Of a key head's ten rows, six turn."""
+"""Of the ten dimensions of a key head, six are rotary."""
 NO_PAIRS = np.empty(0, int), np.empty(0, int)
 WAYS = {"align": "align", "factor": "factor"}
 
@@ -128,7 +128,7 @@ def test_errors_of_what_loses_nothing(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("method", WAYS)
-def test_barriers_leave_the_mean(rng: np.random.Generator, method: str) -> None:
+def test_folding_constraints_leave_the_mean(rng: np.random.Generator, method: str) -> None:
     heads = random_heads(rng)
     merged = merge_layer(heads, 2, method, FoldingConstraints(PAIRS, "of a norm", "of a gate"), None)
     assert np.allclose(merged.keys, heads.keys.reshape(2, 3, WIDTH, INPUTS).mean(1))
@@ -406,7 +406,7 @@ class TestLayers:
                 heads.outputs[5, 0], tensors[f"{parts.layer.module}.o_proj.weight"][:, 40:48].astype(np.float64)
             )
 
-    def test_what_absorbs(self, tmp_path: Path) -> None:
+    def test_what_can_be_folded(self, tmp_path: Path) -> None:
         finder = AttentionFinder(open_checkpoint(write_llama(tmp_path / "source")), FAMILIES["llama"])
         module = finder.layers[0].module
         assert LayerTensors(finder, finder.layers[0]).folding == {
@@ -414,7 +414,7 @@ class TestLayers:
             f"{module}.o_proj.weight": "output",
         }
 
-    def test_barriers_are_clauses(self, tmp_path: Path) -> None:
+    def test_folding_constraints_are_clauses(self, tmp_path: Path) -> None:
         clauses = {
             each for family in FAMILIES.values() for each in (family.key_constraint, family.value_constraint) if each
         }
@@ -430,7 +430,7 @@ class TestLayers:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "config", "turning"),
+    ("model_type", "config", "rotated"),
     [
         ("llama", {}, 16),
         ("llama", {"partial_rotary_factor": 0.5}, 16),
@@ -454,14 +454,14 @@ class TestLayers:
         ("stablelm", {}, 4),
     ],
 )
-def test_rows_that_turn(model_type: str, config: dict[str, Any], turning: int) -> None:
+def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int) -> None:
     """Of 16, by configs as they lie on the Hub."""
     real, imaginary = rotary_pairs(FAMILIES[model_type], config, 16)
-    assert sorted([*real, *imaginary]) == list(range(turning))
+    assert sorted([*real, *imaginary]) == list(range(rotated))
     if FAMILIES[model_type].rotary == "interleaved":
         assert np.array_equal(imaginary, real + 1)
     else:
-        assert np.array_equal(imaginary, real + turning // 2)
+        assert np.array_equal(imaginary, real + rotated // 2)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_rows_that_turn(model_type: str, config: dict[str, Any], turning: int) -
         ("phi3", {"partial_rotary_factor": -0.5}),
     ],
 )
-def test_parts_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
+def test_rotary_dimensions_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="repair it") as caught:
         rotary_pairs(FAMILIES[model_type], json.loads(json.dumps(config)), 16)
     assert "\n" not in str(caught.value)

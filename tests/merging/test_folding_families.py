@@ -105,7 +105,7 @@ def test_result_is_the_source_with_its_numbers(name: str, method: str, tmp_path:
         ("cohere, key norm per head", "key"),
     ],
 )
-def test_barriers_are_needed(name: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_constraints_are_needed(name: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absorbing regardless of what stands in the way is no longer exact."""
     case = build(name)
     expected = tie(case, 3, anyway=role).logits()

@@ -265,7 +265,7 @@ class _Translator:
         if name:
             yield self.copy(name, f"{new}.weight", (None, self.dimensions.hidden_size))
             vocabulary = self.sources[name].shape[0]
-        elif not self.config.get("tie_word_embeddings", self.target_architecture.source_type == "gpt2") and self.old:
+        elif not self.config.get("tie_word_embeddings", self.origin.tied) and self.old:
             self.claim(f"{old.heads[0]}.weight", None, self.dimensions.hidden_size)  # raises: it is missing
         if self.target_architecture.head_bias and (name or self.old):
             bias = f"{(name or 'lm_head.weight').removesuffix('.weight')}.bias"
