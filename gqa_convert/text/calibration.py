@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import ConfigError, DataError, OptionError
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import (
     LONGEST,
     SPAN_LENGTH,
@@ -41,13 +42,10 @@ from gqa_convert.text.tokenizing import TextEncoder, batches
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PER_WIDTH = 50
-_PER_SMALL_WIDTH = 500
+_PER_HIDDEN = 50
+_PER_SMALL_HIDDEN = 500
 _SMALL_TOKENS = 102_400
-"""Up to this many, small models get more tokens per unit of width."""
-
-_WIDTH = ("hidden_size", "d_model", "n_embd")
-_VOCABULARY = ("vocab_size", "padded_vocab_size")
+"""Up to this many, small models get more tokens per hidden dimension."""
 
 _OVERSAMPLING = 16
 """How many times the tokens asked for are made of a text that is larger still."""
@@ -87,25 +85,24 @@ class Calibration:
 
 
 def calibration_tokens_for(config: Any) -> int:
-    """The default number of tokens: max(50 w, min(500 w, 102400)) for a model of width w, rounded up to whole blocks.
+    """The default number of tokens: max(50 d, min(500 d, 102400)) for a hidden_size d, rounded up to whole blocks.
 
-    That is 50 tokens per unit of width, and up to 500 for widths below 2048, where more text still helps and costs
-    little. T5-likes
-    get twice as many: their decoders see a fifth of the text.
+    That is 50 tokens per hidden dimension, and up to 500 below a hidden_size of 2048, where more text still helps and
+    costs little. T5 and its relatives get twice as many, because their decoders see a fifth of the text.
 
     Args:
         config: what config.json holds, or a transformers config.
 
     Raises:
-        ConfigError: it states no width.
+        ConfigError: it states no hidden_size.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
-    width = stated_count(values, _WIDTH)
-    if width is None:
+    hidden_size = stated_count(values, HIDDEN_SIZE_KEYS)
+    if hidden_size is None:
         raise ConfigError(
-            f"config.json states no width, found none of {', '.join(_WIDTH)}: say how many calibration tokens to use"
+            f"config.json states no hidden_size (none of {', '.join(HIDDEN_SIZE_KEYS)}): state how many calibration tokens to use"
         )
-    tokens = max(_PER_WIDTH * width, min(_PER_SMALL_WIDTH * width, _SMALL_TOKENS))
+    tokens = max(_PER_HIDDEN * hidden_size, min(_PER_SMALL_HIDDEN * hidden_size, _SMALL_TOKENS))
     block = block_length(values)
     if is_t5_like(values):
         shape = shape_for(T5[0], SPAN_LENGTH)
@@ -346,7 +343,7 @@ def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Int
     Raises:
         DataError: there is one.
     """
-    size = stated_count(config, _VOCABULARY)
+    size = stated_count(config, VOCABULARY_KEYS)
     largest = max(int(ids.max()) for batch, _ in made for ids in batch.values())
     if size is not None and largest >= size:
         raise DataError(

@@ -274,5 +274,5 @@ def _flops_per_token(model: Any, length: int) -> float | None:
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if getattr(config, "is_encoder_decoder", False) or not (isinstance(heads, int) and isinstance(layers, int)):
         return None
-    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return flops_per_token(sum(parameter.numel() for parameter in model.parameters()), layers, width, length)
+    attention_size = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return flops_per_token(sum(parameter.numel() for parameter in model.parameters()), layers, attention_size, length)

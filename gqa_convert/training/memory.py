@@ -1,9 +1,8 @@
 """What a run needs in memory on each process, estimated from sizes alone, before anything large is loaded.
 
-Counted is what lasts and what a step's forward pass keeps for its backward pass, together, as where micro-batches are
-accumulated.
-Not counted: the program itself, CUDA's and NCCL's own memory, fragmentation, and what an operation or an optimizer
-holds for a moment.
+The estimate counts weights, gradients and optimizer states, and everything that a forward pass keeps for its backward
+pass. It does not count the program itself, the memory of CUDA and NCCL, fragmentation, and the temporary buffers of
+operations and optimizers.
 """
 
 from collections.abc import Mapping
@@ -13,58 +12,13 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.geometry import config_value
-from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.families.table import find_family
+from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.recipe import Recipe
 
 GB = 1e9
-_WIDTH = ("hidden_size", "d_model", "n_embd")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
-_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
-_ENCODER_LAYERS = ("encoder_layers", "num_layers")
-_INNER = (
-    "intermediate_size",
-    "ffn_hidden_size",
-    "decoder_ffn_dim",
-    "ffn_dim",
-    "d_ff",
-    "n_inner",
-    "ffn_config.ffn_hidden_size",
-)
-_VOCABULARY = ("vocab_size", "padded_vocab_size")
-_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "ffn_config.ffn_act_fn.name")
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Logits that the loss works on at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Sizes of a transformer."""
-
-    layers: int
-    """Of a decoder."""
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    """Of the MLP; where tokens go to several experts, theirs together."""
-    vocabulary: int
-    encoder_layers: int = 0
-    gated: bool = True
-    """Whether the MLP has a third matrix."""
-    activation: str = "silu"
-    rms_norm: bool = True
-    scores: bool = False
-    """Whether self-attention keeps its scores for the backward pass, as where position biases are learned."""
-    tied: bool = False
-    """Whether the output layer is the embedding."""
-
-    @property
-    def outer_parameters(self) -> int:
-        """Of embedding and output layer."""
-        return self.vocabulary * self.width * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +72,10 @@ def _tokens(architecture: Architecture, setting: Setting) -> tuple[int, int]:
 
 def _moments(architecture: Architecture, setting: Setting) -> float:
     """AdamW (Loshchilov & Hutter 2019): two numbers per parameter. Adafactor (Shazeer & Stern 2018): one per row and
-    column, that is 1/m + 1/n per parameter of an m x n matrix, and at most 2 / width. Muon (Jordan et al. 2024): one,
+    column, that is 1/m + 1/n per parameter of an m x n matrix, and at most 2 / hidden_size. Muon (Jordan et al. 2024): one,
     beside AdamW on the outer matrices."""
     if setting.optimizer == "adafactor":
-        return 4 * setting.trained * (2 / architecture.width if architecture.width >= 128 else 1.0)
+        return 4 * setting.trained * (2 / architecture.hidden_size if architecture.hidden_size >= 128 else 1.0)
     if setting.optimizer == "muon":
         outer = min(architecture.outer_parameters, setting.trained) if setting.trained == setting.parameters else 0
         return 4 * setting.trained + 4 * outer
@@ -153,7 +107,7 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
     anew.
     """
     layer = _layer_parameters(architecture, setting.parameters)
-    outer = architecture.vocabulary * architecture.width
+    outer = architecture.vocabulary * architecture.hidden_size
     count = 1 if setting.gradient_checkpointing else architecture.layers + architecture.encoder_layers
     return 2 * (layer * count + outer)
 
@@ -170,7 +124,7 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
         decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_dim
     if not setting.gradient_checkpointing:
         return architecture.layers * decoder + architecture.encoder_layers * encoder
-    stream = (2 if setting.sharded and setting.bf16 else 4) * architecture.width
+    stream = (2 if setting.sharded and setting.bf16 else 4) * architecture.hidden_size
     return stream * (architecture.layers * decoded + architecture.encoder_layers * encoded) + max(decoder, encoder)
 
 
@@ -183,8 +137,8 @@ def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bo
     """
     a, size = architecture, 2 if bf16 else 4
     blocks = 3 if cross else 2
-    norms = blocks * (8 if a.rms_norm else 4) * a.width
-    inputs = (2 * (3 + (2 if a.gated else 1) + (1 if cross else 0)) if bf16 else 4 * blocks) * a.width
+    norms = blocks * (8 if a.rms_norm else 4) * a.hidden_size
+    inputs = (2 * (3 + (2 if a.gated else 1) + (1 if cross else 0)) if bf16 else 4 * blocks) * a.hidden_size
     attention = size * a.head_dim * (2 * a.heads + 2 * a.kv_heads + (2 * a.heads if cross else 0))
     name = a.activation.removeprefix("gated-")
     steps = (
@@ -205,53 +159,6 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
             kept / setting.processes + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer)
         )
     return kept + size * logits
-
-
-def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
-    """The sizes in a config.json; None where they are not stated in a way that is known."""
-    values = dict(config)
-    try:
-        family = find_family(values.get("model_type"))
-    except UnsupportedFamilyError:
-        return None
-    encodes = is_encoder_decoder(values)
-    layers = _count(values, *(_DECODER_LAYERS if encodes else ()), *_LAYERS)
-    width, heads, vocabulary = (
-        _count(values, *_WIDTH),
-        _count(values, family.heads_key, "num_attention_heads"),
-        _count(values, *_VOCABULARY),
-    )
-    encoder = _count(values, *_ENCODER_LAYERS) if encodes else 0
-    if layers is None or width is None or heads is None or vocabulary is None or encoder is None:
-        return None
-    activation = next((value for key in _ACTIVATION if isinstance(value := config_value(values, key), str)), "silu")
-    is_t5 = family.is_t5
-    if family.mlp == "feed_forward_proj":
-        stated = str(values.get("feed_forward_proj", "relu"))
-        gated = stated.startswith("gated-")
-        activation = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
-    else:
-        gated = family.mlp == "gated"
-    return Architecture(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=_count(values, *family.kv_heads_keys) or heads,
-        head_dim=_count(values, *([family.head_dim_key] if family.head_dim_key else [])) or max(1, width // heads),
-        inner=(_count(values, *_INNER) or 4 * width) * (_count(values, "num_experts_per_tok") or 1),
-        vocabulary=vocabulary,
-        encoder_layers=encoder,
-        gated=gated,
-        activation=activation,
-        rms_norm=is_t5 or "rms_norm_eps" in values,
-        scores=is_t5,
-        tied=bool(values.get("tie_word_embeddings", is_t5)),
-    )
-
-
-def _count(config: dict[str, Any], *keys: str) -> int | None:
-    found = (config_value(config, key) for key in keys)
-    return next((value for value in found if type(value) is int and value > 0), None)
 
 
 def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe) -> dict[str, int]:

@@ -17,6 +17,7 @@ from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.training import memory, sharding
+from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.checkpoints import Checkpoints, Progress
 from gqa_convert.training.curve import draw_curve
 from gqa_convert.training.distributed import gathered, join, local_processes, together, wait
@@ -240,7 +241,7 @@ class Run:
     def _say_memory(self, samples: Samples) -> None:
         """Print the estimate of what this run needs, where the model's sizes are known."""
         opened = self.opened
-        architecture = memory.read_architecture(opened.student.config)
+        architecture = read_architecture(opened.student.config)
         if architecture is None or not self.main:
             return
         target = OBJECTIVES[opened.objective].target_length(opened.sequence_length)

@@ -41,13 +41,13 @@ def peak(device: Any) -> float | None:
     return next((flops for known, flops in _PEAKS.items() if known in name), None)
 
 
-def flops_per_token(parameters: int, layers: int, width: int, length: int) -> float:
+def flops_per_token(parameters: int, layers: int, attention_size: int, length: int) -> float:
     """Of a forward and a backward pass of a decoder, without a teacher's and without what is recomputed.
 
     Args:
         parameters: all of them.
         layers: how many.
-        width: query heads times head width.
+        attention_size: query heads times head_dim.
         length: tokens of a sample.
     """
-    return 6.0 * parameters + 12.0 * layers * width * length
+    return 6.0 * parameters + 12.0 * layers * attention_size * length

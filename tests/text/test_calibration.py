@@ -127,7 +127,7 @@ def test_the_default_number_of_tokens() -> None:
     assert (
         calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 361 * 568
     )  # T5's own 568 tokens for an input of 512
-    with pytest.raises(ConfigError, match="no width"):
+    with pytest.raises(ConfigError, match="no hidden_size"):
         calibration_tokens_for({"model_type": "llama"})
 
 

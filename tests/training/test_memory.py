@@ -14,14 +14,15 @@ from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.training import memory
-from gqa_convert.training.memory import Architecture, Setting, plan, read_architecture
+from gqa_convert.training.architecture import Architecture, read_architecture
+from gqa_convert.training.memory import Setting, plan
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 from tests.helpers.uptrain_runs import DEMO, in_child, make_student, recipe, run
 
 _LLAMA_2: dict[str, Any] = {"head_dim": 128, "vocabulary": 32000, "kv_heads": 8}
-_PLAIN: dict[str, Any] = {"layers": 24, "width": 2048, "inner": 8192, "gated": False, "rms_norm": False}
+_PLAIN: dict[str, Any] = {"layers": 24, "hidden_size": 2048, "inner": 8192, "gated": False, "rms_norm": False}
 _T5: dict[str, Any] = {
     "layers": 24,
     "encoder_layers": 24,
@@ -33,8 +34,8 @@ _T5: dict[str, Any] = {
 }
 # the models' own papers and configs; then the parameters that they are known to have, and the processes of the recipe
 KNOWN: dict[str, tuple[Architecture, float, int]] = {
-    "llama-2-7b-gqa8": (Architecture(layers=32, width=4096, heads=32, inner=11008, **_LLAMA_2), 6.74e9, 8),
-    "llama-2-13b-gqa8": (Architecture(layers=40, width=5120, heads=40, inner=13824, **_LLAMA_2), 13.02e9, 8),
+    "llama-2-7b-gqa8": (Architecture(layers=32, hidden_size=4096, heads=32, inner=11008, **_LLAMA_2), 6.74e9, 8),
+    "llama-2-13b-gqa8": (Architecture(layers=40, hidden_size=5120, heads=40, inner=13824, **_LLAMA_2), 13.02e9, 8),
     "pythia-1.4b-gqa4": (
         Architecture(heads=16, kv_heads=4, head_dim=128, vocabulary=50304, activation="gelu", **_PLAIN),
         1.41e9,
@@ -45,11 +46,13 @@ KNOWN: dict[str, tuple[Architecture, float, int]] = {
         1.32e9,
         1,
     ),
-    "t5-large-gqa8": (Architecture(width=1024, heads=16, inner=2816, **_T5), 783e6, 8),
-    "t5-xxl-gqa8": (Architecture(width=4096, heads=64, inner=10240, **_T5), 11.14e9, 8),
-    "flan-t5-xl-gqa8": (Architecture(width=2048, heads=32, inner=5120, **_T5), 2.85e9, 8),
+    "t5-large-gqa8": (Architecture(hidden_size=1024, heads=16, inner=2816, **_T5), 783e6, 8),
+    "t5-xxl-gqa8": (Architecture(hidden_size=4096, heads=64, inner=10240, **_T5), 11.14e9, 8),
+    "flan-t5-xl-gqa8": (Architecture(hidden_size=2048, heads=32, inner=5120, **_T5), 2.85e9, 8),
     "tiny": (
-        Architecture(layers=5, width=192, heads=12, kv_heads=3, head_dim=32, inner=320, vocabulary=2048, tied=True),
+        Architecture(
+            layers=5, hidden_size=192, heads=12, kv_heads=3, head_dim=32, inner=320, vocabulary=2048, tied=True
+        ),
         2.79e6,
         1,
     ),
@@ -58,9 +61,9 @@ KNOWN: dict[str, tuple[Architecture, float, int]] = {
 
 def parameters(sizes: Architecture, kv_heads: int) -> int:
     """All matrices, with as many K/V heads in the decoder."""
-    wide = 2 * sizes.width * sizes.heads * sizes.head_dim
-    grouped, whole = (2 * sizes.width * heads * sizes.head_dim for heads in (kv_heads, sizes.heads))
-    inner = (3 if sizes.gated else 2) * sizes.width * sizes.inner
+    wide = 2 * sizes.hidden_size * sizes.heads * sizes.head_dim
+    grouped, whole = (2 * sizes.hidden_size * heads * sizes.head_dim for heads in (kv_heads, sizes.heads))
+    inner = (3 if sizes.gated else 2) * sizes.hidden_size * sizes.inner
     attentions = 2 if sizes.encoder_layers else 1
     layers = sizes.layers * (attentions * (wide + grouped) + inner) + sizes.encoder_layers * (wide + whole + inner)
     return layers + sizes.outer_parameters
@@ -196,7 +199,7 @@ def test_configs_of_every_family_are_read_or_nothing_is_said(model_type: str) ->
         config |= {"num_layers": 2, "encoder_layers": 2}
     read = read_architecture(config)
     assert read is not None
-    assert (read.layers, read.width, read.heads, read.head_dim, read.vocabulary) == (2, 64, 4, 16, 99)
+    assert (read.layers, read.hidden_size, read.heads, read.head_dim, read.vocabulary) == (2, 64, 4, 16, 99)
     assert sum(plan(read, Setting(parameters=10**6, trained=10**6, sequence_length=32)).values()) > 16 * 10**6
     assert read_architecture(config | {"hidden_size": "wide"}) is None
 
