@@ -1,7 +1,7 @@
-"""Keys and values of tokens seen before. N heads are held, never H: this is the memory that grouped-query attention
+"""Keys and values of earlier tokens. The cache holds N heads, never H, which is the memory that grouped-query attention
 saves.
 
-Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head width, e head width of the values.
+Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values.
 """
 
 import torch
@@ -35,7 +35,7 @@ class KVCache:
         return self._memory is not None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new tokens behind those held.
+        """Append new tokens.
 
         Args:
             key: [b, N, t, c].
@@ -57,8 +57,7 @@ class KVCache:
             raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
         length = self.length + key.shape[2]
         held = None if self._buffers is None else self._buffers[0]
-        # inference tensors cannot be written to outside of inference mode: there, they are copied like buffers that are
-        # full
+        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
         if held is None or length > held.shape[2] or (held.is_inference() and not torch.is_inference_mode_enabled()):
             self._grow(key, value, length)
         assert self._buffers is not None
@@ -75,9 +74,9 @@ class KVCache:
         """Hold the keys and values of a memory, and remember which memory it was.
 
         Args:
-            key: [b, N, t, c], made of `memory`.
-            value: [b, N, t, e], made of `memory_values`.
-            memory: what is passed to `check_memory` later.
+            key: [b, N, t, c], projected from `memory`.
+            value: [b, N, t, e], projected from `memory_values`.
+            memory: the tensor that later calls pass to `check_memory`.
             memory_values: the same; may be `memory` itself.
 
         Returns:
@@ -94,10 +93,10 @@ class KVCache:
         return held
 
     def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
-        """Make sure that the keys and values held are those of this memory.
+        """Check that the keys and values held are those of this memory.
 
         Raises:
-            OptionError: they are not, or the memory was written to since.
+            OptionError: they are not, or the memory has been written to since.
         """
         if self._memory is None:
             raise OptionError(
@@ -147,8 +146,8 @@ class KVCache:
         return 0 if self._buffers is None else self.keys.nbytes + self.values.nbytes
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from the `length`-th on, as when speculated tokens are rejected. A memory is kept or
-        forgotten as a whole.
+        """Drop all tokens from the `length`-th on, for example rejected speculative tokens. A memory is kept or dropped as
+        a whole.
 
         Raises:
             OptionError: fewer tokens are held, or a memory would be cut.

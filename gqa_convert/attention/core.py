@@ -1,7 +1,7 @@
 """Grouped-query attention as a function of tensors. Repeated keys or values are never materialised on the way forward.
 
-Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads per group, q queries, k keys, c head
-width, e head width of the values. `b|1` is an axis of length b or 1.
+Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads per group, q queries, k keys, c head_dim, e
+head_dim of the values. `b|1` is an axis of length b or 1.
 """
 
 from typing import Any, Final
@@ -14,8 +14,8 @@ from gqa_convert.attention.masks import split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
 SHORT: Final = 16
-"""Up to so many queries, query heads of a group are packed into the query axis: keys are then read once for all of
-them.
+"""The most queries for which the query heads of a group are packed into the query axis, so that keys are read once for
+all of them.
 """
 
 SHORT_ON_CPU: Final = 48
@@ -24,9 +24,7 @@ in float32.
 """
 
 _BLOCK: Final = 32
-"""Rows of queries that a CPU kernel works on at a time in short calls; its threads share the blocks of all heads out
-among them.
-"""
+"""Rows of queries in a block of the CPU kernel in short calls. Its threads share the blocks of all heads."""
 
 
 def grouped_query_attention(
@@ -64,7 +62,7 @@ def grouped_query_attention(
 
     Raises:
         GroupsError: N does not divide H.
-        OptionError: the shapes do not fit together, or an option makes no sense.
+        OptionError: the shapes do not match, or an option is invalid.
     """
     _check_tensors(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
@@ -77,7 +75,7 @@ def grouped_query_attention(
         cached = keys - queries if cached is None else cached
         if cached < 0:
             raise OptionError(
-                f"{queries} queries are more than {keys} keys: say by cached how many keys come before the first query"
+                f"{queries} queries are more than {keys} keys: state with cached how many keys come before the first query"
             )
         keys = min(keys, cached + queries)  # no query sees the rest
         key, value = key[:, :, :keys], value[:, :, :keys]
@@ -106,10 +104,10 @@ def _attend(
     """Attention with `packing` query heads of a group laid out as further queries of one head: [b, H / packing, packing
     * q, c].
     """
-    batch, heads, queries, width = query.shape
+    batch, heads, queries, head_dim = query.shape
     rows = heads // packing
     if packing > 1:
-        query = query.reshape(batch, rows, packing * queries, width)
+        query = query.reshape(batch, rows, packing * queries, head_dim)
         if scores is not None and (
             scores.shape[1] > 1 or queries > 1
         ):  # [b|1, H|1, q|1, k] -> [b|1, rows|1, packing * q, k]
@@ -128,11 +126,14 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
 def _packing(
     query: Tensor, key: Tensor, value: Tensor, square: bool, masked: bool, bias: Tensor | None, dropout: float
 ) -> int:
-    """How many query heads of a group to pack: all of them, unless `enable_gqa` reaches a kernel that reads shared
-    heads in place and is faster; other kernels would repeat keys and values."""
-    (batch, heads, queries, width), groups = query.shape, key.shape[1]
+    """How many query heads of a group to pack.
+
+    All of them, unless `enable_gqa` reaches a faster kernel that reads shared heads in place. Other kernels would
+    repeat keys and values.
+    """
+    (batch, heads, queries, head_dim), groups = query.shape, key.shape[1]
     ratio: int = heads // groups
-    if ratio == 1 or width != value.shape[3]:
+    if ratio == 1 or head_dim != value.shape[3]:
         return ratio
     if query.is_cpu:
         if dropout != 0.0 or (bias is not None and bias.requires_grad):
@@ -146,8 +147,8 @@ def _packing(
         query.is_cuda
         and not masked
         and query.dtype in (torch.float16, torch.bfloat16)
-        and width <= 256
-        and width % 8 == 0
+        and head_dim <= 256
+        and head_dim % 8 == 0
     )
     return 1 if native and queries > SHORT else ratio
 
@@ -173,7 +174,7 @@ def _packing_on_cpu(heads: int, ratio: int, queries: int, bfloat16: bool) -> int
 def _block_time(rows: int, bfloat16: bool) -> int:
     """Time of the CPU kernel for a block of rows, in hundredths of that for one row of float32.
 
-    Measured with 4096 keys of width 128, one thread, 1 to 32 rows: float32 0.60 to 2.1 ms, bfloat16 0.7 to 1.3 ms, but
+    Measured with 4096 keys of head_dim 128, one thread, 1 to 32 rows: float32 0.60 to 2.1 ms, bfloat16 0.7 to 1.3 ms, but
     0.2 ms for one row (a matrix-vector product): three such rows are faster than one block of three.
     """
     if bfloat16:
@@ -211,16 +212,16 @@ def _score_mask(
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if (query.dim(), key.dim(), value.dim()) != (4, 4, 4):
-        raise OptionError(f"{_shapes(query, key, value)}: give [batch, heads, length, width]")
+        raise OptionError(f"{_shapes(query, key, value)}: give [batch, heads, length, head_dim]")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise OptionError(
-            f"{_shapes(query, key, value)}: batch and head width must agree, and key and value in heads and length"
+            f"{_shapes(query, key, value)}: batch and head_dim must agree, and key and value must agree in heads and length"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise OptionError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type")
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise GroupsError(
-            f"{query.shape[1]} query heads cannot share {key.shape[1]} key/value heads: their number must divide the heads"
+            f"{query.shape[1]} query heads cannot share {key.shape[1]} key/value heads: give a divisor of {query.shape[1]}"
         )
 
 

@@ -1,7 +1,6 @@
-"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models that are made of its
-modules.
+"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models built from torch's layers.
 
-Shape legend: b batch, q queries, k keys, d width, H query heads, N groups (key/value heads).
+Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads).
 """
 
 import copy
@@ -18,11 +17,10 @@ from gqa_convert.errors import GroupsError, OptionError
 
 
 class _NoPackedWeight:
-    """What `in_proj_weight` is here: torch's layers use their own fast path for multi-head attention unless an argument
-    overrides it.
+    """Stands for `in_proj_weight` and keeps torch's layers off their fast path for multi-head attention.
 
-    nn.TransformerEncoder looks only when it is made whether its layers have a fast path; their attention may be
-    replaced later.
+    The layers take that path unless an argument overrides torch functions. nn.TransformerEncoder decides when it is
+    created, before its attention may be replaced.
     """
 
     @classmethod
@@ -31,23 +29,22 @@ class _NoPackedWeight:
 
 
 class GroupedMultiheadAttention(GroupedProjections):
-    """nn.MultiheadAttention in which the query heads share `groups` key/value heads: the same arguments, masks and
-    results.
+    """nn.MultiheadAttention whose query heads share `groups` key/value heads. Arguments, masks and results are the same.
 
-    It takes the place of nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and the models
-    made of them (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary
-    embedding and a K/V cache.
+    It replaces nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and models built from
+    them (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary embedding
+    and a K/V cache.
 
     Args:
-        embed_dim: d, of the inputs and outputs.
+        embed_dim: d, the features of inputs and outputs.
         num_heads: H, a divisor of d.
         dropout: probability with which an attention weight is zeroed in training.
         bias: whether the four projections have a bias.
         add_bias_kv: not supported.
         add_zero_attn: not supported.
-        kdim: width of `key`; by default d.
-        vdim: width of `value`; by default d.
-        batch_first: inputs and outputs are [b, q, d]; else [q, b, d].
+        kdim: features of `key`; by default d.
+        vdim: features of `value`; by default d.
+        batch_first: inputs and outputs are [b, q, d], otherwise [q, b, d].
         device: of the parameters.
         dtype: of the parameters.
         groups: N, a divisor of H; by default H.
@@ -58,7 +55,7 @@ class GroupedMultiheadAttention(GroupedProjections):
     """
 
     in_proj_weight = _NoPackedWeight()
-    # read by nn.TransformerEncoderLayer and nn.TransformerEncoder to see whether there is a fast path
+    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these to decide on a fast path
     in_proj_bias = None
     _qkv_same_embed_dim = False
     bias_k = bias_v = None
@@ -82,7 +79,7 @@ class GroupedMultiheadAttention(GroupedProjections):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise OptionError(
-                "add_bias_kv and add_zero_attn append a key that grouped-query attention lacks: leave them False"
+                "add_bias_kv and add_zero_attn append a key, which grouped-query attention does not support: leave them False"
             )
         if num_heads > 0 and embed_dim % num_heads:
             raise OptionError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: give one that is")
@@ -90,24 +87,18 @@ class GroupedMultiheadAttention(GroupedProjections):
             embed_dim,
             num_heads,
             groups,
-            key_width=embed_dim if kdim is None else kdim,
-            value_width=embed_dim if vdim is None else vdim,
+            kdim=kdim,
+            vdim=embed_dim if vdim is None else vdim,
             bias=bias,
             dropout=dropout,
             device=device,
             dtype=dtype,
         )
-        self.embed_dim, self.num_heads, self.head_dim, self.batch_first = (
-            embed_dim,
-            num_heads,
-            self.head_width,
-            batch_first,
-        )
-        self.kdim, self.vdim = self.key_width, self.value_width
+        self.batch_first = batch_first
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        """Weights distributed as those of nn.MultiheadAttention, whatever the number of groups."""
+        """Draw weights from the distribution of nn.MultiheadAttention, whatever the number of groups."""
         packed = self.kdim == self.vdim == self.embed_dim
         for projection, inputs in ((self.q_proj, self.embed_dim), (self.k_proj, self.kdim), (self.v_proj, self.vdim)):
             bound = (
@@ -146,16 +137,15 @@ class GroupedMultiheadAttention(GroupedProjections):
             attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats are added to the
                 scores.
             average_attn_weights: return the mean of the weights over the heads.
-            is_causal: a promise that `attn_mask` is the causal mask, which is then not read if there is no
-                `key_padding_mask` and no need
-                for weights.
+            is_causal: a promise that `attn_mask` is the causal mask. It is then not read, unless there is a
+                `key_padding_mask` or weights are returned.
 
         Returns:
             The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q, k] per head; without
             b if there is no batch. The weights are those after dropout.
 
         Raises:
-            OptionError: shapes or types do not fit together, an input is a nested tensor, or `is_causal` comes without
+            OptionError: shapes or types do not match, an input is a nested tensor, or `is_causal` comes without
                 `attn_mask`.
         """
         batched = query.dim() == 3
@@ -207,23 +197,24 @@ class GroupedMultiheadAttention(GroupedProjections):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """All three are batch first here."""
         lengths = (query.shape[0], key.shape[1])
-        for name, given, width in (
+        for name, given, features in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
             ("value", value, self.vdim),
         ):
-            if given.shape[2] != width or (name != "query" and given.shape[:2] != lengths):
-                wanted = ["batch", "queries", width] if name == "query" else [*lengths, width]
+            if given.shape[2] != features or (name != "query" and given.shape[:2] != lengths):
+                wanted = ["batch", "queries", features] if name == "query" else [*lengths, features]
                 raise OptionError(
-                    f"{name} is {list(given.shape)} (batch first): give {wanted}; batch_first of the layer is {self.batch_first}"
+                    f"{name} is {list(given.shape)} (batch first), expected {wanted}: check the input, and the layer's batch_first, which "
+                    f"is {self.batch_first}"
                 )
 
     @classmethod
     def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean") -> Self:
-        """A module with the weights of an nn.MultiheadAttention: with as many groups as heads, its exact equal.
+        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
 
         Args:
-            module: the source; it is left unchanged.
+            module: the source, which is not changed.
             groups: N, a divisor of its heads.
             method: how heads are merged: their mean, or the first of each group.
 
@@ -259,11 +250,11 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
     """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and its weights merged.
 
     Args:
-        model: any module, such as nn.TransformerDecoder or nn.Transformer; it is left unchanged.
+        model: any module, such as nn.TransformerDecoder or nn.Transformer, which is not changed.
         groups: N, a divisor of the heads of every attention.
         method: how heads are merged: their mean, or the first of each group.
-        prefix: only modules whose names begin with it are converted: "decoder." leaves the encoder of an nn.Transformer
-            alone.
+        prefix: convert only modules whose names begin with it; "decoder." does not convert the encoder of an
+            nn.Transformer.
 
     Returns:
         The copy, which needs further training if N is less than the number of heads.
@@ -318,7 +309,7 @@ def _over_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
 
 
 def _merge(attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The boolean masks as one that is True where a query sees a key, and the floats as one."""
+    """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks."""
     mask: Tensor | None = None
     bias: Tensor | None = None
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):

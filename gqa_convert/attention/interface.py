@@ -1,6 +1,6 @@
 """The attention function that models of transformers run under `attn_implementation="gqa"`.
 
-Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head width, e head width of the values.
+Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head_dim, e head_dim of the values.
 """
 
 from typing import Any, Final
@@ -58,22 +58,22 @@ def attention_forward(
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
-        attention_mask: [b|1, H|1, q, k], boolean or added to the scores. None is no padding: then a prefill is causal
-            from the first
-            key on (a static cache is longer than what it holds), and a single query sees every key.
+        attention_mask: [b|1, H|1, q, k], boolean or added to the scores. None means no padding. Then a prefill is
+            causal from the first key on (a static cache is longer than what it holds), and a single query sees every
+            key.
         dropout: probability.
         scaling: factor of the scores; by default 1 / sqrt(c).
         is_causal: whether a query sees earlier keys only, where there is no mask.
         position_bias: [b|1, H, q, k], added to the scores.
-        sliding_window: keys that a query sees, its own among them. The mask has to hold it, unless there are no more
-            keys than that.
-        options: whatever else the model passes.
+        sliding_window: how many keys a query sees, including its own. The mask must contain it, unless there are no
+            more keys than that.
+        options: what else the model passes.
 
     Returns:
         [b, q, H, e] and None.
 
     Raises:
-        OptionError: the model asks for something that would be dropped.
+        OptionError: the model asks for something that this function would ignore.
     """
     for option, meaning in REFUSED.items():
         if options.get(option) is not None and options[option] is not False:

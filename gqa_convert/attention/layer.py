@@ -1,7 +1,7 @@
 """A grouped-query attention layer.
 
-Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d width, H query heads, N
-groups (key/value heads), c head width, e head width of the values.
+Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d embed_dim, H query heads, N
+groups (key/value heads), c head_dim, e head_dim of the values.
 """
 
 from collections.abc import Collection
@@ -16,6 +16,7 @@ from gqa_convert.attention.masks import split_mask
 from gqa_convert.attention.multihead import Merge, convert_module_state
 from gqa_convert.attention.positions import Rotary
 from gqa_convert.attention.projections import PROJECTIONS, GroupedProjections, split_heads
+from gqa_convert.attention.renamed import accept_earlier_names
 from gqa_convert.errors import OptionError
 
 
@@ -25,13 +26,13 @@ class GroupedQueryAttention(GroupedProjections):
     Sources: Ainslie et al. 2023 (grouped-query), Shazeer 2019 (multi-query), Vaswani et al. 2017 (multi-head).
 
     Args:
-        width: d, of the inputs and outputs.
-        heads: H.
+        embed_dim: d, the features of inputs and outputs.
+        num_heads: H.
         groups: N, a divisor of H; by default H.
-        head_width: c; by default d / H.
-        value_head_width: e; by default c.
-        key_width: width of what keys are made of, for cross-attention; by default d.
-        value_width: width of what values are made of; by default `key_width`.
+        head_dim: c; by default d / H.
+        value_head_dim: e; by default c.
+        kdim: features of the tokens that keys are projected from, for cross-attention; by default d.
+        vdim: features of the tokens that values are projected from; by default `kdim`.
         bias: True for all four projections, or the names of those with a bias among q, k, v, out.
         fused: one projection [q | k | v] instead of three; the same results.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
@@ -44,19 +45,20 @@ class GroupedQueryAttention(GroupedProjections):
 
     Raises:
         GroupsError: N does not divide H.
-        OptionError: an option makes no sense by itself or beside another.
+        OptionError: an option is out of range, or contradicts another.
     """
 
+    @accept_earlier_names
     def __init__(
         self,
-        width: int,
-        heads: int,
+        embed_dim: int,
+        num_heads: int,
         groups: int | None = None,
         *,
-        head_width: int | None = None,
-        value_head_width: int | None = None,
-        key_width: int | None = None,
-        value_width: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
         bias: bool | Collection[str] = False,
         fused: bool = False,
         scale: float | None = None,
@@ -68,13 +70,13 @@ class GroupedQueryAttention(GroupedProjections):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            width,
-            heads,
+            embed_dim,
+            num_heads,
             groups,
-            head_width=head_width,
-            value_head_width=value_head_width,
-            key_width=key_width,
-            value_width=value_width,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            kdim=kdim,
+            vdim=vdim,
             bias=bias,
             dropout=dropout,
             device=device,
@@ -82,12 +84,15 @@ class GroupedQueryAttention(GroupedProjections):
         )
         self.scale, self.causal, self.rotary, self.batch_first = scale, causal, rotary, batch_first
         if rotary is not None:
-            rotary.width(self.head_width)
+            rotary.rotary_dim(self.head_dim)
         if fused:
             self.fuse()
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, groups={self.groups}, head_width={self.head_width}, causal={self.causal}, rotary={self.rotary}"
+        return (
+            f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, causal={self.causal}, "
+            f"rotary={self.rotary}"
+        )
 
     def forward(
         self,
@@ -106,26 +111,26 @@ class GroupedQueryAttention(GroupedProjections):
 
         Args:
             inputs: [b, q, d].
-            memory: [b, k, key_width], what keys are made of in cross-attention. May be left out once `cache` holds it.
-            memory_values: [b, k, value_width], what values are made of; by default `memory`.
+            memory: [b, k, kdim], the tokens that cross-attention projects keys from. May be omitted once `cache` holds
+                it.
+            memory_values: [b, k, vdim], the tokens that values are projected from; by default `memory`.
             mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**; floats are added to
-                the scores, as in
-                scaled_dot_product_attention. Three axes, [b, q, k] or [H, q, k], are refused: add the fourth.
+                the scores, as in scaled_dot_product_attention. Three axes, [b, q, k] or [H, q, k], are refused: add the
+                fourth.
             key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a cache it covers the
                 cached keys too.
-            documents: integers [b, q]; a token sees the tokens of its own document only. Restart `positions` with each
+            documents: integers [b, q]; a token sees only the tokens of its own document. Restart `positions` with each
                 document.
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, `alibi_bias`).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
-            cache: keys and values of earlier tokens; the new ones are appended. In cross-attention the first call fills
-                it from `memory`;
-                later calls read it, and a memory that is passed again must be the same.
+            cache: keys and values of earlier tokens; new ones are appended. In cross-attention the first call fills it
+                from `memory` and later calls read it. A memory that is passed again must be the same.
 
         Returns:
             [b, q, d].
 
         Raises:
-            OptionError: shapes or options do not fit together, or the cache holds another memory.
+            OptionError: shapes or options do not match, or the cache holds another memory.
         """
         if not self.batch_first:
             inputs, memory, memory_values = (
@@ -141,9 +146,7 @@ class GroupedQueryAttention(GroupedProjections):
             positions = self._positions(inputs, positions, cached)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         elif positions is not None:
-            raise OptionError(
-                "positions are given, but the layer has no rotary embedding: leave them out or set rotary"
-            )
+            raise OptionError("positions are given, but the layer has no rotary embedding: omit them or set rotary")
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
         mask, bias = split_mask(mask, bias, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
@@ -170,12 +173,12 @@ class GroupedQueryAttention(GroupedProjections):
     def _across(
         self, inputs: Tensor, memory: Tensor | None, values: Tensor | None, cache: KVCache | None
     ) -> list[Tensor]:
-        """Queries, and the keys and values of the memory, which are projected once if there is a cache."""
+        """Queries, and the keys and values of the memory, which a cache keeps for later calls."""
         values = memory if values is None else values
         if cache is not None and cache.holds_memory:
             if memory is not None and values is not None:
                 cache.check_memory(memory, values)
-            return [split_heads(self.q_proj(inputs), self.heads), cache.keys, cache.values]
+            return [split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values]
         assert memory is not None
         assert values is not None
         query, key, value = self._project(inputs, memory, values)
@@ -192,11 +195,11 @@ class GroupedQueryAttention(GroupedProjections):
         crossing: bool,
         cache: KVCache | None,
     ) -> None:
-        if inputs.dim() != 3 or inputs.shape[2] != self.width:
-            raise OptionError(f"inputs are {list(inputs.shape)}: give [batch, queries, {self.width}]")
+        if inputs.dim() != 3 or inputs.shape[2] != self.embed_dim:
+            raise OptionError(f"inputs are {list(inputs.shape)}: give [batch, queries, {self.embed_dim}]")
         if not crossing:
-            if memory_values is not None or {self.key_width, self.value_width} != {self.width}:
-                raise OptionError(f"keys are made of a memory [batch, keys, {self.key_width}]: give it")
+            if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
+                raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
             if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
                 raise OptionError(
                     f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
@@ -204,8 +207,8 @@ class GroupedQueryAttention(GroupedProjections):
             return
         if self.causal or self.rotary is not None or self.fused or documents is not None:
             raise OptionError(
-                "a memory, or a cache that holds one, is for cross-attention, which knows no order: use a layer without causal, rotary and "
-                "fused, and give no documents"
+                "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
+                "causal, rotary and fused, and give no documents"
             )
         if memory is None:
             if memory_values is not None:
@@ -214,9 +217,9 @@ class GroupedQueryAttention(GroupedProjections):
                 )
             return
         values = memory if memory_values is None else memory_values
-        for name, given, width in (("memory", memory, self.key_width), ("memory_values", values, self.value_width)):
-            if given.dim() != 3 or given.shape != (inputs.shape[0], memory.shape[1], width):
-                raise OptionError(f"{name} is {list(given.shape)}: give {[inputs.shape[0], memory.shape[1], width]}")
+        for name, given, features in (("memory", memory, self.kdim), ("memory_values", values, self.vdim)):
+            if given.dim() != 3 or given.shape != (inputs.shape[0], memory.shape[1], features):
+                raise OptionError(f"{name} is {list(given.shape)}: give {[inputs.shape[0], memory.shape[1], features]}")
 
     @staticmethod
     def _positions(inputs: Tensor, positions: Tensor | None, cached: int) -> Tensor:
@@ -235,7 +238,7 @@ class GroupedQueryAttention(GroupedProjections):
 
     @staticmethod
     def _combine(mask: Tensor | None, key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> Tensor | None:
-        """All boolean masks as one [b|1, H|1, q|1, k]."""
+        """All boolean masks combined into one, [b|1, H|1, q|1, k]."""
         if key_mask is not None:
             if key_mask.is_floating_point() or key_mask.shape != (key.shape[0], key.shape[2]):
                 raise OptionError(
@@ -251,21 +254,21 @@ class GroupedQueryAttention(GroupedProjections):
 
     @classmethod
     def from_multihead(cls, module: nn.MultiheadAttention, groups: int, method: Merge = "mean", **options: Any) -> Self:
-        """A layer with the weights of an nn.MultiheadAttention: with as many groups as heads, its exact equal.
+        """A layer with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
 
-        It is called differently: pass `~attn_mask` as `mask` and `~key_padding_mask` as `key_mask`. What keeps the
-        calling convention, and so fits nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, is
-        `GroupedMultiheadAttention.from_multihead`.
+        Its calling convention differs: pass `~attn_mask` as `mask` and `~key_padding_mask` as `key_mask`.
+        `GroupedMultiheadAttention.from_multihead` keeps the calling convention, and so fits
+        nn.TransformerEncoderLayer and nn.TransformerDecoderLayer.
 
         Args:
-            module: the source; it is left unchanged.
+            module: the source, which is not changed.
             groups: N, a divisor of its heads.
             method: how heads are merged: their mean, or the first of each group.
             options: further options of the layer: `causal`, `rotary`, `scale`.
 
         Raises:
             GroupsError: N does not divide the heads.
-            OptionError: the module has `bias_k` or `add_zero_attn`, or an option makes no sense.
+            OptionError: the module has `bias_k` or `add_zero_attn`, or an option is invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
         state = convert_module_state(module, groups, method)
@@ -274,8 +277,8 @@ class GroupedQueryAttention(GroupedProjections):
             module.embed_dim,
             module.num_heads,
             groups,
-            key_width=module.kdim,
-            value_width=module.vdim,
+            kdim=module.kdim,
+            vdim=module.vdim,
             bias=[name for name in PROJECTIONS if f"{name}_proj.bias" in state],
             dropout=module.dropout,
             batch_first=module.batch_first,

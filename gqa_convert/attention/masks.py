@@ -1,4 +1,4 @@
-"""What a mask may look like, and what it means.
+"""The shapes and meanings of masks.
 
 Shape legend: b batch, H query heads, q queries, k keys. `b|1` is an axis of length b or 1.
 """
@@ -13,8 +13,7 @@ def to_scores(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Te
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
     Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H.
-    The keys' axis is
-    not broadcast: a mask of length 1 there is one that leaves the cached keys out.
+    The keys' axis is not broadcast: a mask of length 1 there has left out the cached keys.
 
     Args:
         name: of the argument, for errors.

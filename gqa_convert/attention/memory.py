@@ -1,6 +1,6 @@
-"""Which memory a cache of cross-attention was filled from, so that another one is noticed.
+"""Records which memory a cross-attention cache was filled from, to notice another one.
 
-Shape legend: b batch, k keys, w width of the memory.
+Shape legend: b batch, k keys, w features of the memory.
 """
 
 from typing import Any, Final, Self
@@ -10,19 +10,19 @@ from torch import Tensor
 
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE: Final = 64
-"""Bytes of each key's vector that are compared where torch counts no writes: one line of a processor's cache."""
+"""Bytes of each vector that are compared where torch does not count writes: one line of a processor's cache."""
 
 
 class MemoryRecord:
-    """A tensor as it was when the cache was filled.
+    """A tensor's state when the cache was filled.
 
-    A tensor at another address is compared number by number. One at the same address is the same tensor, unless it was
-    written to: torch counts the writes, so that no number has to be read. It does not count writes to inference
-    tensors: there, the front of each vector is compared, which costs little and notices that a buffer was filled anew,
-    but not every write to a few single numbers.
+    A tensor at another address is compared number by number. A tensor at the same address is the same one unless it was
+    written to. torch counts writes, so that no number has to be read, except for inference tensors. Of these the first
+    numbers of each vector are compared, which costs little and notices a refilled buffer, but not every write to single
+    numbers.
 
     Args:
-        tensor: [b, k, w]. It is kept alive, so that its address is not given to another tensor.
+        tensor: [b, k, w]. The record keeps it alive, so that no other tensor gets its address.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -32,7 +32,7 @@ class MemoryRecord:
         self._sample = None if counted else _sample(tensor).clone()
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether the tensor holds the recorded numbers."""
+        """Whether a tensor holds the recorded numbers."""
         held = self._tensor
         if _layout(held) != _layout(tensor) or self._written_to():
             return False

@@ -1,6 +1,6 @@
-"""Weights of nn.MultiheadAttention turned into those of grouped-query attention.
+"""Converts weights of nn.MultiheadAttention to those of grouped-query attention.
 
-Shape legend: H heads, N groups, c head width, d width, in: d, or the width of the keys or values.
+Shape legend: H heads, N groups, c head_dim, in: embed_dim, kdim or vdim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def merge_heads(rows: Tensor, heads: int, groups: int, method: Merge = "mean") -
 
     Raises:
         GroupsError: N does not divide H.
-        OptionError: the method is unknown, or the rows are no H heads.
+        OptionError: the method is unknown, or the rows cannot be divided into H heads.
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     if groups < 1 or heads < 1 or heads % groups:
@@ -46,7 +46,7 @@ def merge_heads(rows: Tensor, heads: int, groups: int, method: Merge = "mean") -
         raise OptionError(f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}")
     if rows.shape[0] % heads:
         raise OptionError(
-            f"{rows.shape[0]} rows are no {heads} heads of one width: give the number of heads of the source"
+            f"{rows.shape[0]} rows are not divisible into {heads} heads: give the source's number of heads"
         )
     if groups == heads:
         return rows.detach().clone()
@@ -75,12 +75,12 @@ def convert_attention(
 
     Raises:
         GroupsError: N does not divide H.
-        OptionError: tensors are missing or cannot be carried over.
+        OptionError: tensors are missing or cannot be converted.
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     if unknown := sorted(set(state) - {*_PACKED, *_SEPARATE, *_OUT}):
         raise OptionError(
-            f"{name} has {', '.join(unknown)}, which grouped-query attention cannot hold: convert a layer without"
+            f"{name} has {', '.join(unknown)}, which grouped-query attention does not support: convert a layer without"
         )
     packed = state.get("in_proj_weight")
     parts = packed.chunk(3) if packed is not None else [state.get(part) for part in _SEPARATE]
@@ -101,7 +101,7 @@ def convert_attention(
 def convert_module_state(
     module: nn.MultiheadAttention, groups: int, method: Merge = "mean", name: str = "the module"
 ) -> dict[str, Tensor]:
-    """`convert_attention` of a module, which also tells what a state dict does not.
+    """`convert_attention` of a module, which shows more than its state dict does.
 
     Raises:
         GroupsError: N does not divide the heads.
@@ -114,11 +114,11 @@ def convert_module_state(
         )
     if module.bias_k is not None or module.bias_v is not None:
         raise OptionError(
-            f"{name} appends learned keys (add_bias_kv), which grouped-query attention cannot hold: train one without"
+            f"{name} appends learned keys (add_bias_kv), which grouped-query attention does not support: train one without"
         )
     if module.add_zero_attn:
         raise OptionError(
-            f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention lacks: train one without"
+            f"{name} appends a key of zeros (add_zero_attn), which grouped-query attention does not support: train one without"
         )
     return convert_attention(module.state_dict(), module.num_heads, groups, method, name)
 
@@ -133,24 +133,24 @@ def convert_state_dict(
     prefix: str = "",
 ) -> dict[str, Tensor]:
     """Convert every attention in the state dict of an nn.TransformerDecoder, an nn.TransformerDecoderLayer or a module
-    that holds some.
+    that contains some.
 
     The result fits the same modules with GroupedMultiheadAttention in place of nn.MultiheadAttention, as
-    `convert_module` makes them; all other tensors are returned unchanged. `add_zero_attn` leaves no trace in a state
-    dict: an attention with it must not be converted.
+    `convert_module` makes them; all other tensors are returned unchanged. A state dict does not show `add_zero_attn`:
+    do not convert an attention that has it.
 
     Args:
         state: a state dict.
         heads: H, the number of heads of every attention in it.
         groups: N, a divisor of H.
         method: mean or first.
-        attentions: names of the attention modules; `("self_attn",)` leaves cross-attention alone.
-        prefix: only modules under it are converted: "decoder." leaves the encoder of an nn.Transformer alone, as the
-            paper does.
+        attentions: names of the attention modules; `("self_attn",)` does not convert cross-attention.
+        prefix: convert only modules under it; "decoder." does not convert the encoder of an nn.Transformer, as in the
+            paper.
 
     Raises:
         GroupsError: N does not divide H.
-        OptionError: no attention is found, or one of them cannot be carried over.
+        OptionError: no attention is found, or one of them cannot be converted.
         NonFiniteError: a number to be merged is NaN or Inf.
     """
     found: dict[str, dict[str, Tensor]] = {}

@@ -1,6 +1,6 @@
-"""How attention learns of positions: rotary embedding and ALiBi.
+"""Position encodings of attention: rotary embedding and ALiBi.
 
-Shape legend: b batch, h heads, q queries, k keys, c head width, r rotated part of it.
+Shape legend: b batch, h heads, q queries, k keys, c head_dim, r rotary dimensions of a head.
 """
 
 import math
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gqa_convert.attention.renamed import warn_renamed
 from gqa_convert.errors import OptionError
 
 
@@ -19,25 +20,31 @@ class Rotary:
     """
 
     base: float = 10000.0
-    """Ratio of the longest wavelength to the shortest, or nearly so; `rope_theta` in configs."""
+    """About the ratio of the longest wavelength to the shortest; `rope_theta` in configs."""
     fraction: float = 1.0
-    """Part of the head width that is rotated, from its front; `partial_rotary_factor` in configs."""
+    """The share of a head's leading entries that rotate; `partial_rotary_factor` in configs."""
 
-    def width(self, head_width: int) -> int:
-        """How many entries of a head are rotated.
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many entries of a head rotate.
 
         Raises:
             OptionError: they cannot be paired.
         """
-        width = int(head_width * self.fraction)
-        if not 0 < width <= head_width or width % 2:
+        rotated = int(head_dim * self.fraction)
+        if not 0 < rotated <= head_dim or rotated % 2:
             raise OptionError(
-                f"rotary would turn {width} of {head_width} entries of a head: their number must be even and not zero"
+                f"rotary would rotate {rotated} of {head_dim} entries of a head: choose a fraction that gives an even "
+                "number above zero"
             )
-        return width
+        return rotated
+
+    def width(self, head_width: int) -> int:
+        """Deprecated: `rotary_dim`."""
+        warn_renamed("method width of Rotary", "rotary_dim", stacklevel=3)
+        return self.rotary_dim(head_width)
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Turn every head by its token's position, in float32 at least.
+        """Rotate every head by its token's position, in float32 or a wider type.
 
         Args:
             heads: [b, h, q, c].
@@ -46,14 +53,14 @@ class Rotary:
         Returns:
             [b, h, q, c].
         """
-        width = self.width(heads.shape[3])
+        rotated = self.rotary_dim(heads.shape[3])
         wide = torch.promote_types(heads.dtype, torch.float32)
-        frequencies = self.base ** (-torch.arange(0, width, 2, device=heads.device, dtype=wide) / width)
+        frequencies = self.base ** (-torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated)
         angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
         cosine, sine = angles.cos(), angles.sin()
-        first, second = heads[..., :width].to(wide).chunk(2, dim=-1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)
-        return turned if width == heads.shape[3] else torch.cat((turned, heads[..., width:]), dim=-1)
+        first, second = heads[..., :rotated].to(wide).chunk(2, dim=-1)
+        result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(heads.dtype)
+        return result if rotated == heads.shape[3] else torch.cat((result, heads[..., rotated:]), dim=-1)
 
 
 def alibi_bias(

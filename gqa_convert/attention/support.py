@@ -60,14 +60,12 @@ def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:
     reason = why_unsupported(model_class, config)
     if reason is not None:
         raise UnsupportedAttentionError(
-            f"{reason}, so that '{name}' attention would change its results: leave attn_implementation out"
+            f"{reason}, so that '{name}' attention would change its results: omit attn_implementation"
         )
 
 
 def guard(name: str) -> None:
-    """Have transformers check each model that asks for the attention function `name`: on loading, and in
-    `set_attn_implementation`.
-    """
+    """Make transformers check every model that requests attention `name`, on loading and in `set_attn_implementation`."""
     from transformers import PreTrainedModel
 
     if not _names:
@@ -105,7 +103,7 @@ def mask_function() -> Callable[..., Any]:
 
 
 def _check_config(config: Any) -> None:
-    """Check the model class that transformers has for a config; a class of somebody else's was checked on loading."""
+    """Check the model class that transformers has for a config. Other classes are checked on loading."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     if config is None:

@@ -1,7 +1,7 @@
 """Grouped-query attention that also returns its weights, for `need_weights`. Every score is in memory at once, unlike
 in core.py.
 
-Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head width, e head width of the values.
+Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head_dim, e head_dim of the values.
 """
 
 import torch
@@ -26,10 +26,10 @@ def attention_and_weights(
         The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a
         query that sees no key.
     """
-    (batch, heads, queries, width), (groups, keys) = query.shape, key.shape[1:3]
+    (batch, heads, queries, head_dim), (groups, keys) = query.shape, key.shape[1:3]
     packed = batch, groups, heads // groups * queries  # query heads of a group as further queries: no key is repeated
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide).reshape(*packed, width) @ key.to(wide).transpose(2, 3) * width**-0.5
+    scores = query.to(wide).reshape(*packed, head_dim) @ key.to(wide).transpose(2, 3) * head_dim**-0.5
     scores = scores.reshape(batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias

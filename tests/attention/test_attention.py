@@ -38,23 +38,15 @@ from gqa_convert.attention import core as core_module
 from gqa_convert.attention.interface import attention_forward
 from gqa_convert.attention.multihead import merge_heads
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
+from tests.helpers.attention import numbers
 
-WIDTH, HEADS, HEAD_WIDTH = 36, 12, 6
+EMBED_DIM, HEADS, HEAD_DIM = 36, 12, 6
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def layer(groups: int = 3, **options: Any) -> GroupedQueryAttention:
     return GroupedQueryAttention(
-        WIDTH, HEADS, groups, **{"head_width": HEAD_WIDTH, "dtype": torch.float64, "bias": True} | options
+        EMBED_DIM, HEADS, groups, **{"head_dim": HEAD_DIM, "dtype": torch.float64, "bias": True} | options
     )
 
 
@@ -83,12 +75,12 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     batch, keys = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
     causal = data.draw(st.booleans())
     queries = data.draw(st.integers(1, keys if causal else 40))
-    width, value_width = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    value_width = data.draw(st.sampled_from([width, value_width]))
+    width, vdim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    vdim = data.draw(st.sampled_from([width, vdim]))
     query, key, value = (
         numbers(batch, heads, queries, width),
         numbers(batch, groups, keys, width),
-        numbers(batch, groups, keys, value_width),
+        numbers(batch, groups, keys, vdim),
     )
     axis = lambda size: data.draw(st.sampled_from([1, size]))  # noqa: E731
     mask = data.draw(st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6]))
@@ -196,17 +188,17 @@ def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(
     assert not query.grad[:, :, 1].any()
 
 
-@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("vdim", [8, 5])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("groups", [3, 12])
 @pytest.mark.parametrize("queries", [1, 3, 60])
 def test_every_kernel_makes_zeros_of_rows_that_see_nothing(
-    value_width: int, dropout: float, groups: int, queries: int
+    vdim: int, dropout: float, groups: int, queries: int
 ) -> None:
     query, key, value, bias = (
         numbers(2, 12, queries, 8).requires_grad_(),
         numbers(2, groups, 70, 8).requires_grad_(),
-        numbers(2, groups, 70, value_width).requires_grad_(),
+        numbers(2, groups, 70, vdim).requires_grad_(),
         numbers(1, 12, queries, 70).requires_grad_(),
     )
     mask = torch.rand(2, 1, queries, 70) < 0.5
@@ -293,7 +285,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction: float) -> None:
     config = LlamaConfig(
-        hidden_size=WIDTH,
+        hidden_size=EMBED_DIM,
         num_attention_heads=HEADS,
         num_key_value_heads=groups,
         head_dim=8,
@@ -302,9 +294,9 @@ def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction:
     )
     config._attn_implementation = "eager"
     theirs = LlamaAttention(config, 0).double()
-    ours = layer(groups, head_width=8, causal=True, rotary=Rotary(500.0))
+    ours = layer(groups, head_dim=8, causal=True, rotary=Rotary(500.0))
     ours.load_state_dict({name.replace("o_proj", "out_proj"): tensor for name, tensor in theirs.state_dict().items()})
-    inputs, positions = numbers(2, 25, WIDTH), torch.stack([torch.arange(25), torch.arange(25) + 7])
+    inputs, positions = numbers(2, 25, EMBED_DIM), torch.stack([torch.arange(25), torch.arange(25) + 7])
     embedding = LlamaRotaryEmbedding(config)
     embedding.inv_freq = embedding.inv_freq.double()
     mask = torch.zeros(25, 25, dtype=torch.float64).masked_fill(~lower_right(25, 25), -torch.inf)[None, None]
@@ -339,14 +331,14 @@ def test_eager_attention_with_repeated_heads_agrees_on_biased_scores() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("value_head_width", [HEAD_WIDTH, 5])
+@pytest.mark.parametrize("value_head_dim", [HEAD_DIM, 5])
 @pytest.mark.parametrize("groups", [1, 3, 4, 12])
-def test_fused_equals_separate(groups: int, bias: bool, value_head_width: int) -> None:
-    separate = layer(groups, bias=bias, value_head_width=value_head_width, causal=True, rotary=Rotary())
+def test_fused_equals_separate(groups: int, bias: bool, value_head_dim: int) -> None:
+    separate = layer(groups, bias=bias, value_head_dim=value_head_dim, causal=True, rotary=Rotary())
     fused = copy.deepcopy(separate).fuse()
     assert fused.fused
-    assert fused.qkv_proj.weight.shape == (12 * 6 + groups * (6 + value_head_width), WIDTH)
-    inputs = numbers(2, 9, WIDTH)
+    assert fused.qkv_proj.weight.shape == (12 * 6 + groups * (6 + value_head_dim), EMBED_DIM)
+    inputs = numbers(2, 9, EMBED_DIM)
     torch.testing.assert_close(fused(inputs), separate(inputs), **EXACT)
     back = copy.deepcopy(fused).unfuse().state_dict()
     assert all(torch.equal(back[name], tensor) for name, tensor in separate.state_dict().items())
@@ -362,8 +354,8 @@ def test_each_projection_has_its_own_bias(biased: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], fused: bool, capacity: int) -> None:
-    attention = layer(3, causal=True, rotary=Rotary(), fused=fused, value_head_width=5)
-    inputs = numbers(2, 20, WIDTH)
+    attention = layer(3, causal=True, rotary=Rotary(), fused=fused, value_head_dim=5)
+    inputs = numbers(2, 20, EMBED_DIM)
     key_mask = torch.ones(2, 20, dtype=torch.int64)
     key_mask[1, :4] = 0
     bias = alibi_bias(12, 20, 20, dtype=torch.float64)
@@ -377,18 +369,18 @@ def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], fused: b
             )
             done = end
     torch.testing.assert_close(torch.cat(outputs, 1), expected.detach(), **EXACT)
-    assert cache.keys.shape == (2, 3, 20, HEAD_WIDTH)
+    assert cache.keys.shape == (2, 3, 20, HEAD_DIM)
     assert cache.values.shape == (2, 3, 20, 5)
-    assert cache.nbytes == 2 * 3 * 20 * (HEAD_WIDTH + 5) * 8
+    assert cache.nbytes == 2 * 3 * 20 * (HEAD_DIM + 5) * 8
 
 
 def test_a_cache_can_forget_and_refuses_gradients() -> None:
-    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, WIDTH), KVCache()
+    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, EMBED_DIM), KVCache()
     with pytest.raises(OptionError, match="gradients"):
         attention(inputs, cache=cache)
     with torch.no_grad():
         attention(inputs[:, :6], cache=cache)
-        attention(numbers(2, 3, WIDTH), cache=cache)
+        attention(numbers(2, 3, EMBED_DIM), cache=cache)
         cache.truncate(6)
         torch.testing.assert_close(attention(inputs[:, 6:], cache=cache), attention(inputs)[:, 6:], **EXACT)
         with pytest.raises(OptionError, match="cannot be cut"):
@@ -400,7 +392,7 @@ def test_a_cache_can_forget_and_refuses_gradients() -> None:
 
 
 def test_a_cache_may_be_filled_in_and_outside_of_inference_mode() -> None:
-    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, WIDTH), KVCache(16)
+    attention, inputs, cache = layer(4, causal=True, rotary=Rotary()), numbers(2, 10, EMBED_DIM), KVCache(16)
     outputs = []
     for mode, piece in (
         (torch.inference_mode, slice(0, 6)),
@@ -415,7 +407,7 @@ def test_a_cache_may_be_filled_in_and_outside_of_inference_mode() -> None:
 def test_packed_documents_equal_separate_runs() -> None:
     attention = layer(3, causal=True, rotary=Rotary())
     lengths = [4, 9, 7]
-    documents = [numbers(1, length, WIDTH) for length in lengths]
+    documents = [numbers(1, length, EMBED_DIM) for length in lengths]
     ids = torch.repeat_interleave(torch.tensor([5, 2, 9]), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])
     packed = attention(torch.cat(documents, 1), documents=ids, positions=positions)
@@ -426,9 +418,9 @@ def test_packed_documents_equal_separate_runs() -> None:
 def test_padding_on_either_side_changes_nothing(order: str) -> None:
     attention = layer(4, causal=True, rotary=Rotary(), batch_first=order == "batch first")
     turn = (lambda x: x) if attention.batch_first else (lambda x: x.transpose(0, 1))
-    inputs = numbers(1, 8, WIDTH)
+    inputs = numbers(1, 8, EMBED_DIM)
     expected = turn(attention(turn(inputs)))
-    left, right = torch.cat([numbers(1, 3, WIDTH), inputs], 1), torch.cat([inputs, numbers(1, 3, WIDTH)], 1)
+    left, right = torch.cat([numbers(1, 3, EMBED_DIM), inputs], 1), torch.cat([inputs, numbers(1, 3, EMBED_DIM)], 1)
     for padded, keep in ((left, slice(3, 11)), (right, slice(0, 8))):
         key_mask = torch.zeros(1, 11, dtype=torch.bool)
         key_mask[:, keep] = True
@@ -438,14 +430,14 @@ def test_padding_on_either_side_changes_nothing(order: str) -> None:
 
 
 def test_cross_attention_reads_a_cached_memory() -> None:
-    attention = layer(3, key_width=10, value_width=14)
-    inputs, memory, values = numbers(2, 5, WIDTH), numbers(2, 7, 10), numbers(2, 7, 14)
+    attention = layer(3, kdim=10, vdim=14)
+    inputs, memory, values = numbers(2, 5, EMBED_DIM), numbers(2, 7, 10), numbers(2, 7, 14)
     expected = attention(inputs, memory, values)
     cache = KVCache()
     with torch.no_grad():
         steps = [attention(inputs[:, i : i + 1], memory, values, cache=cache) for i in range(5)]
         torch.testing.assert_close(torch.cat(steps, 1), expected, **EXACT)
-        assert cache.keys.shape == (2, 3, 7, HEAD_WIDTH)
+        assert cache.keys.shape == (2, 3, 7, HEAD_DIM)
         with pytest.raises(OptionError, match="another memory"):
             attention(inputs, memory[:, :3], values[:, :3], cache=cache)
 
@@ -474,15 +466,15 @@ def test_groups_that_do_not_divide_are_refused(groups: int) -> None:
     [
         {"bias": ["o"]},
         {"bias": ["q"], "fused": True},
-        {"key_width": 8, "fused": True},
+        {"kdim": 8, "fused": True},
         {"dropout": 1.0},
         {"rotary": Rotary(fraction=0.5)},
         {"rotary": Rotary(fraction=0.0)},
-        {"value_head_width": 0},
+        {"value_head_dim": 0},
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="give head_width"):
+    with pytest.raises(OptionError, match="give head_dim"):
         GroupedQueryAttention(40, HEADS)
     with pytest.raises(OptionError):
         layer(**options)
@@ -492,8 +484,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
     ("options", "inputs"),
     [
         ({}, {"inputs": torch.zeros(2, 5, 41)}),
-        ({"causal": True}, {"memory": torch.zeros(2, 5, WIDTH)}),
-        ({"key_width": 8}, {}),
+        ({"causal": True}, {"memory": torch.zeros(2, 5, EMBED_DIM)}),
+        ({"kdim": 8}, {}),
         ({}, {"memory": torch.zeros(2, 5, 8)}),
         ({}, {"positions": torch.arange(5)}),
         ({"rotary": Rotary()}, {"positions": torch.arange(4)}),
@@ -505,7 +497,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 )
 def test_inputs_that_do_not_fit_are_refused(options: dict[str, Any], inputs: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
-        layer(dtype=torch.float32, **options)(**{"inputs": torch.zeros(2, 5, WIDTH)} | inputs)
+        layer(dtype=torch.float32, **options)(**{"inputs": torch.zeros(2, 5, EMBED_DIM)} | inputs)
 
 
 # From multi-head attention
@@ -816,7 +808,7 @@ def test_the_examples_of_the_page_run() -> None:
 
 
 def test_all_masks_together_hide_what_each_hides() -> None:
-    attention, inputs = layer(3, causal=True), numbers(2, 8, WIDTH)
+    attention, inputs = layer(3, causal=True), numbers(2, 8, EMBED_DIM)
     mask, key_mask, documents = (
         torch.rand(1, 12, 8, 8) < 0.7,
         torch.rand(2, 8) < 0.7,
@@ -831,7 +823,7 @@ def test_all_masks_together_hide_what_each_hides() -> None:
 
 
 def test_the_layer_drops_in_training_only() -> None:
-    attention, inputs = layer(3, dropout=0.5), numbers(1, 8, WIDTH)
+    attention, inputs = layer(3, dropout=0.5), numbers(1, 8, EMBED_DIM)
     assert not torch.equal(attention(inputs), attention(inputs))
     attention.eval()
     assert torch.equal(attention(inputs), attention(inputs))

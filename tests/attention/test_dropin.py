@@ -16,18 +16,10 @@ from torch import Tensor, nn
 
 from gqa_convert.attention import GroupedMultiheadAttention, convert_module, convert_state_dict
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
+from tests.helpers.attention import numbers
 
-WIDTH, HEADS, BATCH, QUERIES, KEYS = 24, 6, 3, 5, 7
+EMBED_DIM, HEADS, BATCH, QUERIES, KEYS = 24, 6, 3, 5, 7
 GROUPS = [1, 2, 6]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def shaken(module: Any) -> Any:
@@ -50,7 +42,7 @@ def repeated(model: nn.Module, groups: int, prefix: str = "") -> nn.Module:
             )
             rows = [*rows, *(() if part.in_proj_bias is None else part.in_proj_bias.chunk(3)[1:])]
             for tensor in rows:
-                heads = tensor.detach().clone().split(WIDTH // HEADS)
+                heads = tensor.detach().clone().split(EMBED_DIM // HEADS)
                 size = HEADS // groups
                 means = [sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)]
                 tensor.data.copy_(torch.cat([means[head // size] for head in range(HEADS)]))
@@ -58,7 +50,7 @@ def repeated(model: nn.Module, groups: int, prefix: str = "") -> nn.Module:
 
 
 def pair(groups: int, **options: Any) -> tuple[GroupedMultiheadAttention, nn.MultiheadAttention]:
-    source = shaken(nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64, **options))
+    source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, dtype=torch.float64, **options))
     reference = repeated(source, groups)
     assert isinstance(reference, nn.MultiheadAttention)
     return GroupedMultiheadAttention.from_multihead(source, groups), reference
@@ -101,7 +93,7 @@ def test_arguments_and_results_are_those_of_multihead_attention(
     ours, theirs = pair(groups, batch_first=layout == "batch first", **options)
     ours.train(mode)
     theirs.train(mode)
-    query = numbers(BATCH, QUERIES, WIDTH)
+    query = numbers(BATCH, QUERIES, EMBED_DIM)
     key, value = (
         (query, query) if kind == "self" else (numbers(BATCH, KEYS, theirs.kdim), numbers(BATCH, KEYS, theirs.vdim))
     )
@@ -125,13 +117,17 @@ def test_arguments_and_results_are_those_of_multihead_attention(
 
 def test_the_arguments_have_the_same_order() -> None:
     ours, theirs = pair(2, batch_first=True)
-    query, key, value = numbers(BATCH, QUERIES, WIDTH), numbers(BATCH, KEYS, WIDTH), numbers(BATCH, KEYS, WIDTH)
+    query, key, value = (
+        numbers(BATCH, QUERIES, EMBED_DIM),
+        numbers(BATCH, KEYS, EMBED_DIM),
+        numbers(BATCH, KEYS, EMBED_DIM),
+    )
     given = (hidden(BATCH, KEYS), True, hidden(QUERIES, KEYS), False, False)
     assert_same(ours(query, key, value, *given), theirs(query, key, value, *given))
     options = (0.25, False, False, False, 10, 14, True, None, torch.float64)
     made, original = (
-        GroupedMultiheadAttention(WIDTH, HEADS, *options, groups=2),
-        nn.MultiheadAttention(WIDTH, HEADS, *options),
+        GroupedMultiheadAttention(EMBED_DIM, HEADS, *options, groups=2),
+        nn.MultiheadAttention(EMBED_DIM, HEADS, *options),
     )
     for name in ("embed_dim", "num_heads", "head_dim", "dropout", "kdim", "vdim", "batch_first"):
         assert getattr(made, name) == getattr(original, name)
@@ -142,7 +138,7 @@ def test_the_arguments_have_the_same_order() -> None:
 @pytest.mark.parametrize("queries", [1, QUERIES, KEYS, 60])
 def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> None:
     ours, theirs = pair(groups, batch_first=True)
-    query, key = numbers(BATCH, queries, WIDTH), numbers(BATCH, KEYS, WIDTH)
+    query, key = numbers(BATCH, queries, EMBED_DIM), numbers(BATCH, KEYS, EMBED_DIM)
     mask = torch.ones(queries, KEYS, dtype=torch.bool).triu(1)
     for given, padding, need in itertools.product((mask, as_floats(mask)), (None, hidden(BATCH, KEYS)), (False, True)):
         options: dict[str, Any] = {
@@ -160,7 +156,7 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
 
 def test_gradients_are_those_of_the_reference() -> None:
     ours, theirs = pair(HEADS, batch_first=True)
-    query, key = numbers(BATCH, QUERIES, WIDTH).requires_grad_(), numbers(BATCH, KEYS, WIDTH).requires_grad_()
+    query, key = numbers(BATCH, QUERIES, EMBED_DIM).requires_grad_(), numbers(BATCH, KEYS, EMBED_DIM).requires_grad_()
     for need in (False, True):
         for options in ({"attn_mask": hidden(QUERIES, KEYS)}, {"attn_mask": as_floats(hidden(QUERIES, KEYS))}):
             gradients = [
@@ -179,11 +175,11 @@ def test_a_query_that_sees_no_key_gives_zeros(need: bool, as_float: bool) -> Non
     ours, _ = pair(2, batch_first=True)
     padding = hidden(BATCH, KEYS)
     padding[1] = True
-    query, key = numbers(BATCH, QUERIES, WIDTH).requires_grad_(), numbers(BATCH, KEYS, WIDTH)
+    query, key = numbers(BATCH, QUERIES, EMBED_DIM).requires_grad_(), numbers(BATCH, KEYS, EMBED_DIM)
     out, weights = ours(
         query, key, key, key_padding_mask=as_floats(padding) if as_float else padding, need_weights=need
     )
-    torch.testing.assert_close(out[1], ours.out_proj.bias.expand(QUERIES, WIDTH))
+    torch.testing.assert_close(out[1], ours.out_proj.bias.expand(QUERIES, EMBED_DIM))
     assert weights is None or not weights[1].any()
     out.square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in (query, *ours.parameters()))
@@ -191,7 +187,7 @@ def test_a_query_that_sees_no_key_gives_zeros(need: bool, as_float: bool) -> Non
 
 def test_weights_are_returned_after_dropout_and_the_mean_is_kept() -> None:
     ours, _ = pair(2, dropout=0.5, batch_first=True)
-    query = numbers(BATCH, QUERIES, WIDTH)
+    query = numbers(BATCH, QUERIES, EMBED_DIM)
     out, weights = ours(query, query, query, average_attn_weights=False)
     value = ours.v_proj(query).unflatten(-1, (2, -1)).transpose(1, 2).repeat_interleave(3, dim=1)
     torch.testing.assert_close(out, ours.out_proj((weights @ value).transpose(1, 2).flatten(2)))
@@ -208,7 +204,7 @@ def test_weights_are_returned_after_dropout_and_the_mean_is_kept() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_its_type_and_is_as_close_as_the_original(dtype: torch.dtype) -> None:
     ours, theirs = pair(2, batch_first=True)
-    query = numbers(BATCH, 40, WIDTH)
+    query = numbers(BATCH, 40, EMBED_DIM)
     exact = theirs(query, query, query, average_attn_weights=False)
     low, reference = copy.deepcopy(ours).to(dtype), copy.deepcopy(theirs).to(dtype)
     result, other = (module(*[query.to(dtype)] * 3, average_attn_weights=False) for module in (low, reference))
@@ -240,11 +236,11 @@ def test_weights_begin_as_those_of_the_original() -> None:
 
 
 def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
+    return nn.TransformerEncoderLayer(EMBED_DIM, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
 
 
 def decoder_layer(**options: Any) -> nn.TransformerDecoderLayer:
-    return nn.TransformerDecoderLayer(WIDTH, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
+    return nn.TransformerDecoderLayer(EMBED_DIM, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
 
 
 def converted(model: nn.Module, groups: int, mode: bool, prefix: str = "") -> tuple[nn.Module, nn.Module]:
@@ -275,9 +271,9 @@ def test_encoders_compute_the_same(
     groups: int, batch_first: bool, stacked: bool, options: dict[str, Any], mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer: nn.Module = encoder_layer(batch_first=batch_first, **options)
-    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH, dtype=torch.float64)) if stacked else layer
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(EMBED_DIM, dtype=torch.float64)) if stacked else layer
     ours, theirs = converted(model, groups, mode)
-    source = turned(numbers(BATCH, KEYS, WIDTH), batch_first)
+    source = turned(numbers(BATCH, KEYS, EMBED_DIM), batch_first)
     causal = nn.Transformer.generate_square_subsequent_mask(KEYS, dtype=torch.float64)
     name = "mask" if stacked else "src_mask"
     flat, padding = hidden(BATCH * HEADS, KEYS, KEYS), left_aligned(BATCH, KEYS)
@@ -311,7 +307,7 @@ def test_encoders_compute_the_same(
 def test_decoders_compute_the_same(groups: int, batch_first: bool, stacked: bool, norm_first: bool, mode: bool) -> None:
     layer: nn.Module = decoder_layer(batch_first=batch_first, norm_first=norm_first)
     ours, theirs = converted(nn.TransformerDecoder(layer, 2) if stacked else layer, groups, mode)
-    target, memory = (turned(numbers(BATCH, length, WIDTH), batch_first) for length in (QUERIES, KEYS))
+    target, memory = (turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (QUERIES, KEYS))
     causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
     choices: list[dict[str, Any]] = [
         {},
@@ -341,9 +337,9 @@ def test_decoders_compute_the_same(groups: int, batch_first: bool, stacked: bool
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("prefix", ["", "decoder."])
 def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, prefix: str, mode: bool) -> None:
-    model = nn.Transformer(WIDTH, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    model = nn.Transformer(EMBED_DIM, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     ours, theirs = converted(model, groups, mode, prefix)
-    source, target = (turned(numbers(BATCH, length, WIDTH), batch_first) for length in (KEYS, QUERIES))
+    source, target = (turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (KEYS, QUERIES))
     padding = left_aligned(BATCH, KEYS)
     causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
     choices: list[dict[str, Any]] = [
@@ -372,7 +368,7 @@ def test_attention_that_is_replaced_by_hand_takes_no_fast_path(when: str) -> Non
         for part in encoder.layers:
             part.self_attn = GroupedMultiheadAttention.from_multihead(part.self_attn, 2)
     shaken(encoder).eval()
-    source, padding = numbers(BATCH, KEYS, WIDTH), left_aligned(BATCH, KEYS)
+    source, padding = numbers(BATCH, KEYS, EMBED_DIM), left_aligned(BATCH, KEYS)
     expected = encoder.train()(source, src_key_padding_mask=padding)
     encoder.eval()
     torch.testing.assert_close(encoder(source, src_key_padding_mask=padding), expected)
@@ -383,10 +379,10 @@ def test_attention_that_is_replaced_by_hand_takes_no_fast_path(when: str) -> Non
 
 
 def test_training_lowers_the_loss_and_moves_every_parameter() -> None:
-    model = convert_module(nn.Transformer(WIDTH, HEADS, 1, 1, 20, batch_first=True, dtype=torch.float64), 2).train()
+    model = convert_module(nn.Transformer(EMBED_DIM, HEADS, 1, 1, 20, batch_first=True, dtype=torch.float64), 2).train()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    source, target = numbers(8, KEYS, WIDTH), numbers(8, QUERIES, WIDTH)
+    source, target = numbers(8, KEYS, EMBED_DIM), numbers(8, QUERIES, EMBED_DIM)
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
@@ -402,7 +398,7 @@ def test_training_lowers_the_loss_and_moves_every_parameter() -> None:
 def test_the_encoder_compiles_and_saves(tmp_path: Any) -> None:
     torch._dynamo.reset()
     encoder, _ = converted(nn.TransformerEncoder(encoder_layer(batch_first=True), 2), 2, mode=False)
-    source, padding = numbers(BATCH, KEYS, WIDTH), left_aligned(BATCH, KEYS)
+    source, padding = numbers(BATCH, KEYS, EMBED_DIM), left_aligned(BATCH, KEYS)
     expected = encoder(source, src_key_padding_mask=padding)
     compiled = torch.compile(encoder, backend="eager", fullgraph=True)
     for enabled in (True, False):
@@ -418,7 +414,7 @@ def test_autocast_computes_in_half_precision() -> None:
     encoder, reference = converted(
         nn.TransformerEncoder(encoder_layer(batch_first=True, dtype=torch.float32), 2), HEADS, mode=False
     )
-    source, padding = torch.randn(BATCH, KEYS, WIDTH), hidden(BATCH, KEYS)
+    source, padding = torch.randn(BATCH, KEYS, EMBED_DIM), hidden(BATCH, KEYS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         result, expected = (
             encoder(source, src_key_padding_mask=padding),
@@ -463,7 +459,7 @@ def test_autocast_computes_in_half_precision() -> None:
 def test_inputs_that_do_not_fit_are_refused(
     shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str
 ) -> None:
-    module = GroupedMultiheadAttention(WIDTH, HEADS, groups=2, batch_first=True)
+    module = GroupedMultiheadAttention(EMBED_DIM, HEADS, groups=2, batch_first=True)
     with pytest.raises(OptionError, match=message) as caught:
         module(*(torch.zeros(shape) for shape in shapes), **options)
     assert "\n" not in str(caught.value)
@@ -472,10 +468,10 @@ def test_inputs_that_do_not_fit_are_refused(
 def test_what_cannot_be_grouped_is_refused() -> None:
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         with pytest.raises(OptionError, match="add_bias_kv and add_zero_attn"):
-            GroupedMultiheadAttention(WIDTH, HEADS, **options)
+            GroupedMultiheadAttention(EMBED_DIM, HEADS, **options)
         with pytest.raises(OptionError, match=r"1\.0 appends"):
             convert_module(
-                nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, **options))), 2
+                nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.MultiheadAttention(EMBED_DIM, HEADS, **options))), 2
             )
     with pytest.raises(OptionError, match="divisible"):
         GroupedMultiheadAttention(25, HEADS)
@@ -494,16 +490,16 @@ def test_what_cannot_be_grouped_is_refused() -> None:
         pass
 
     layer = encoder_layer()
-    layer.self_attn = Special(WIDTH, HEADS)
+    layer.self_attn = Special(EMBED_DIM, HEADS)
     with pytest.raises(OptionError, match="self_attn is a Special"):
         convert_module(layer, 2)
-    nested = torch.nested.nested_tensor([torch.zeros(2, WIDTH), torch.zeros(3, WIDTH)])
+    nested = torch.nested.nested_tensor([torch.zeros(2, EMBED_DIM), torch.zeros(3, EMBED_DIM)])
     with pytest.raises(OptionError, match="nested"):
-        GroupedMultiheadAttention(WIDTH, HEADS, batch_first=True)(nested, nested, nested)
+        GroupedMultiheadAttention(EMBED_DIM, HEADS, batch_first=True)(nested, nested, nested)
 
 
 def test_the_source_is_left_alone_and_shared_modules_stay_shared() -> None:
-    shared = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25)
+    shared = nn.MultiheadAttention(EMBED_DIM, HEADS, dropout=0.25)
     model = nn.ModuleList([shared, shared, nn.Linear(2, 2)]).eval()
     before = copy.deepcopy(model.state_dict())
     made = convert_module(model, 2)

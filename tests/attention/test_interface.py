@@ -249,7 +249,7 @@ def test_what_would_differ_is_refused_on_loading(name: str) -> None:
     with pytest.raises(UnsupportedAttentionError, match=reason(name)) as caught:
         build(name, "gqa")
     assert "\n" not in str(caught.value)
-    assert "leave attn_implementation out" in str(caught.value)
+    assert "omit attn_implementation" in str(caught.value)
 
 
 def test_each_refused_name_exists() -> None:

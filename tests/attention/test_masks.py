@@ -10,28 +10,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gqa_convert.attention import GroupedQueryAttention, KVCache, grouped_query_attention
 from gqa_convert.errors import OptionError
+from tests.helpers.attention import numbers
 
 BATCH = HEADS = 6  # as many sequences as heads: no shape tells them apart
-WIDTH, LENGTH = 24, 5
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+EMBED_DIM, LENGTH = 24, 5
 
 
 def layer(**options: Any) -> GroupedQueryAttention:
-    return GroupedQueryAttention(WIDTH, HEADS, 2, **{"dtype": torch.float64} | options)
+    return GroupedQueryAttention(EMBED_DIM, HEADS, 2, **{"dtype": torch.float64} | options)
 
 
 def expected(attention: GroupedQueryAttention, inputs: Tensor, added: Tensor) -> Tensor:
     """Torch's own function with repeated heads, and one full float mask [b, H, q, k]."""
     heads = [
-        projection(inputs).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+        projection(inputs).unflatten(-1, (-1, EMBED_DIM // HEADS)).transpose(1, 2)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
     key, value = (part.repeat_interleave(3, dim=1) for part in heads[1:])
@@ -52,7 +44,7 @@ def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(sizes: tuple[int, .
     mask = torch.rand(*sizes, LENGTH) < 0.6
     mask[..., 0] = True
     added = as_floats(mask) if kind == "bool" else numbers(*sizes, LENGTH)
-    attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, WIDTH)
+    attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, EMBED_DIM)
     result = attention(inputs, **({"bias": added} if kind == "bias" else {"mask": mask if kind == "bool" else added}))
     full = added[(None,) * (4 - added.dim())]
     if causal:
@@ -71,7 +63,7 @@ def test_three_axes_are_refused(argument: str, first: int, key_mask: bool) -> No
     with pytest.raises(
         OptionError, match=rf"{argument}\[:, None\] for one per sequence, {argument}\[None\] for one per query head"
     ):
-        layer(dtype=torch.float32)(torch.zeros(BATCH, LENGTH, WIDTH), **options)
+        layer(dtype=torch.float32)(torch.zeros(BATCH, LENGTH, EMBED_DIM), **options)
     if not key_mask:
         with pytest.raises(OptionError, match="three axes"):
             grouped_query_attention(*(torch.zeros(BATCH, heads, LENGTH, 4) for heads in (HEADS, 2, 2)), **options)
@@ -79,7 +71,7 @@ def test_three_axes_are_refused(argument: str, first: int, key_mask: bool) -> No
 
 @torch.no_grad()
 def test_what_the_refusal_advises_is_right() -> None:
-    attention, inputs = layer(), numbers(BATCH, LENGTH, WIDTH)
+    attention, inputs = layer(), numbers(BATCH, LENGTH, EMBED_DIM)
     mask = torch.rand(BATCH, LENGTH, LENGTH) < 0.6
     mask[..., 0] = True
     per_sequence = torch.cat([attention(inputs[i : i + 1], mask=mask[i]) for i in range(BATCH)])
@@ -106,23 +98,23 @@ def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None
         match=rf"{argument} is .*give \[queries, keys\] or \[batch, heads, queries, keys\] = \[6, 6, 5, 5\]",
     ):
         layer(dtype=torch.float32)(
-            torch.zeros(BATCH, LENGTH, WIDTH), **{argument: given < 0.5 if argument == "mask" else given}
+            torch.zeros(BATCH, LENGTH, EMBED_DIM), **{argument: given < 0.5 if argument == "mask" else given}
         )
 
 
 @torch.no_grad()
 def test_a_mask_of_the_new_token_alone_is_refused() -> None:
     attention, cache = layer(causal=True), KVCache()
-    attention(numbers(2, LENGTH, WIDTH), cache=cache)
+    attention(numbers(2, LENGTH, EMBED_DIM), cache=cache)
     with pytest.raises(OptionError, match=r"\[2, 6, 1, 6\]"):
-        attention(numbers(2, 1, WIDTH), mask=torch.ones(2, 1, 1, 1, dtype=torch.bool), cache=cache)
+        attention(numbers(2, 1, EMBED_DIM), mask=torch.ones(2, 1, 1, 1, dtype=torch.bool), cache=cache)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, with_documents: bool, causal: bool) -> None:
-    attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, WIDTH)
+    attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, EMBED_DIM)
     mask, bias = numbers(LENGTH, LENGTH), numbers(1, HEADS, LENGTH, LENGTH)
     key_mask = torch.rand(BATCH, LENGTH) < 0.6
     key_mask[:, 0] = True
@@ -139,7 +131,7 @@ def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, with_documents
 
 
 def test_types_that_have_no_clear_meaning_are_refused() -> None:
-    attention, inputs = layer(), numbers(BATCH, LENGTH, WIDTH)
+    attention, inputs = layer(), numbers(BATCH, LENGTH, EMBED_DIM)
     with pytest.raises(OptionError, match=r"torch\.int64.*True where a query sees a key"):
         attention(inputs, mask=torch.ones(LENGTH, LENGTH, dtype=torch.int64))
     with pytest.raises(OptionError, match=r"torch\.bool.*boolean mask as mask"):

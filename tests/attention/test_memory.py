@@ -5,26 +5,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from gqa_convert.attention import GroupedQueryAttention, KVCache, Rotary
 from gqa_convert.errors import OptionError
+from tests.helpers.attention import numbers
 
-WIDTH = 24
+EMBED_DIM = 24
 MODES = [torch.no_grad, torch.inference_mode]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def cross(**options: object) -> GroupedQueryAttention:
-    return GroupedQueryAttention(WIDTH, 6, 2, dtype=torch.float64, **options)  # type: ignore[arg-type]
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+    return GroupedQueryAttention(EMBED_DIM, 6, 2, dtype=torch.float64, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -36,14 +27,14 @@ def test_another_memory_of_the_same_shape_is_refused(
         layer, cache, queries, memory = (
             cross(batch_first=batch_first),
             KVCache(),
-            numbers(3, 3, WIDTH),
-            numbers(3, 3, WIDTH),
+            numbers(3, 3, EMBED_DIM),
+            numbers(3, 3, EMBED_DIM),
         )
         expected = layer(queries, memory)
         torch.testing.assert_close(layer(queries, memory, cache=cache), expected)
         one_number_off = memory.clone()
         one_number_off[2, 1, 5] += 1
-        for other in (numbers(3, 3, WIDTH), one_number_off, memory.flip(0), memory.transpose(0, 1), memory.float()):
+        for other in (numbers(3, 3, EMBED_DIM), one_number_off, memory.flip(0), memory.transpose(0, 1), memory.float()):
             with pytest.raises(OptionError, match="another memory"):
                 layer(queries, other, cache=cache)
         # the refusals leave the cache as it was
@@ -52,10 +43,10 @@ def test_another_memory_of_the_same_shape_is_refused(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_memory_that_was_written_to_is_refused(mode: Callable[[], torch.inference_mode]) -> None:
-    outside = numbers(2, 7, WIDTH)
+    outside = numbers(2, 7, EMBED_DIM)
     with mode():
-        layer, queries = cross(), numbers(2, 1, WIDTH)
-        for memory in (numbers(2, 7, WIDTH), outside):
+        layer, queries = cross(), numbers(2, 1, EMBED_DIM)
+        for memory in (numbers(2, 7, EMBED_DIM), outside):
             cache = KVCache()
             layer(queries, memory, cache=cache)
             memory[1, 3, 4] = torch.nextafter(memory[1, 3, 4], torch.tensor(9.0, dtype=torch.float64))
@@ -69,10 +60,10 @@ def test_a_memory_that_was_written_to_is_refused(mode: Callable[[], torch.infere
 @torch.inference_mode()
 def test_a_buffer_that_was_filled_anew_is_noticed_without_counted_writes(dtype: torch.dtype, batch_first: bool) -> None:
     layer = cross(batch_first=batch_first).to(dtype)
-    queries, memory = numbers(3, 3, WIDTH).to(dtype), numbers(3, 3, WIDTH).to(dtype)
+    queries, memory = numbers(3, 3, EMBED_DIM).to(dtype), numbers(3, 3, EMBED_DIM).to(dtype)
     for write in (
-        lambda: memory.copy_(numbers(3, 3, WIDTH)),
-        lambda: memory[2, 1].copy_(numbers(WIDTH)),
+        lambda: memory.copy_(numbers(3, 3, EMBED_DIM)),
+        lambda: memory[2, 1].copy_(numbers(EMBED_DIM)),
         lambda: memory.copy_(memory.flip(0)),
         lambda: memory.copy_(memory.flip(1)),
         lambda: memory.copy_(memory.flip(2)),
@@ -88,19 +79,19 @@ def test_a_buffer_that_was_filled_anew_is_noticed_without_counted_writes(dtype: 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_memory_is_accepted_in_any_form_and_may_be_left_out(mode: Callable[[], torch.inference_mode]) -> None:
     with mode():
-        layer, cache, memory = cross(), KVCache(), numbers(2, 7, WIDTH)
-        layer(numbers(2, 1, WIDTH), memory, cache=cache)
+        layer, cache, memory = cross(), KVCache(), numbers(2, 7, EMBED_DIM)
+        layer(numbers(2, 1, EMBED_DIM), memory, cache=cache)
         for same in (memory, memory[:], memory.detach(), memory.clone(), None):
-            queries = numbers(2, 1, WIDTH)
+            queries = numbers(2, 1, EMBED_DIM)
             torch.testing.assert_close(layer(queries, same, cache=cache), layer(queries, memory))
-        queries = numbers(2, 1, WIDTH)
+        queries = numbers(2, 1, EMBED_DIM)
         torch.testing.assert_close(layer(queries, memory, cache=copy.deepcopy(cache)), layer(queries, memory))
 
 
 def test_values_of_their_own_are_remembered_too() -> None:
     with torch.no_grad():
-        layer, cache = cross(key_width=10, value_width=10), KVCache()
-        queries, memory, values = numbers(2, 1, WIDTH), numbers(2, 7, 10), numbers(2, 7, 10)
+        layer, cache = cross(kdim=10, vdim=10), KVCache()
+        queries, memory, values = numbers(2, 1, EMBED_DIM), numbers(2, 7, 10), numbers(2, 7, 10)
         expected = layer(queries, memory, values, cache=cache)
         torch.testing.assert_close(layer(queries, memory, values, cache=cache), expected)
         torch.testing.assert_close(layer(queries, cache=cache), expected)
@@ -118,26 +109,26 @@ def test_values_of_their_own_are_remembered_too() -> None:
 
 def test_the_same_memory_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
-        layer, cache, memory = cross(), KVCache(), numbers(2, 7, WIDTH)
-        layer(numbers(2, 1, WIDTH), memory, cache=cache)
+        layer, cache, memory = cross(), KVCache(), numbers(2, 7, EMBED_DIM)
+        layer(numbers(2, 1, EMBED_DIM), memory, cache=cache)
         monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("the memory was read"))
-        layer(numbers(2, 1, WIDTH), memory, cache=cache)
-        layer(numbers(2, 1, WIDTH), memory[:], cache=cache)
+        layer(numbers(2, 1, EMBED_DIM), memory, cache=cache)
+        layer(numbers(2, 1, EMBED_DIM), memory[:], cache=cache)
 
 
 def test_a_memory_is_held_while_its_cache_lives() -> None:
     # a freed memory would give its address to the next one
     with torch.no_grad():
-        layer, cache, queries = cross(), KVCache(), numbers(2, 1, WIDTH)
-        layer(queries, numbers(2, 7, WIDTH), cache=cache)
+        layer, cache, queries = cross(), KVCache(), numbers(2, 1, EMBED_DIM)
+        layer(queries, numbers(2, 7, EMBED_DIM), cache=cache)
         for _ in range(20):
             with pytest.raises(OptionError, match="another memory"):
-                layer(queries, numbers(2, 7, WIDTH), cache=cache)
+                layer(queries, numbers(2, 7, EMBED_DIM), cache=cache)
 
 
 @torch.no_grad()
 def test_a_cache_serves_one_kind_of_attention() -> None:
-    inputs, memory, of_tokens, of_memory = numbers(2, 7, WIDTH), numbers(2, 7, WIDTH), KVCache(), KVCache()
+    inputs, memory, of_tokens, of_memory = numbers(2, 7, EMBED_DIM), numbers(2, 7, EMBED_DIM), KVCache(), KVCache()
     cross()(inputs, cache=of_tokens)
     with pytest.raises(OptionError, match="holds 7 keys already"):
         cross()(inputs, memory, cache=of_tokens)
@@ -153,9 +144,9 @@ def test_a_cache_serves_one_kind_of_attention() -> None:
 
 @torch.no_grad()
 def test_a_memory_is_kept_or_forgotten_as_a_whole() -> None:
-    layer, cache, queries = cross(), KVCache(), numbers(2, 1, WIDTH)
+    layer, cache, queries = cross(), KVCache(), numbers(2, 1, EMBED_DIM)
     for length in (7, 7, 5):
-        memory = numbers(2, length, WIDTH)
+        memory = numbers(2, length, EMBED_DIM)
         torch.testing.assert_close(layer(queries, memory, cache=cache), layer(queries, memory))
         cache.truncate(length)
         assert cache.holds_memory
@@ -163,6 +154,6 @@ def test_a_memory_is_kept_or_forgotten_as_a_whole() -> None:
             cache.truncate(3)
         cache.truncate(0)
         assert not cache.holds_memory
-    empty = numbers(2, 0, WIDTH)
+    empty = numbers(2, 0, EMBED_DIM)
     for _ in range(2):
         assert not layer(queries, empty, cache=cache).any()
