@@ -3,10 +3,9 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar, cast
 
-P = ParamSpec("P")
-S = TypeVar("S")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 RENAMED: Final = {
     "width": "embed_dim",
@@ -19,21 +18,20 @@ RENAMED: Final = {
 """Earlier names -> the names that nn.MultiheadAttention uses."""
 
 
-def accept_earlier_names(function: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def accept_earlier_names(function: Init) -> Init:
     """Let an `__init__` accept the keyword arguments of `RENAMED` too."""
 
     @functools.wraps(function)
-    def renamed(self: S, *arguments: P.args, **options: P.kwargs) -> None:
-        given: dict[str, Any] = dict(options)
-        for old in RENAMED.keys() & given.keys():
+    def renamed(self: Any, *arguments: Any, **options: Any) -> None:
+        for old in RENAMED.keys() & options.keys():
             new = RENAMED[old]
-            if new in given:
+            if new in options:
                 raise TypeError(f"{type(self).__name__} got both {new} and its earlier name {old}: give {new} alone")
             warn_renamed(f"argument {old} of {type(self).__name__}", new, stacklevel=3)
-            given[new] = given.pop(old)
-        function(self, *arguments, **given)  # type: ignore[arg-type]
+            options[new] = options.pop(old)
+        function(self, *arguments, **options)
 
-    return renamed
+    return cast(Init, renamed)
 
 
 class EarlierAttributes:

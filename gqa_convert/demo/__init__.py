@@ -1,1 +1,1 @@
-"""The bundled checkpoint and the story that `gqa-convert demo` tells with it."""
+"""The workflow that `gqa-convert demo` runs on the bundled checkpoint."""

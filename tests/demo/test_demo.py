@@ -11,7 +11,8 @@ import torch
 
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.demo import run as demo_run
-from gqa_convert.demo.run import CHECKPOINT, GROUPS, PLOT, RESULTS, check_place, run_demo
+from gqa_convert.demo.files import CHECKPOINT, GROUPS, PLOT, RESULTS, check_folder
+from gqa_convert.demo.run import run_demo
 from gqa_convert.errors import OutputError
 from gqa_convert.families.loading import load_causal_lm
 from gqa_convert.text import sources, stdlib_text
@@ -46,7 +47,7 @@ def test_the_bundled_checkpoint_is_small() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_tells_the_whole_story(demo: tuple[Path, dict, list[Plan]]) -> None:
+def test_the_demo_runs_the_whole_workflow(demo: tuple[Path, dict, list[Plan]]) -> None:
     out, summary, plans = demo
     assert len(plans) == 1
     assert summary["passed"]
@@ -104,21 +105,21 @@ def test_what_no_demo_wrote_is_neither_replaced_nor_deleted(
 ) -> None:
     out = tmp_path / "copy"
     shutil.copytree(demo[0], out)
-    check_place(out, overwrite=True)
+    check_folder(out, overwrite=True)
     (out / "notes.txt").write_text("beside the results, where the demo writes nothing")
-    check_place(out, overwrite=True)
+    check_folder(out, overwrite=True)
     for name in ("gqa-3/thesis.tex", "gqa-12/data", "uptraining/thesis.tex", "uptraining/model/thesis.tex"):
         (out / name).write_text("mine")
         with pytest.raises(OutputError, match=r"not w|changed since"):
-            check_place(out, overwrite=True)
+            check_folder(out, overwrite=True)
         (out / name).unlink()
     for name in (RESULTS, PLOT, "uptraining.yaml"):
         kept = (out / name).read_bytes()
         (out / name).write_text((out / name).read_text().replace("gqa-convert", "me") if name == PLOT else "{}")
         with pytest.raises(OutputError, match=name):
-            check_place(out, overwrite=True)
+            check_folder(out, overwrite=True)
         (out / name).write_bytes(kept)
-    check_place(out, overwrite=True)
+    check_folder(out, overwrite=True)
 
 
 def test_every_token_but_the_first_is_scored_once() -> None:
