@@ -158,7 +158,7 @@ def child(options: argparse.Namespace) -> None:
     clock.wrap(LockstepRunner, "_advance", "forward")
     clock.wrap(LockstepRunner, "_measure", "opening")
     clock.wrap(fitting, "__init__", "targets")
-    clock.wrap(fitting, "moments", "moments")
+    clock.wrap(closed_loop, "moments_of", "moments")
     clock.wrap(fitting, "low_frequency_pairs", "slow pairs")
     clock.wrap(closed_loop, "order_heads", "grouping")
     clock.wrap(closed_loop, "merge_layer", "merge", unless="slow pairs")

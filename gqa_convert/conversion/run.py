@@ -1,6 +1,6 @@
 """Runs a plan: streams the source's bytes into a new checkpoint folder that appears whole or not at all.
 
-Only the K/V heads are read; everything else travels inside the kernel. Memory does not depend on the model's size.
+Only K/V heads are read into memory; the kernel copies everything else. Memory does not depend on the model's size.
 """
 
 import os
@@ -55,7 +55,7 @@ def convert_checkpoint(
             `factor` without.
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
             in a recipe's `data`.
-        calibration_tokens: how much of it, by default from the model's width.
+        calibration_tokens: how much of it, by default from the model's hidden_size.
         calibration_length: tokens of a block of it, by default the model's context up to 2048.
         fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
         kl_steps: of the last stage of `fit`, which trains all layers together to predict what the source predicts; by
@@ -64,8 +64,8 @@ def convert_checkpoint(
             from the source is 0.02 nats per token or more, else 0.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
-        native: translate to a stock class with a K/V-head count (True), bring a modelling file (False), or the former
-            where possible.
+        native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former
+            where possible (None).
         revision: branch, tag or commit on the Hub.
         max_shard_size: bytes of tensors per output file, at most; without it the files are those of the source.
         overwrite: replace an existing checkpoint folder once the new one is complete.
@@ -106,7 +106,7 @@ def convert_checkpoint(
             digests = hasher.digests()
         errors = written if merged.errors is None else merged.errors
         write_sidecar_files(plan, staged.path)
-        # methods that work on whole layers take so long that reading their result again is nothing beside it
+        # methods that work on whole layers take so long that hashing their result costs little
         result = (
             hash_files(staged.path, (shard.file for shard in plan.shards))
             if hash_weights or merged.errors is not None

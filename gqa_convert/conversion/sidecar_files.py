@@ -1,4 +1,4 @@
-"""Writes what lies beside the weights: index, config, tokenizer, modelling file."""
+"""Writes the sidecar files of a result: index, config, tokenizer, modelling file."""
 
 import json
 import shutil
@@ -14,11 +14,11 @@ from gqa_convert.families.table import Modeling
 from gqa_convert.families.target_architectures import TargetArchitecture
 
 MODELING = Path(__file__).parents[1] / "families" / "modeling"
-"""Where the package keeps the modelling files that checkpoints bring along."""
+"""Where the package keeps the modelling files that travel with checkpoints."""
 
 
 class Described(Protocol):
-    """What has to be known of a plan to write what lies beside its weights."""
+    """The part of a plan that decides the sidecar files."""
 
     @property
     def checkpoint(self) -> Checkpoint: ...
@@ -37,12 +37,12 @@ class Described(Protocol):
 
 
 def write_sidecar_files(plan: Described, folder: Path) -> None:
-    """Write index, config, the modelling file if one is needed, and every other file of the source, byte for byte but
-    for a tokenizer class.
+    """Write the index, the config, the modelling file if one is needed, and a copy of every other file of the source,
+    in which only the name of a tokenizer class may change.
 
     Args:
         plan: of a checkpoint on this machine.
-        folder: where its weights are.
+        folder: where the result's weights are.
     """
     _write_index(plan, folder)
     source = plan.checkpoint.folder
@@ -78,7 +78,7 @@ def _write_index(plan: Described, folder: Path) -> None:
 
 
 def _name_tokenizer_for_all(path: Path) -> None:
-    """transformers 5 writes a class name of its own for what all versions know as PreTrainedTokenizerFast."""
+    """Rename `TokenizersBackend`, which transformers 5 writes, to the class that all versions know."""
     try:
         stated = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -88,9 +88,7 @@ def _name_tokenizer_for_all(path: Path) -> None:
 
 
 def _complete_tokenizer(folder: Path, defaults: dict[str, Any], named: str) -> None:
-    """Write out what the source's tokenizer class has by default and its new one has not; others of its classes have no
-    such defaults.
-    """
+    """Write the defaults of the source's tokenizer class into its config, where the new class lacks them."""
     path = folder / "tokenizer_config.json"
     if path.is_file() or (folder / "tokenizer.json").is_file():
         stated = json.loads(path.read_bytes()) if path.is_file() else {}

@@ -22,13 +22,13 @@ from gqa_convert.families.target_architectures import TargetArchitecture
 from gqa_convert.merging.pooling import BlockMerger, fresh_numbers, standard_deviation
 
 _BLOCK_NUMBERS = 1 << 16
-"""Numbers merged at a time, over all heads of a group: what fits a core's cache in float32."""
+"""Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32."""
 
 Progress = Callable[[int], None]
 
 
 class Writable(Protocol):
-    """What has to be known of a plan to write its weights."""
+    """The part of a plan that decides the weights."""
 
     @property
     def checkpoint(self) -> Checkpoint: ...
@@ -47,7 +47,7 @@ def write_weights(plan: Writable, folder: Path, progress: Progress) -> dict[str,
 
     Args:
         plan: what to write.
-        folder: where to.
+        folder: an empty folder.
         progress: called with every number of bytes written.
 
     Returns:
@@ -55,8 +55,8 @@ def write_weights(plan: Writable, folder: Path, progress: Progress) -> dict[str,
 
     Raises:
         NoSpaceError: the disk cannot hold the result.
-        NonFiniteError: a tensor to be merged holds NaN or Inf.
-        CorruptCheckpointError: a source file changed meanwhile.
+        NonFiniteError: a tensor that is merged holds NaN or Inf.
+        CorruptCheckpointError: a source file changed during the conversion.
     """
     with ExitStack() as stack:
         sources = SourceFiles(plan.checkpoint, folder, stack)
@@ -73,7 +73,7 @@ def write_weights(plan: Writable, folder: Path, progress: Progress) -> dict[str,
 
 
 def _check_space(plan: Writable, folder: Path, shared: bool) -> None:
-    """Shared blocks take no space: there only merged heads and what is carried over count."""
+    """Check the free space. Blocks shared with the source take none, so that only merged heads and sidecar files count."""
     needed = plan.disk_bytes + sum(shard.size for shard in plan.checkpoint.shards if shard.spilled)
     if shared:
         copied = sum(
@@ -87,7 +87,7 @@ def _check_space(plan: Writable, folder: Path, shared: bool) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise NoSpaceError(
-            f"the result needs {needed:,} bytes and the disk of {folder.parent} has {free:,} free: make room or name another disk"
+            f"the result needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
         )
 
 
@@ -121,7 +121,7 @@ class _ShardWriter:
         return block.view(DTYPES[entry.dtype]).reshape(rows, *entry.shape[1:])
 
     def write(self, shard: OutputShard, path: Path) -> OutputFile:
-        """Write a whole file, header, then tensors; closing it, which waits for the disk, is the caller's."""
+        """Write a whole file, first the header, then the tensors. The caller closes it, which waits for the disk."""
         header, copied = b"", 0
         if shard.whole_copy_of is None:
             header = self._header(shard)
@@ -280,7 +280,7 @@ class _ShardWriter:
 
 
 class _Fresh:
-    """`fresh_numbers` as something to take from."""
+    """The stream of `fresh_numbers`, in portions of any size."""
 
     def __init__(self, seed: int, name: str, deviation: float, dtype: np.dtype[Any]) -> None:
         self._count = 0

@@ -161,7 +161,7 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
     batches = batches_for(model)
     assert affordable(model, batches, 2)
     assert not affordable(far, batches, 2)
-    with pytest.raises(OptionError, match=r"--kl-steps 7 .*does not fit in memory"):
+    with pytest.raises(OptionError, match=r"--kl-steps 7 .*needs the model in memory"):
         check_possible(far, batches, 7)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"):
         check_possible(model, [], 7)

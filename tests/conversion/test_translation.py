@@ -311,7 +311,9 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
     assert make_plan(neox, HEADS, native=True).config["model_type"] == "phi"
     assert make_plan(gpt2, 1).config["model_type"] == "gpt_bigcode"
     assert make_plan(gpt2, 3).route == "own file"
-    with pytest.raises(OptionError, match="no native home: gpt_bigcode, which is GPT-2 otherwise"):
+    with pytest.raises(
+        OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2 otherwise"
+    ):
         make_plan(gpt2, 3, native=True)
 
 

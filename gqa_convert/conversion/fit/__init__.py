@@ -1,3 +1,1 @@
-"""Carries out the methods that work on whole attention layers: layer by layer, into files that a killed run goes on
-from.
-"""
+"""Runs the methods that work on whole attention layers, layer by layer, into files from which a killed run resumes."""

@@ -1,4 +1,4 @@
-"""Calibration text and the loaded source for the methods that measure."""
+"""The options of calibration: their defaults, their checks, and the text that they name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,16 @@ from gqa_convert.merging.methods import CALIBRATED_DEFAULT, CHOICES, DEFAULT, ME
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """What a user says of calibration."""
+    """The options of calibration, as the user gave them."""
 
     source: Any = None
     """A file, a folder, a pattern, the id of a Hub dataset, or a recipe's `data` entry; None for no calibration."""
     tokens: int | None = None
-    """Of text; by default from the model's width."""
+    """How much text; by default from the model's hidden_size."""
     sequence_length: int | None = None
     """Tokens of a block; by default the model's context up to 2048."""
     seed: int = 0
-    """Of the choice of blocks, and of their order in the gradient stage."""
+    """Of the choice of blocks, and of their order in the gradient stages."""
     steps: int | None = None
     """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
     kl_steps: int | None = None
@@ -31,12 +31,12 @@ class CalibrationOptions:
 
 
 def default_method(calibration: CalibrationOptions) -> str:
-    """The method where none is asked for: what lost least of those that can be had."""
+    """The method if the user names none: the one that loses least with what there is."""
     return (DEFAULT if calibration.source is None else CALIBRATED_DEFAULT).name
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:
-    """Refuse what makes no sense together.
+    """Refuse options that contradict each other.
 
     Raises:
         OptionError: `fit` without text, text for a method that reads none, or a count without text.
@@ -49,11 +49,11 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             )
         if calibration.steps is not None:
             raise OptionError(
-                f"--fit-steps {calibration.steps} without text: name a text file or dataset with --calibration"
+                f"--fit-steps {calibration.steps} needs calibration text: name a text file or dataset with --calibration"
             )
         if calibration.kl_steps is not None:
             raise OptionError(
-                f"--kl-steps {calibration.kl_steps} without text: name a text file or dataset with --calibration"
+                f"--kl-steps {calibration.kl_steps} needs calibration text: name a text file or dataset with --calibration"
             )
         if calibration.tokens is not None:
             raise OptionError(

@@ -1,7 +1,8 @@
-"""Methods that measure: layer by layer, on what the layers merged before it make of the calibration text.
+"""The methods that measure on calibration text, layer by layer.
 
-Each layer's heads are merged by the moments of the *student's* inputs; for `fit`, its output projection is then
-refitted so that the student's residual stream behind the layer comes as near as possible to the source's.
+The moments of the *student's* inputs, which the layers below have merged already, decide how each layer's heads are
+merged. `fit` then refits the output projection so that the student's residual stream behind the layer comes as near as
+possible to the source's.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +36,15 @@ from gqa_convert.merging.folding.merge import Moments, merge_layer
 
 RIDGE = 1e-3
 _KEPT_BYTES = 4 * 5
-"""Per token and unit of width: a residual stream and what attention reads, of source and student, and a target; in
-float32.
+"""Per token and unit of hidden_size: the residual stream and attention's input, of source and student, and the target,
+in float32.
 """
 _EXACT = 1e-5
-"""An error from which on there is nothing to learn: noise would only do harm."""
-_SLOW_TOKENS = 8192
-"""Of calibration text, at most, on which the block of slow pairs is chosen."""
+"""The error below which training would only add noise."""
+_LOW_FREQUENCY_TOKENS = 8192
+"""How many tokens, at most, decide which rotary pairs count as low-frequency."""
 _DENT = 2
-"""Pairs over which the error may rise once before it falls further."""
+"""The number of pairs over which the error may rise before it falls further."""
 
 
 def fit_checkpoint(
@@ -63,7 +64,7 @@ def fit_checkpoint(
         plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
         kl_steps: of the stage that trains all layers together; by default `steps` where it is `affordable` and
             `WORTHWHILE`, else 0.
-        unseen: other batches, which that stage is judged by; without any it is left out.
+        held_out: other batches, on which that stage is judged; without any it is left out.
 
     Raises:
         NoSpaceError: the disk can't hold them.
@@ -136,15 +137,15 @@ def fit_layers(
     done = 0
     with ExitStack() as stack:
         read = SourceTensors(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
-        streams = stack.enter_context(LockstepRunner(model, batches, list(layers), spill=spill))
-        for site in streams:
-            number, layer = numbers[site.name], layers[site.name]
+        runner = stack.enter_context(LockstepRunner(model, batches, list(layers), spill=spill))
+        for module in runner:
+            number, layer = numbers[module.name], layers[module.name]
             parts = LayerTensors(finder, layer)
             record = store.record(number)
             if record is None:
                 tensors: Tensors = {name: read(name) for name in parts.names}
                 fitting = LayerFitting(
-                    site,
+                    module,
                     layer,
                     parts,
                     tensors,
@@ -158,7 +159,7 @@ def fit_layers(
                 merged, found = fitting.run()
                 record = {"module": layer.module} | found
                 store.write(number, parts.join(merged, tensors, plan.groups), record)
-            site.commit(_parameters(store.read(number), layer))
+            module.commit(_parameters(store.read(number), layer))
             errors[f"{layer.module}.output"] = record["output"]
             done += 1
             on_layer(done, len(layers), record)
@@ -177,13 +178,14 @@ class LayerFitting:
     """The work on one layer: from `run` on, its source's heads are in the order in which they are merged.
 
     Args:
-        site: its module, with the calls of all batches.
+        module: the captured module, with the calls of all batches.
         layer: its geometry.
         parts: its tensors' layout.
         tensors: its tensors.
         groups: K/V heads of the result.
-        freedom: what can be absorbed.
-        closed_loop: go on from the closed form to what repairs the layers below: refits and the gradient stage.
+        constraints: what forbids folding.
+        closed_loop: whether to repair the errors of the layers below after the closed form, by refits and the
+            gradient stage.
         steps: of the gradient stage.
         seed: of its order.
         spill: a folder for targets; in memory without it.
@@ -191,7 +193,7 @@ class LayerFitting:
 
     def __init__(
         self,
-        site: CapturedModule,
+        module: CapturedModule,
         layer: AttentionLayer,
         parts: LayerTensors,
         tensors: Tensors,
@@ -204,10 +206,10 @@ class LayerFitting:
         spill: Path | None = None,
     ) -> None:
         self.closed_loop, self.steps, self.seed = closed_loop, steps, seed
-        self.site, self.groups, self.constraints = site, groups, constraints
+        self.module, self.groups, self.constraints = module, groups, constraints
         self.parts, self.tensors = parts, tensors
         self.source = parts.cut(tensors)
-        own = site.parameters()
+        own = module.parameters()
         self.device = next(iter(own.values())).device
         self.assembly = Assembly(parts, self.source, tensors, groups, self.device)
         step = self.source.groups // groups
@@ -224,16 +226,16 @@ class LayerFitting:
         self.projection = weight.removeprefix(f"{layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
         self.power: float | None = None
-        self.targets = [self._kept(self._target(source, student), spill) for source, student in site.calls]
+        self.targets = [self._kept(self._target(source, student), spill) for source, student in module.calls]
 
     def run(self) -> tuple[Heads, dict[str, Any]]:
-        """The merged layer, and what is to be noted of it."""
-        moments = moments_of(self.site, self.source)
+        """The merged layer, and its record."""
+        moments = moments_of(self.module, self.source)
         order = order_heads(self.source, self.groups, self.constraints, moments)
-        pooled = self.error(self.pooled())  # of neighbours as they are in the source
+        pooled = self.error(self.pooled())  # of neighbours, before heads are reordered
         self.source = ordered(self.source, order)
-        slow = self.low_frequency_pairs(moments)
-        merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, slow)
+        low_frequency = self.low_frequency_pairs(moments)
+        merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
         if self.closed_loop:
             merged = self.refitted(merged)
         left = self.error(merged)
@@ -242,7 +244,7 @@ class LayerFitting:
             if (error := self.error(trained)) < left:
                 merged, left = trained, error
         gap = (left / pooled) ** 2 if pooled else 0.0
-        return merged, {"output": left, "gap_left": gap, "slow_pairs_from": slow} | noted(order)
+        return merged, {"output": left, "gap_left": gap, "slow_pairs_from": low_frequency} | noted(order)
 
     def pooled(self) -> Heads:
         """Mean pooling, to compare with."""
@@ -252,51 +254,50 @@ class LayerFitting:
         return replace(self.source, keys=keys, values=values)
 
     def low_frequency_pairs(self, moments: Moments) -> int | None:
-        """From which rotary pair on the keys are merged as if they did not turn.
+        """The first rotary pair that is merged as if it had no positions.
 
-        Chosen by what attention yields with merged keys and the source's own values, so at every distance that the text
-        has.
+        The output of attention with merged keys and the source's values decides, at every distance in the text.
         """
         count = len(self.constraints.pairs[0])
         if self.constraints.key_constraint or not count:
             return None
-        calls = [student for _, student in self.site.calls][: max(1, _SLOW_TOKENS // self._tokens())]
-        wanted = [self.site.run(call)[0] for call in calls]
-        untied = Assembly(self.parts, self.source, self.tensors, self.source.groups, self.device)
+        calls = [student for _, student in self.module.calls][: max(1, _LOW_FREQUENCY_TOKENS // self._tokens())]
+        wanted = [self.module.run(call)[0] for call in calls]
+        unmerged = Assembly(self.parts, self.source, self.tensors, self.source.groups, self.device)
 
         trials = KeyTrials(self.source, self.groups, self.constraints, moments)
 
-        def error(slow: int) -> float:
-            parameters = untied(as_parts(trials.merged(slow), self.device))
+        def error(low_frequency: int) -> float:
+            parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
             return sum(
-                _square(self.site.run(call, parameters)[0] - want, call)
+                _square(self.module.run(call, parameters)[0] - want, call)
                 for call, want in zip(calls, wanted, strict=True)
             )
 
         return least(error, count)
 
     def _tokens(self) -> int:
-        shape = self.site.calls[0][1].hidden.shape
+        shape = self.module.calls[0][1].hidden.shape
         return int(shape[0] * shape[1])
 
     def matched(self, merged: Heads) -> Heads:
-        """After the gradient stage."""
-        calls = [student for _, student in self.site.calls]
+        """The heads after the gradient stage."""
+        calls = [student for _, student in self.module.calls]
 
         def run(call: Call, parts: Parts) -> Tensor:
-            return self.site.run(call, self.assembly(parts))[0]
+            return self.module.run(call, self.assembly(parts))[0]
 
         return as_heads(
             match(as_parts(merged, self.device), run, calls, self.targets, steps=self.steps, seed=self.seed)
         )
 
     def refitted(self, merged: Heads) -> Heads:
-        """With the output projection that brings the student's residual stream nearest to the source's."""
+        """The heads with the output projection that brings the student's residual stream nearest to the source's."""
         parts = as_parts(merged, self.device)
         parameters = self.assembly(parts)
         ridge = Ridge(RIDGE, self.biased)
-        for (_, call), target in zip(self.site.calls, self.targets, strict=True):
-            _, entered = self.site.run(call, parameters, capture=self.projection)
+        for (_, call), target in zip(self.module.calls, self.targets, strict=True):
+            _, entered = self.module.run(call, parameters, capture=self.projection)
             assert entered is not None
             ridge.add(entered, target, call.counted)
         heads, ratio, width, columns = parts["outputs"].shape
@@ -308,12 +309,12 @@ class LayerFitting:
         return as_heads(parts)
 
     def error(self, merged: Heads) -> float:
-        """What the student's residual stream misses of what the source's attention adds, in root mean square."""
+        """The error of the student's residual stream, relative to what the source's attention adds, in root mean square."""
         parameters = self.assembly(as_parts(merged, self.device))
-        pairs = list(zip(self.site.calls, self.targets, strict=True))
+        pairs = list(zip(self.module.calls, self.targets, strict=True))
         if self.power is None:
             self.power = sum(_square(target, call) for (_, call), target in pairs)
-        missed = sum(_square(self.site.run(call, parameters)[0] - target, call) for (_, call), target in pairs)
+        missed = sum(_square(self.module.run(call, parameters)[0] - target, call) for (_, call), target in pairs)
         return float(np.sqrt(missed / self.power)) if self.power else 0.0
 
     def _kept(self, target: Tensor, spill: Path | None) -> Tensor:
@@ -322,16 +323,18 @@ class LayerFitting:
         return mapped_file(spill, target.nbytes).view(target.dtype).reshape(target.shape).copy_(target)
 
     def _target(self, source: Call, student: Call) -> Tensor:
-        """What the student's attention is to yield: then its residual stream is the source's."""
-        wanted = self.site.run(source)[0]
-        theirs, ours = self.site.residual(source), self.site.residual(student)
+        """The attention output that makes the student's residual stream equal to the source's."""
+        wanted = self.module.run(source)[0]
+        theirs, ours = self.module.residual(source), self.module.residual(student)
         return wanted if theirs is None or ours is None else wanted + theirs - ours
 
 
 def least(error: Callable[[int], float], count: int) -> int:
-    """The number from 0 to `count` of least error, where it falls towards the middle and rises beyond: by Fibonacci's
-    numbers, which ask for one more error each time that they shorten the range. Small dents on the way are looked
-    across at the end."""
+    """The number from 0 to `count` with the least error, by a Fibonacci search.
+
+    The error must fall towards one point and rise behind it, except for dents of up to `_DENT` numbers, which a local
+    search at the end crosses. Each step of the search needs one more error.
+    """
     seen: dict[int, float] = {}
 
     def at(number: int) -> float:

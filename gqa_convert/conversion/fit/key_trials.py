@@ -1,5 +1,5 @@
-"""Merged keys for one first slow pair after another, at little cost: what the inputs tell of a group's heads is
-multiplied out once.
+"""Merges keys for many choices of the first low-frequency pair at little cost: products with the inputs' moment are
+computed once.
 
 Merging is linear in the rows of keys and of queries. So it is done with coordinates in the place of rows, and with the
 Gram matrix of the rows in the place of the inputs' moment; only the maps that come out are applied to the rows. Shape
@@ -20,12 +20,12 @@ Array = npt.NDArray[Any]
 
 
 class KeyTrials:
-    """Merges of keys that differ in where slow pairs begin.
+    """Merges of keys that differ in where the low-frequency pairs begin.
 
     Args:
         heads: of the source.
         groups: how many K/V heads remain.
-        freedom: what can be absorbed; keys can.
+        constraints: what forbids folding; the keys are free.
         moments: of the inputs.
     """
 
@@ -40,18 +40,20 @@ class KeyTrials:
     def _groups(self) -> list[slice]:
         return [slice(first, first + self._size) for first in range(0, self._heads.groups, self._size)]
 
-    def merged(self, slow: int) -> Heads:
+    def merged(self, low_frequency: int) -> Heads:
         """What `merge_layer` makes of queries and keys, up to factors that cancel between them; keys repeated, values
         as they are.
         """
         queries, keys = np.empty_like(self._heads.queries), np.empty_like(self._heads.keys)
         for own, moments in zip(self._groups(), self._moments, strict=True):
             before, asking = self._heads.keys[own], self._heads.queries[own]
-            found = merge_layer(_coordinates(before, asking), 1, "factor", self._folding_constraints, moments, slow)
+            found = merge_layer(
+                _coordinates(before, asking), 1, "factor", self._folding_constraints, moments, low_frequency
+            )
             keys[own] = found.keys[0, :, :-1] @ before.reshape(-1, before.shape[-1])
-            width = asking.shape[2]
+            head_dim = asking.shape[2]
             for place, index in enumerate(np.ndindex(asking.shape[:2])):  # a query head's maps act on its own rows
-                queries[own][index] = found.queries[index][:, place * width : (place + 1) * width] @ asking[index]
+                queries[own][index] = found.queries[index][:, place * head_dim : (place + 1) * head_dim] @ asking[index]
         return replace(self._heads, queries=queries, keys=keys)
 
 

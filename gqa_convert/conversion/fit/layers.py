@@ -1,4 +1,4 @@
-"""Merges a checkpoint's attention layers one by one, with what calibration text showed of their inputs or without."""
+"""Merges a checkpoint's attention layers one by one from the weights alone, and lets the writer read merged layers."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,7 +39,7 @@ class SourceTensors:
         self._targets = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
 
     def __call__(self, name: str) -> Any:
-        """The tensor as it is in the file.
+        """The tensor, in the type of the file.
 
         Raises:
             NonFiniteError: it holds NaN or Inf.
@@ -112,8 +112,8 @@ def _merge_layer(
 
 
 def merged_plan(plan: Plan, store: MergedLayers) -> Plan:
-    """The plan with the merged layers in the place of the source's: writing it takes the first head of each group, all
-    of which are equal.
+    """The plan with every changed tensor read from the store instead of the source. The store holds tensors in the
+    source's shapes, in which all heads of a group are equal, and the writer keeps the first of each.
 
     Args:
         plan: whose layers are all in the store.
@@ -122,22 +122,22 @@ def merged_plan(plan: Plan, store: MergedLayers) -> Plan:
     extra = store.shards(len(plan.layers))
     first = len(plan.checkpoint.shards)
     moved: dict[tuple[int, int], tuple[int, int, int]] = {}  # shard, start -> shard, start, bytes
-    homes = {name: (number, entry) for number, name, entry in plan.checkpoint.tensors()}
+    places = {name: (number, entry) for number, name, entry in plan.checkpoint.tensors()}
     for number, shard in enumerate(extra, first):
         for name, entry in shard.header.tensors.items():
-            old_number, old = homes[name]
+            old_number, old = places[name]
             moved[old_number, old.start] = number, entry.start, old.nbytes
     names = {name for shard in extra for name in shard.header.tensors}
     spans = _Spans(moved)
 
-    def tied(tensor: OutputTensor) -> OutputTensor:
+    def from_store(tensor: OutputTensor) -> OutputTensor:
         pieces = tuple(replace(piece, ranges=tuple(map(spans.move, piece.ranges))) for piece in tensor.pieces)
         return replace(tensor, pieces=pieces)
 
     def rewritten(shard: OutputShard) -> OutputShard:
         source = plan.checkpoint.shards[shard.whole_copy_of].header.tensors if shard.whole_copy_of is not None else {}
         whole = None if not names.isdisjoint(source) else shard.whole_copy_of
-        return replace(shard, tensors=tuple(map(tied, shard.tensors)), whole_copy_of=whole)
+        return replace(shard, tensors=tuple(map(from_store, shard.tensors)), whole_copy_of=whole)
 
     checkpoint = replace(plan.checkpoint, shards=(*plan.checkpoint.shards, *extra))
     return replace(plan, checkpoint=checkpoint, shards=tuple(map(rewritten, plan.shards)))
@@ -150,10 +150,10 @@ class _Spans:
         self._moved = moved
         self._starts: dict[int, Any] = {}
         for number in {number for number, _ in moved}:
-            self._starts[number] = np.array(sorted(start for home, start in moved if home == number))
+            self._starts[number] = np.array(sorted(start for shard, start in moved if shard == number))
 
-    def move(self, attention_kind: tuple[int, int]) -> tuple[int, int]:
-        number, start = attention_kind
+    def move(self, place: tuple[int, int]) -> tuple[int, int]:
+        number, start = place
         if number in self._starts:
             index = int(np.searchsorted(self._starts[number], start, "right")) - 1
             if index >= 0:
@@ -161,4 +161,4 @@ class _Spans:
                 target, new, nbytes = self._moved[number, old]
                 if start < old + nbytes:
                     return target, new + start - old
-        return attention_kind
+        return place

@@ -1,4 +1,4 @@
-"""Merged layers on disk until the result is written: one file each, so that long work goes on where it was killed."""
+"""Keeps merged layers on disk until the result is written, one file each, so that a killed run resumes."""
 
 import contextlib
 import json
@@ -31,10 +31,10 @@ class MergedLayers:
     Args:
         out: the folder that the result will have.
         fingerprint: what the layers depend on: source, method, data. Layers of another fingerprint are thrown away.
-        keep: leave the layers there when an error or a signal ends the work, for the next run to go on with.
+        keep: whether the layers stay when an error or a signal ends the work, so that the next run resumes.
 
     Raises:
-        OutputError: another run is at it.
+        OutputError: another run has locked it.
     """
 
     def __init__(self, out: Path, fingerprint: Mapping[str, Any], *, keep: bool) -> None:
@@ -75,11 +75,11 @@ class MergedLayers:
         if kept and isinstance(error, InterruptedRunError):
             stopped = str(error).partition(":")[0]
             raise InterruptedRunError(
-                f"{stopped}: merged layers are kept in {self.path}, and the same command goes on from there"
+                f"{stopped}: merged layers are kept in {self.path}, and the same command resumes from there"
             ) from None
 
     def record(self, number: int) -> dict[str, Any] | None:
-        """What was noted of a layer that is done already, or None."""
+        """The record of a finished layer; None for one that is not finished."""
         header = self._header(number)
         return None if header is None else json.loads(header.metadata[_RECORD])
 
@@ -94,13 +94,13 @@ class MergedLayers:
         }
 
     def write(self, number: int, tensors: Mapping[str, Array], record: Mapping[str, Any]) -> None:
-        """Keep a layer; once this returns, no kill can lose it."""
+        """Store a layer; once this returns, a kill cannot lose it."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         described = ((name, names[array.dtype], array.shape, array.nbytes) for name, array in tensors.items())
         self._put(self._file(number), build_header(described, {_RECORD: json.dumps(dict(record))}), tensors.values())
 
     def finish(self, layers: Mapping[int, Mapping[str, Array]], note: Mapping[str, Any]) -> None:
-        """Put other tensors in the place of layers that are done, all at once or not at all.
+        """Replace tensors of finished layers, all at once or not at all.
 
         Args:
             layers: their tensors, by their numbers; the others stay.
@@ -116,7 +116,7 @@ class MergedLayers:
         self._put(self.path / _FINISH, json.dumps(dict(note) | {"layers": sorted(layers)}).encode(), ())
 
     def reopen(self) -> None:
-        """Back to the layers as they were before `finish`."""
+        """Undo `finish`."""
         (self.path / _FINISH).unlink(missing_ok=True)
 
     def finished(self) -> dict[str, Any] | None:

@@ -19,19 +19,19 @@ def explained(folder: Path) -> Iterator[None]:
         NoSpaceError: the disk is full.
         DeviceMemoryError: the memory of the GPU or of the machine is full.
     """
-    again = "and run the same command again, which goes on from the layers that are done"
+    again = "and run the same command again, which resumes from the finished layers"
     try:
         yield
     except OSError as problem:
         if not is_disk_full(problem):
             raise
         raise NoSpaceError(
-            f"the disk or quota of {folder} is full, where the activations of the calibration text are kept: make room or lower "
+            f"the disk or quota of {folder} is full, where the activations of the calibration text are stored: make room, or lower "
             f"--calibration-tokens, {again}"
         ) from None
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
-            f"out of memory: lower --calibration-length, or let nothing else run on the GPU or hide it with CUDA_VISIBLE_DEVICES=, {again}"
+            f"out of memory: lower --calibration-length, or stop what else uses the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=, {again}"
         ) from None

@@ -1,4 +1,4 @@
-"""From a plan to one whose K/V heads are merged already, by whichever method works on whole layers."""
+"""Merges the layers of a plan, for methods that work on whole layers, and makes the plan that writes them."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,27 +17,26 @@ __all__ = ["LayerDone", "Merged", "merge_whole_layers"]
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What is to be written, and what to note of it."""
+    """The plan to write, and what its record says of the merge."""
 
     plan: Plan
     errors: dict[str, float] | None = None
-    """None where the writer merges, and measures."""
+    """By name; None where the writer merges, and measures the errors itself."""
     calibration: CalibrationRecord | None = None
     """The text that was used."""
     head_order: dict[str, list[int]] = field(default_factory=dict)
-    """By module: the source's K/V heads in the order in which they were merged, where it is not their own."""
+    """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
 
 
 def merge_whole_layers(
     plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone
 ) -> Merged:
-    """Do what has to be done before a plan can be written.
+    """Merge every layer of a plan whose method works on whole layers; return any other plan unchanged.
 
     Args:
         plan: of a local checkpoint.
-        out: the folder that the result will have; merged layers lie hidden beside it until `stack` is closed, and those
-            of a method
-            that takes long stay there if it ends with an error, for the next run.
+        out: the folder of the result. Merged layers lie in a hidden folder beside it until `stack` is closed; those
+            that were measured on text stay there after an error, so that the next run resumes.
         options: of calibration.
         stack: closed once the result is written.
         on_layer: called as each layer is merged.

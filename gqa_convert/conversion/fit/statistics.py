@@ -12,28 +12,28 @@ from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments
 
 DAMPING = 0.01
-"""Of a moment, relative to the mean of its diagonal."""
-_NARROW = 1024
-"""Up to this width products are made in float64; above it in float32, block by block, and summed in float64."""
+"""Added to the diagonal of a moment, relative to the diagonal's mean."""
+_MOST_DOUBLE_COLUMNS = 1024
+"""Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right in float64, [a, b], of [n, a] and [n, b]."""
-    if left.shape[1] <= _NARROW:
+    if left.shape[1] <= _MOST_DOUBLE_COLUMNS:
         return left.double().T @ right.double()
     return (left.float().T @ right.float()).double()
 
 
 @dataclass
 class Moment:
-    """E[x x^T] of inputs and a 1 behind them."""
+    """E[x x^T] of inputs x with a 1 behind them, which stands for the bias."""
 
-    width: int
+    inputs: int
     total: Tensor | None = None
     count: int = 0
 
     def add(self, states: Tensor, counted: Tensor | None) -> None:
-        """Take in [B, L, width]; `counted` [B, L] leaves padding out."""
+        """Add the states [B, L, inputs]; `counted` [B, L] leaves padding out."""
         rows = states.detach().reshape(-1, states.shape[-1])
         if counted is not None:
             rows = rows[counted.reshape(-1)]
@@ -43,14 +43,14 @@ class Moment:
         self.count += len(rows)
 
     def damped(self) -> npt.NDArray[np.float64]:
-        """The moment [width + 1, width + 1] with a little of the identity, so that nothing is singular; the last entry
-        stays 1.
+        """The moment [inputs + 1, inputs + 1], with `DAMPING` on its diagonal so that it is not singular. The last
+        entry stays 1.
         """
         if self.total is None or not self.count:
-            return np.eye(self.width + 1)
+            return np.eye(self.inputs + 1)
         found = (self.total / self.count).cpu().numpy()
         mean = float(np.mean(np.diag(found)[:-1]))
-        found[np.diag_indices(self.width)] += DAMPING * mean if mean > 0 else 1.0
+        found[np.diag_indices(self.inputs)] += DAMPING * mean if mean > 0 else 1.0
         return np.asarray(found)
 
 
@@ -74,7 +74,7 @@ def moments_of(module: CapturedModule, heads: Heads) -> Moments:
 
 @dataclass
 class Ridge:
-    """Fits W z + b to targets, pulled towards a matrix that is there already.
+    """Fits W z + b to targets by ridge regression towards a given matrix.
 
     Minimises sum |W z + b - t|^2 + strength * mean diagonal of sum z z^T * |W - before|^2.
     """
@@ -86,7 +86,7 @@ class Ridge:
     _sums: list[Tensor] = field(default_factory=list)
 
     def add(self, inputs: Tensor, targets: Tensor, counted: Tensor | None) -> None:
-        """Take in [B, L, z] and [B, L, t]."""
+        """Add inputs [B, L, z] and targets [B, L, t]; `counted` [B, L] leaves padding out."""
         rows, wanted = inputs.detach().reshape(-1, inputs.shape[-1]), targets.detach().reshape(-1, targets.shape[-1])
         if counted is not None:
             keep = counted.reshape(-1)

@@ -1,8 +1,7 @@
-"""The last stage of `fit`: the merged projections of all layers together learn to predict what the source predicts.
+"""The last stage of `fit`: trains the merged projections of all layers together to predict what the source predicts.
 
-Source and student are one loaded model, run with the weights of either, so that the student costs no more than its
-attention. Only
-where the whole model is in memory: larger ones end with their layers.
+The source and the student are one loaded model, run with the weights of either, so that the student costs no more than
+its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,11 @@ from gqa_convert.text.losses import kl_loss
 RATE = 0.01
 """Of `RelativeAdam`."""
 WORTHWHILE = 0.02
-"""Nats per token: below such a divergence after the layers there is too little to win for the time that the stage
-takes.
-"""
+"""Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MOST_PARAMETERS = 1_000_000_000
-"""Above which a CPU would need hours."""
+"""A CPU would need hours for more."""
 _ACTIVATIONS = 40
-"""Numbers that a layer keeps for the way back, per token and unit of width, roughly."""
+"""Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
 
 
 def train_together(
@@ -53,14 +50,14 @@ def train_together(
 
     Args:
         plan: of the conversion.
-        store: of merged layers; they stay as they are if training does not help.
+        store: of merged layers; it does not change if training does not help.
         model: the loaded source, all in memory.
         batches: of calibration text.
-        unseen: other batches, at least one, to judge by.
+        held_out: other batches, at least one, on which the result is judged.
         on_layer: called as steps are taken, with `kl_step`, and with `kl` at the end.
         steps: batches to see.
         seed: of their order.
-        asked: for, so that it is done whatever it may win; else only where it is `WORTHWHILE`.
+        asked: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
     """
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer in finder.layers]
@@ -68,10 +65,10 @@ def train_together(
     parts = []
     for number, (layer, layout) in enumerate(zip(finder.layers, layouts, strict=True)):
         tensors = store.read(number)
-        tied = layout.cut(tensors)
-        step = tied.groups // plan.groups
-        assemblies[layer.module] = Assembly(layout, tied, tensors, plan.groups, model.device)
-        parts.append(as_parts(replace(tied, keys=tied.keys[::step], values=tied.values[::step]), model.device))
+        merged = layout.cut(tensors)
+        step = merged.groups // plan.groups
+        assemblies[layer.module] = Assembly(layout, merged, tensors, plan.groups, model.device)
+        parts.append(as_parts(replace(merged, keys=merged.keys[::step], values=merged.values[::step]), model.device))
     count, least = len(layouts), 0.0 if asked else WORTHWHILE
     trained, kl = match_predictions(
         model,
@@ -96,19 +93,18 @@ def train_together(
 
 
 def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
-    """Refuse what was asked for and can't be done.
+    """Refuse a stage that the user asked for and that is not possible.
 
     Raises:
         OptionError: weights are left on the disk, or there is no text to judge by.
     """
     if offloaded_weights(model) is not None:
         raise OptionError(
-            f"--kl-steps {steps} trains all layers together, and this model does not fit in memory: leave it out"
+            f"--kl-steps {steps} trains all layers together, which needs the model in memory, and this one does not fit: leave the option out"
         )
     if not held_out:
         raise OptionError(
-            f"--kl-steps {steps} is judged by text that the layers have not seen, and all of it is used for them: lower --calibration-tokens, "
-            "or name more text"
+            f"--kl-steps {steps} needs held-out text, and the layers use all of the text: lower --calibration-tokens, or name more text"
         )
 
 
@@ -122,8 +118,8 @@ def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config()
     tokens = max(tensor.numel() for batch in batches for tensor in batch.values())
-    width = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-    needed = 4 * tokens * (_ACTIVATIONS * width * layers + 3 * config.vocab_size)
+    hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
+    needed = 4 * tokens * (_ACTIVATIONS * hidden_size * layers + 3 * config.vocab_size)
     place = model.device
     if place.type == "cpu":
         return bool(parameters <= _MOST_PARAMETERS and needed < get_max_memory()["cpu"] / 2)
@@ -145,21 +141,22 @@ def match_predictions(
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
 
     Args:
-        model: the loaded source, all in memory; it is the same again afterwards.
+        model: the loaded source, all in memory; it is unchanged afterwards.
         batches: of calibration text.
-        unseen: other batches, at least one, to judge by.
+        held_out: other batches, at least one, on which the result is judged.
         assemblies: how each layer's parts become its module's parameters, by the module's name in the checkpoint.
         parts: merged heads of each layer, in the order of `assemblies`.
         steps: batches to see.
         seed: of their order.
         least: divergence below which nothing is done.
-        on_step: told how far the work has come.
+        on_step: called with the steps done and all of them.
 
     Returns:
         Trained parts, None if they predict no better than those given; and the divergence before and after.
     """
     modules = [
-        (model.get_submodule(name), assemblies[site]) for site, name in find_modules(model, list(assemblies)).items()
+        (model.get_submodule(name), assemblies[wanted])
+        for wanted, name in find_modules(model, list(assemblies)).items()
     ]
 
     def logits(batch: Batch, layers: Sequence[Parts] | None) -> Tensor:

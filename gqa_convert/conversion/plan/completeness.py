@@ -14,7 +14,7 @@ from gqa_convert.families.geometry import AttentionFinder, config_value
 _BY_TOKEN = re.compile(
     r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|shared|embed_in|embeddings|lm_head|embed_out|proj_out|output_projection)\.weight"
 )
-"""What has a row for each token, [vocabulary, width], in all families: embeddings and the head."""
+"""The tensors with a row for each token, [vocabulary, hidden_size], in all families: embeddings and the head."""
 
 _VOCABULARY = ("vocab_size", "decoder_vocab_size", "padded_vocab_size")
 """Config keys of the number of rows."""
@@ -152,18 +152,18 @@ def _check_widths(finder: AttentionFinder) -> None:
 
 
 def _check_axis(finder: AttentionFinder, names: list[str], key: str, *, reads: bool) -> None:
-    width = config_value(finder.config, key)
-    if width is None:
+    stated = config_value(finder.config, key)
+    if stated is None:
         return
     for name in names:
         entry = finder.entries.get(name)
         if (
             entry is not None
             and len(entry.shape) == 2
-            and entry.shape[1 if reads != finder.family.transposed else 0] != width
+            and entry.shape[1 if reads != finder.family.transposed else 0] != stated
         ):
             raise ConfigError(
-                f"{name} has shape {list(entry.shape)}, which contradicts {key} = {width!r} in {finder.where}: the config and the weights do "
+                f"{name} has shape {list(entry.shape)}, which contradicts {key} = {stated!r} in {finder.where}: the config and the weights do "
                 "not belong together"
             )
 

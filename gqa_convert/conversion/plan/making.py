@@ -40,11 +40,10 @@ def make_plan(
         groups: K/V heads per layer in the result (the paper's GQA-N).
         method: `mean`, `first` or `random`; `align`, `factor` or `fit`, which change queries and outputs too.
         seed: for `random`.
-        encoder: convert an encoder's self-attention too, which keeps no cache; the paper leaves it as it is (section
-            2).
+        encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
         native: for families whose own class has no K/V-head count: translate to a stock class that computes the same
             and has one, or
-            (False) bring a modelling file; by default the former wherever there is such a class.
+            (False) add a modelling file; by default the former wherever there is such a class.
         max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input
             file has
             one output file of the same name.
@@ -58,7 +57,7 @@ def make_plan(
     """
     chosen = choose_method(method)
     if max_shard_size is not None and max_shard_size < 1:
-        raise OptionError(f"--max-shard-size {max_shard_size} holds nothing: give it a size such as 5GB")
+        raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
     # a method that works on layers makes the heads of a group equal, and the writer then keeps the first of them
     streamed = FIRST if chosen.merges_layers else chosen
     family = find_family(checkpoint.config.get("model_type"))
@@ -108,7 +107,7 @@ def _target(
     family = finder.family
     if family.modeling is None and native is False:
         raise OptionError(
-            f"--no-native: stock classes hold a {family.model_type} with fewer K/V heads as it is: leave it out"
+            f"--no-native: stock classes load a {family.model_type} with fewer K/V heads directly: leave the option out"
         )
     if family.modeling is None or native is False or (native is None and groups == finder.kv_heads):
         return None
@@ -116,7 +115,7 @@ def _target(
     if isinstance(found, NoTargetArchitecture):
         if native:
             raise OptionError(
-                f"--native: this {family.model_type} has no native home: {found.reason}; leave it out, for a modelling file"
+                f"--native: no stock class computes the same as this {family.model_type}: {found.reason}; leave the option out to get a modelling file"
             )
         return None
     return found
@@ -177,8 +176,8 @@ def _folded(
     method: MergeMethod,
     target_shards: list[OutputShard] | None,
 ) -> Iterator[TensorChange]:
-    """The changes of an absorbing method: K/V tensors with what really happens to them, then the projections that
-    absorb its maps.
+    """The changes of a folding method: K/V tensors with the method that applies to each, then the projections into
+    which maps are folded.
     """
     layers = {layer.module: layer for layer in finder.layers}
     reasons = {layer.module: find_folding_constraints(finder, layer) for layer in finder.layers}
@@ -220,7 +219,7 @@ def _translated_projections(
 
 
 def _constraints(finder: AttentionFinder, groups: int, method: MergeMethod) -> Iterator[str]:
-    """What an absorbing method can't do here."""
+    """Which heads a folding method cannot fold, and why."""
     if all(layer.kv_heads <= groups for layer in finder.layers):
         return
     found = [find_folding_constraints(finder, layer) for layer in finder.layers]
@@ -238,7 +237,7 @@ def _warnings(
 ) -> Iterator[str]:
     if checkpoint.left_behind:
         names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
-        yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not carried over: {names}"
+        yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not copied: {names}"
     if (
         target_architecture
         and target_architecture.special_tokens
@@ -249,6 +248,6 @@ def _warnings(
     brings_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
     if not family.native and not family.modeling:
         keys = ", ".join(family.kv_heads_keys)
-        yield f"transformers loads it by the checkpoint's own code, which reads {keys}: that code is copied and never run here"
+        yield f"transformers loads it with the checkpoint's own code, which reads {keys}; that code is copied and never run here"
     elif brings_code and modeling is None:
-        yield "the checkpoint brings Python code of its own: it is copied and never run; look whether it reads num_key_value_heads"
+        yield "the checkpoint contains Python code, which is copied and never run: check that it reads num_key_value_heads"

@@ -60,9 +60,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor whose K/V heads change in number, or whose numbers change with them: what it is, and its shape before
-    and after.
-    """
+    """A tensor whose K/V heads change in number, or into which a method folds maps, with its shape before and after."""
 
     name: str
     module: str
@@ -71,7 +69,7 @@ class TensorChange:
     before: tuple[int, ...]
     after: tuple[int, ...]
     method: str
-    """How it is merged or, where it has no K/V heads, the method whose maps it absorbs; repeat; or copy."""
+    """The method that merges its heads, or whose maps are folded into it; `repeat`; or `copy`."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Plan:
     checkpoint: Checkpoint
     family: Family
     modeling: Modeling | None
-    """The modelling file that the result brings along; None where stock classes load it."""
+    """The modelling file that travels with the result; None where stock classes load it."""
     target_architecture: TargetArchitecture | None
     """The stock model type that the source is translated to; None where it keeps its own."""
     groups: int
@@ -113,7 +111,7 @@ class Plan:
 
     @property
     def effective_method(self) -> str:
-        """What really happens: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
+        """The method that applies: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
         return self.merge_method.name
 
     @property
@@ -125,7 +123,7 @@ class Plan:
     @property
     def route(self) -> str:
         """What loads the result: stock classes of its own type (`native`) or of another that computes the same
-        (`translated`), the modelling file that it brings (`own file`), or the source's own code."""
+        (`translated`), its modelling file (`own file`), or the source's own code."""
         if self.modeling:
             return "own file"
         if self.target_architecture:
@@ -134,7 +132,7 @@ class Plan:
 
     @property
     def loads_in(self) -> frozenset[str]:
-        """Software that was seen to load such a result without custom code."""
+        """Engines that have loaded a result of this kind without custom code."""
         if self.modeling:
             return frozenset()
         if self.target_architecture:

@@ -17,13 +17,13 @@ def plan_tensors(
     checkpoint: Checkpoint, finder: AttentionFinder, groups: int, method: MergeMethod
 ) -> tuple[list[OutputShard], list[TensorChange]]:
     """Every output tensor in the order of its source, and the list of those that change."""
-    target_architectures = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
     changed: set[str] = set()
     planned: dict[str, OutputTensor | None] = {}
     changes: list[TensorChange] = []
     for layer in finder.layers:
         for name, cut in finder.sections(layer):
-            number, entry = target_architectures[name]
+            number, entry = source_tensors[name]
             if groups == layer.kv_heads:
                 output = _copied(name, number, entry)
             else:
@@ -41,8 +41,8 @@ def plan_tensors(
             roles = tuple(section.role for section in cut if section.merged)
             changes.append(_change(name, layer, roles, entry, output.shape, groups, method))
         for names in finder.head_lists(layer):
-            blocks = [(target_architectures[name][0], target_architectures[name][1].start) for name in names]
-            entry = target_architectures[names[0]][1]
+            blocks = [(source_tensors[name][0], source_tensors[name][1].start) for name in names]
+            entry = source_tensors[names[0]][1]
             pieces = _regrouped_blocks(blocks, entry.nbytes, groups, method.norm_pooling)
             changed.update(names if groups != layer.kv_heads else ())
             for index, name in enumerate(names):
@@ -87,10 +87,10 @@ def plan_translation(
     groups: int,
     method: MergeMethod,
 ) -> tuple[list[OutputShard], list[TensorChange]]:
-    """Every tensor of the home, in the file of the source tensor that it comes from, and those whose heads become
-    fewer.
+    """Every tensor of the target architecture, in the file of the source tensor that it comes from, and those whose
+    heads become fewer.
     """
-    target_architectures = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
     translation = translate_tensors(finder.entries, checkpoint.config, target_architecture, groups, method)
     tensors: list[list[OutputTensor]] = [[] for _ in checkpoint.shards]
     changes = []
@@ -102,7 +102,7 @@ def plan_translation(
                     tensor.name, module, merged.roles, tensor.dtype, merged.before, merged.after, merged.method
                 )
             )
-        tensors[target_architectures[tensor.place][0]].append(_translated(tensor, target_architectures))
+        tensors[source_tensors[tensor.place][0]].append(_translated(tensor, source_tensors))
     files = [shard for shard in checkpoint.shards if tensors[checkpoint.shards.index(shard)]]
     return [
         OutputShard(shard.file, tuple(tensors[checkpoint.shards.index(shard)]), dict(shard.header.metadata))
@@ -110,13 +110,13 @@ def plan_translation(
     ], changes
 
 
-def _translated(tensor: TranslatedTensor, target_architectures: dict[str, tuple[int, TensorEntry]]) -> OutputTensor:
+def _translated(tensor: TranslatedTensor, source_tensors: dict[str, tuple[int, TensorEntry]]) -> OutputTensor:
     """Copies of rows travel like any others."""
     if tensor.copied_ranges is None:
         return OutputTensor(tensor.name, tensor.dtype, tensor.shape, (), translated=tensor)
     pieces = []
     for name, first, rows in tensor.copied_ranges:
-        number, entry = target_architectures[name]
+        number, entry = source_tensors[name]
         row_bytes = entry.nbytes // entry.shape[0]
         pieces.append(Piece(((number, entry.start + first * row_bytes),), rows * row_bytes))
     return OutputTensor(tensor.name, tensor.dtype, tensor.shape, tuple(pieces))
@@ -196,7 +196,7 @@ def safetensors_name(file: str) -> str:
 
 
 def reshard(shards: Iterable[OutputShard], limit: int) -> list[OutputShard]:
-    """The same tensors in files of at most `limit` bytes of tensors; a larger tensor has a file of its own."""
+    """The same tensors in files of at most `limit` bytes of tensors; a larger tensor has a file to itself."""
     runs: list[list[OutputTensor]] = [[]]
     filled = 0
     metadata: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""From a source's tensor headers to the home's tensors: where every output row comes from. No weights are read.
+"""Says where every row of every tensor of a target architecture comes from, given the source's headers. Reads no weights.
 
-Shape legend: H heads of the source, N K/V heads of the result, c head width, d model width; a linear weight is [rows,
+Shape legend: H heads of the source, N K/V heads of the result, c head_dim, d hidden_size; a linear weight is [rows,
 columns].
 """
 
@@ -67,7 +67,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a plan says of a tensor whose K/V heads become fewer, in the home's layout."""
+    """A tensor whose K/V heads become fewer, as a plan describes it, in the target architecture's layout."""
 
     roles: tuple[Role, ...]
     before: Shape
@@ -141,12 +141,12 @@ def translate_tensors(
     groups: int,
     method: MergeMethod = MEAN,
 ) -> Translation:
-    """Say of every tensor of the home how it comes about.
+    """Describe how every tensor of the target architecture is made.
 
     Args:
         sources: the headers of every tensor of the source, by name, in file order.
         config: the source's config.json.
-        home: what `find_home` found for it.
+        target_architecture: what `find_target_architecture` found for it.
         groups: K/V heads per layer of the result; divides the source's heads.
         method: how K/V heads are merged.
 
@@ -219,9 +219,7 @@ class _Translator:
     def claim(self, name: str, *shape: int | None) -> Described:
         """The header of a source tensor, which must have this shape (None: any size)."""
         if name not in self.sources:
-            raise ConfigError(
-                f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, download or copy it again"
-            )
+            raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
         found = self.sources[name]
         if len(found.shape) != len(shape) or any(
             want not in (None, size) for want, size in zip(shape, found.shape, strict=True)
@@ -322,7 +320,7 @@ class _Layer:
         )
 
     def neutral_norm(self, old: str, new: str) -> Iterator[TranslatedTensor]:
-        """A norm that only normalises: what it multiplied and added is in the projections behind it."""
+        """A norm that only normalises: its gain and bias are folded into the projections behind it."""
         for kind, fill in (("weight", 1.0), ("bias", 0.0)):
             self.all.claim(f"{old}.{kind}", self.size.hidden_size)
             yield self.all.filled(f"{new}.{kind}", self.size.hidden_size, f"{old}.{kind}", fill)
@@ -384,7 +382,7 @@ class _Layer:
         folded: str | None,
         merged: Merged | None = None,
     ) -> TranslatedTensor:
-        """A bias; with a folded norm, plus what the norm's bias brings through the weight."""
+        """A bias; with a folded norm, plus the weight times the norm's bias."""
         source = next((rows.tensor for run in runs for rows in run.sources), None)
         dtype = self.all.sources[source or weight].dtype
         self.all.check_arithmetic(source or weight, dtype)
@@ -400,7 +398,7 @@ class _Layer:
         )
 
     def heads(self, folded: str | None) -> Iterator[TranslatedTensor]:
-        """Queries, keys and values, cut out of wherever the source has them and put wherever the home has them."""
+        """Queries, keys and values, moved from the source's layout to the target architecture's."""
         old, new, size = self.old, self.new, self.size
         parts: tuple[tuple[Role, str | None, str | None], ...] = (
             ("query", old.query, new.query),
@@ -483,8 +481,8 @@ class _Layer:
         c, rotated = self.size.head_dim, self.rotated
         if not rotated or role == "value":
             return ((0, 1, c),)
-        turned = ((0, 2, rotated // 2), (1, 2, rotated // 2))
-        return (*turned, (rotated, 1, c - rotated)) if rotated < c else turned
+        pairs = ((0, 2, rotated // 2), (1, 2, rotated // 2))
+        return (*pairs, (rotated, 1, c - rotated)) if rotated < c else pairs
 
 
 def _joined(runs: tuple[Run, ...]) -> tuple[Run, ...]:
