@@ -219,7 +219,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("source", "revision", "words"),
         [
-            ("org/nothing", "", "nor a repository on the Hub that you can see"),
+            ("org/nothing", "", "nor a Hub repository that you can access"),
             ("org/model", "no-such-branch", "no such revision"),
             (GATED, "", "hf auth login"),
             ("a/b/c", "", "nor a Hub id of the form org/name"),

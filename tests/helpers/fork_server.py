@@ -46,16 +46,19 @@ AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "PYTHON", "OMP_",
 
 def environment_at_import() -> dict[str, str]:
     """Return the variables that must be those of the server."""
-    return {name: value for name, value in os.environ.items() if name.startswith(AT_IMPORT)}
+    return {name: value for name, value in os.environ.items() if name.startswith(AT_IMPORT) and name not in QUIET}
 
 
-STARTED_IN = dict(os.environ)
-"""The server's environment, taken before any test can change it."""
+QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
+"""What gqa_convert sets before it imports transformers."""
+
+STARTED_IN = environment_at_import()
+"""What the server starts with, taken before any test can change it."""
 
 
 def fits() -> bool:
     """Whether a fork behaves in the current environment as a new interpreter would."""
-    return environment_at_import() == {name: value for name, value in STARTED_IN.items() if name.startswith(AT_IMPORT)}
+    return environment_at_import() == STARTED_IN
 
 
 class ForkServer:
@@ -69,7 +72,7 @@ class ForkServer:
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=STARTED_IN,
+                env=os.environ | STARTED_IN | QUIET,
                 pass_fds=[theirs.fileno()],
             )
         atexit.register(self.close)
