@@ -158,7 +158,7 @@ class TestPlan:
     def test_bin_files_cannot_be_planned_from_afar(self, hub: HubServer, tmp_path: Path) -> None:
         answer = ask(hub, tmp_path, "plan", "org/old")
         assert answer["error"] == "RemoteHeadersError"
-        assert "can't be listed from afar" in answer["message"]
+        assert "cannot be listed remotely" in answer["message"]
         assert hub.sent("pytorch_model.bin") == 0
 
 
