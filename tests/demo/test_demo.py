@@ -30,11 +30,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
-        patch.setattr(demo_run, "_TOKENS", 8192)
+        patch.setattr(demo_run, "_TOKENS", 4096)
         patch.setattr(sources, "source_files", some_files)
         yield (
             out,
-            run_demo(out, uptraining_tokens=3 * 4096, calibration_tokens=2048, fit_steps=5, on_plan=plans.append),
+            run_demo(out, uptraining_tokens=3 * 4096, calibration_tokens=1024, fit_steps=5, on_plan=plans.append),
             plans,
         )
 

@@ -220,9 +220,9 @@ def test_an_option_trains_and_resumes_bit_for_bit(
     monkeypatch.chdir(home)
     keys = {"warmup_steps": 1, "schedule": "constant", **OPTIONS[name]}
     if keys["schedule"] == "constant":
-        run(home, tmp_path / "run", **keys, tokens=192)
-    run(home, tmp_path / "run", **keys)
-    run(home, tmp_path / "whole", **keys)
+        run(home, tmp_path / "run", **keys, tokens=128)
+    run(home, tmp_path / "run", **keys, tokens=256)
+    run(home, tmp_path / "whole", **keys, tokens=256)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     lines = metrics(tmp_path / "run")
