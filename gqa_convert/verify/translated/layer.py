@@ -8,6 +8,7 @@ from typing import Any
 from gqa_convert.verify.exact.fresh_numbers import fresh_heads
 from gqa_convert.verify.exact.merges import merge_groups
 from gqa_convert.verify.numbers import wide_dtype
+from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.translated.sizes import query_scale
 from gqa_convert.verify.translated.source_heads import ROLES, split_heads, to_halves, to_pairs
 from gqa_convert.verify.translated.source_tensors import Expected, Formula, SourceTensors
@@ -149,7 +150,8 @@ class Layer:
             return wide
         if tensors.method == "random":
             return fresh_heads(tensors.seed, f"{self.source_name(role, kind)}:{role}", heads, tensors.groups)
-        return merge_groups(wide, tensors.groups, tensors.method)
+        # the result of a method that folds is compared as a function; mean pooling gives its type and shape
+        return merge_groups(wide, tensors.groups, "mean" if tensors.method in FOLDING else tensors.method)
 
     def repeated(self, role: str, kind: str) -> Any:
         """The merged heads, rounded to SOURCE's type, repeated to H heads, rotary rows in SOURCE's order."""
