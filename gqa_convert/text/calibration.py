@@ -1,4 +1,4 @@
-"""Calibration text as a model's input: blocks drawn from all over the text, in batches.
+"""Calibration text as a model's input: batches of blocks drawn from all parts of the text.
 
 The blocks are what uptraining would train on: documents one after the other, each closed by end-of-text, and for
 encoder-decoders with sentinels T5's span corruption. Other encoder-decoders read a block and write the same one, as in
@@ -63,16 +63,15 @@ class Calibration:
 
     Attributes:
         batches: keyword arguments of the model's forward pass, int64 tensors on the CPU. `input_ids` [b, L] for causal
-            models; for
-            encoder-decoders also `decoder_input_ids` and `labels` [b, Ld], the labels being what the decoder is to
+            models; for encoder-decoders also `decoder_input_ids` and `labels` [b, Ld], the labels being what the decoder is to
             predict at each place (not shifted). The blocks of a batch are equally long, and none is padded, so no mask
-            is needed; a short text ends in a shorter block, in a batch of its own.
+            is needed; a short text ends in a shorter block, which forms a separate batch.
         tokens: tokens of text in all blocks together.
         sequence_length: tokens of a block on the side that reads it; the longest one's.
         digest: SHA-256 over the token ids and what they were made with; with the same one, the batches are the same.
         description: for reports: what was read.
-        warning: what a user should know, or None.
-        unseen: batches like `batches`, of other blocks of the text, to judge by; none where the text has no more.
+        warning: a message for the user, or None.
+        held_out: batches like `batches`, of other blocks of the text, to judge by; none where the text has no more.
     """
 
     batches: "list[dict[str, Tensor]]"
@@ -131,15 +130,14 @@ def calibration_batches(
     Args:
         model_folder: a local checkpoint with its tokenizer; its weights are not looked at.
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`; or, as in a recipe's `data`, a
-            mapping or an
-            object with further keys such as `text_field` and `split`. Its weight has no meaning here.
+            mapping with further keys such as `text_field` and `split`. Its weight has no meaning here.
         tokens: of text; rounded up to whole blocks.
         seed: of the choice of blocks, of their order and of the corruption.
         sequence_length: tokens of a block (of the encoder's input for span corruption); by default the model's context
             up to 2048,
             and 512 for span corruption.
         batch_tokens: tokens of a batch, at most, unless a block has more.
-        unseen_tokens: of other blocks, to judge by; rounded up to whole blocks. They do not change which the others
+        held_out_tokens: of other blocks, to judge by; rounded up to whole blocks. They do not change which the others
             are.
 
     Raises:

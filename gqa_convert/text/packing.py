@@ -1,4 +1,4 @@
-"""Token files cut into blocks of one length, each epoch in an order and from an offset of its own.
+"""Cuts token files into blocks of one length, in another order and from another offset in each epoch.
 
 The tokens are read as a circle, so that an offset loses none of them.
 """
@@ -78,7 +78,7 @@ class Sampler(Protocol):
         """What a user should know about the data."""
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Any:
-        """Where a source's sample lies, as `cut` says it."""
+        """Where a sample of a source lies, as `cut` returns it."""
 
     def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
         """The samples that lie there; each key stands for what is drawn at random."""

@@ -1,4 +1,4 @@
-"""Samples of pairs: what an encoder reads and what its decoder is to write, a pair each."""
+"""Samples of pairs: a source for the encoder and a target for the decoder."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,7 +18,7 @@ class PairPlace(NamedTuple):
 
 
 class PairSampler:
-    """Pairs in an order of its own each epoch, padded to the longest of their batch.
+    """Pairs, in another order each epoch, padded to the longest of their batch.
 
     Args:
         length: tokens of either text, at most; longer ones are cut.

@@ -1,4 +1,4 @@
-"""What a training loop sees of its data: samples by number, the same whatever the number of processes."""
+"""Training samples by number, which do not depend on the number of processes."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from gqa_convert.text.token_files import Progress, TokenSource, default_cache
 
 
 class Samples:
-    """Training samples by number, from 0 on and without end: epoch follows epoch, each in an order of its own.
+    """Training samples by number, from 0 on and without end, in another order each epoch.
 
     A sample is a function of its number, the seed, the tokenizer and the data alone.
 
@@ -25,7 +25,7 @@ class Samples:
         tokens_per_sample: tokens of text that a sample uses up (in the mean, where samples differ).
         fingerprint: a hash of the tokens, the objective and the seed; with the same one, samples are the same.
         longest: tokens of the longest encoder input and target, where the data decide that; otherwise None.
-        notes: what a user should know about the data.
+        notes: messages about the data, for the user.
     """
 
     def __init__(

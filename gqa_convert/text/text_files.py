@@ -53,7 +53,7 @@ class FileText:
         return ["files", files, self.text_field, self._lenient]
 
     def bytes_read(self) -> int:
-        """How far the reading has come."""
+        """The bytes read so far."""
         return self._finished + (0 if self._handle is None or self._handle.closed else self._handle.tell())
 
     def __iter__(self) -> Iterator[Piece]:

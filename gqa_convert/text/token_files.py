@@ -1,7 +1,7 @@
-"""Tokens on disk: tokenised once, mapped into memory, and never those of other text or of another tokenizer.
+"""Tokens on disk: tokenised once for each text and tokenizer, and mapped into memory.
 
-A finished file is a header of 4096 bytes and the tokens. Its name is a hash of what the tokens depend on. It is written
-under a temporary name, synced and renamed, under a lock that the kernel drops when the process dies.
+A finished file is a header of 4096 bytes and the tokens. Its name is a hash of everything that the tokens depend on. It
+is written atomically, under a lock that the kernel drops when the process dies.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def default_cache() -> Path:
-    """Where token files lie unless a caller says otherwise."""
+    """The default folder of token files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert" / "tokens"
 
 
@@ -224,7 +224,7 @@ def _sweep(cache: Path, own: str | None) -> None:
 
 
 def cache_problem(problem: OSError, cache: Path) -> DataError:
-    """What the system says, as one line."""
+    """An error of the system about the cache, as one line."""
     if is_disk_full(problem):
         return DataError(
             f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk"

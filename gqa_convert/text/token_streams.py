@@ -1,7 +1,7 @@
-"""Tokens of a stream: a file that grows behind its readers' backs.
+"""Tokens of a stream: a file that grows while it is read.
 
-One process of a machine appends to it, others read. What counts is what the commit beside it says: it is replaced, in
-one step, after the tokens are on the disk. A writer that was killed is followed by one that goes on from the last
+One process of a machine appends to it, and others read it. The commit file beside it states how much of it is valid,
+and is replaced in one step once the tokens are on the disk. After a killed writer, the next one continues from the last
 commit.
 """
 
@@ -42,7 +42,7 @@ class Commit(NamedTuple):
 
     Attributes:
         rows: of the dataset, read so far.
-        state: where the dataset says it stands.
+        state: the position that the dataset reported.
     """
 
     tokens: int = 0
@@ -130,7 +130,7 @@ class _Writer:
         self._thread: threading.Thread | None = None
 
     def keep_going(self) -> None:
-        """See to it that somebody appends.
+        """Start the thread that appends, unless another process or thread already does.
 
         Raises:
             DataError: appending failed.
@@ -185,7 +185,7 @@ class _Writer:
         return failures
 
     def _append(self, commit: Commit) -> None:
-        """Go on from a commit, to the end of the stream or until told to stop."""
+        """Append from a commit on, to the end of the stream or until `close`."""
         if commit.finished:
             return
         counted = _CountedRows(self._text.rows(), commit)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: each appears whole or not at all, the last few are kept, and a run goes on from the newest.
+"""Checkpoints of a run: each appears whole or not at all, the newest few are kept, and a run resumes from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process
 for its own part (torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size and
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass
 class Progress:
-    """How far a run is. What is not here follows from the recipe and the step."""
+    """How far a run is; everything else follows from the recipe and the step."""
 
     step: int = 0
     """Optimizer steps taken or skipped."""
@@ -111,7 +111,7 @@ class Checkpoints:
 
         Args:
             step: of the checkpoint, which `newest` passes over from here on if it is not intact.
-            record: its record; one from before digests were recorded says nothing about the content.
+            record: its record; one from before digests were recorded has none to compare.
             processes: how many there are.
         """
         recorded = record.get("sha256", {})
@@ -210,7 +210,7 @@ class Checkpoints:
         return final
 
     def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
-        """From here on it counts."""
+        """Give a finished checkpoint its name and its record."""
         record["files"] = {path.name: _size(path) for path in work.iterdir()}
         record["sha256"] |= digests(
             work, record["files"].keys() - record["sha256"].keys()
@@ -219,7 +219,7 @@ class Checkpoints:
         for path in work.iterdir():
             sync(path)
         sync(work)
-        if final.exists():  # of a run that went back behind it
+        if final.exists():  # from before the run went back to an earlier step
             self._remove(int(final.name.removeprefix("step-")))
         work.rename(final)
         sync(self.folder)
@@ -239,7 +239,7 @@ class Checkpoints:
             problem = _inner(raised)
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
             raise ResumeError(
-                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to go on from the checkpoint before it"
+                f"{self.path(step)} cannot be loaded ({type(problem).__name__}: {first[:200]}): remove it to resume from the checkpoint before it"
             ) from None
 
     def prune(self) -> None:
@@ -248,7 +248,7 @@ class Checkpoints:
             self._remove(step)
 
     def sweep(self) -> None:
-        """Remove what a run that died left unfinished."""
+        """Remove what a dead run left unfinished."""
         if self._main and self.folder.is_dir():
             for path in self.folder.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The processes of a run: are there as many as were meant, and what they agree on.
+"""The processes of a run: they join, compare values, and fail together.
 
-One job that silently runs as one process, or as several that each think themselves alone, costs days before anybody
-looks. A process
-that waits for one that has gone costs as much: what goes wrong on one goes wrong on all.
+A launch that is not what it looks like is refused at once: a job that silently runs as one process, or as several that
+do not know of each other, wastes days. An error on one process is raised on all of them, since a process that waits for
+a dead one wastes as much.
 """
 
 import os
@@ -19,13 +19,13 @@ _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2
 """Variables in which srun and MPI launchers say how many tasks they started."""
 
 _REFUSED = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed has an optimizer and checkpoints of its own, which this program does not use",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM has models of its own, which this program does not use",
+    "ACCELERATE_USE_DEEPSPEED": "this program does not use the optimizer and checkpoints of DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "this program does not use the models of Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "this program does not split layers or sequences over processes",
     "FSDP_OFFLOAD_PARAMS": "this program keeps parameters on the GPUs",
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
-"""Switches of accelerate that would not do what they say, and why."""
+"""Switches of accelerate that would have no effect or another one, and why."""
 
 _LONGEST_WAIT = timedelta(days=7)
 """For the process that tokenises; a process that died is noticed at once nevertheless."""
@@ -51,7 +51,7 @@ def join(**options: Any) -> Any:
         options: for it.
 
     Raises:
-        LaunchError: the launch is not what it looks like.
+        LaunchError: the launcher started other processes than it was asked for.
     """
     check_environment(os.environ)
     import torch
@@ -226,7 +226,7 @@ def wait(accelerator: Any) -> None:
 
 @contextmanager
 def _partners() -> Iterator[None]:
-    """What torch says when a process has ended, in one line."""
+    """Turn torch's error about a process that has ended into one line."""
     try:
         yield
     except RuntimeError as problem:

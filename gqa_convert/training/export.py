@@ -1,5 +1,5 @@
-"""The trained model as an ordinary checkpoint: weights in the type they came in, everything else as it was, provenance
-brought up to date.
+"""The trained model as an ordinary checkpoint: weights in the type of the checkpoint that training began with, other
+files copied, provenance extended.
 """
 
 import json
@@ -34,7 +34,10 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         for path in staged.path.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
-        for name in ("config.json", *source.carried):  # as they were: transformers 5 would write them for itself alone
+        for name in (
+            "config.json",
+            *source.carried,
+        ):  # copied: transformers 5 writes them in a form that older versions can't read
             if name != PROVENANCE:
                 target = staged.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)

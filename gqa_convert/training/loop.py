@@ -1,5 +1,5 @@
-"""The training loop. A step is a pure function of the state before it: samples and random numbers follow from the
-step's number alone, so that a run that goes on from a checkpoint does what it would have done without the interruption.
+"""The training loop. A step is a pure function of the state before it: samples and random numbers depend on the number
+of the step only, so that a resumed run repeats exactly what an uninterrupted one does.
 """
 
 import math
@@ -30,7 +30,7 @@ from gqa_convert.training.utilisation import flops_per_token, peak
 
 Batch = dict[str, np.ndarray[Any, Any]]
 _LONGEST_STREAK = 5
-"""Steps in a row without a finite gradient, after which training has no sense any more."""
+"""Steps in a row without a finite gradient after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class StepResult:
 
     step: int
     tokens: int
-    """Of text, from the beginning of the run."""
+    """Tokens of text since the beginning of the run."""
     loss: float
-    """What was minimised, per token."""
+    """The minimised loss, in nats per token."""
     lm: float | None
     kl: float | None
     attention: float | None
@@ -51,11 +51,11 @@ class StepResult:
     skipped: bool
     """The loss or a gradient was not finite, and nothing was changed."""
     hopeless: bool
-    """So it was for many steps in a row."""
+    """So many steps in a row were skipped that the run should end."""
 
 
 class Trainer:
-    """Model, optimizer and data of a run, and how to take a step with them.
+    """Takes the optimizer steps of a run.
 
     Args:
         recipe: the settings.
@@ -68,7 +68,7 @@ class Trainer:
         progress: where the run is; kept up to date.
 
     Attributes:
-        problem: what went wrong with the text, if that ended the run.
+        problem: the error of the text, if that ended the run.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a run needs in memory on each process, estimated from sizes alone, before anything large is loaded.
+"""Estimates the memory that each process of a run needs, from sizes alone, before anything large is loaded.
 
 The estimate counts weights, gradients and optimizer states, and everything that a forward pass keeps for its backward
 pass. It does not count the program itself, the memory of CUDA and NCCL, fragmentation, and the temporary buffers of
@@ -23,7 +23,7 @@ _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How it is trained."""
+    """The settings of a run that its memory use depends on."""
 
     parameters: int
     trained: int
@@ -182,7 +182,7 @@ def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recip
 
 
 def setting_of(recipe: Recipe, **known: Any) -> Setting:
-    """What a recipe says, beside what only the models and the launch say."""
+    """The setting of a recipe, completed by what only the models and the launch determine."""
     return Setting(
         micro_batch_size=recipe.micro_batch_size,
         optimizer=recipe.optimizer,

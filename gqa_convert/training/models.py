@@ -1,6 +1,4 @@
-"""The models of a run, loaded and placed: the student whole, replicated or sharded, and those that are asked without
-learning.
-"""
+"""Loads the models of a run and places them on devices: the student whole, replicated or sharded, others fixed."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from gqa_convert.training.recipe import Recipe
 
 
 def load_student(recipe: Recipe, folder: Path) -> Any:
-    """The model to train, in float32 on the CPU, with what the recipe says about dropout and which parameters learn.
+    """The model to train, in float32 on the CPU, with the recipe's dropout and trained parameters.
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.

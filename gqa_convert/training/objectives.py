@@ -1,4 +1,4 @@
-"""What a model can be trained on, by its config and its tokenizer."""
+"""The objectives and sample lengths that suit a model, by its config and its tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ _FIELDS = "source_field and target_field in data"
 
 
 def check_input(name: str, config: dict[str, Any]) -> None:
-    """Refuse models that read something else than text.
+    """Refuse models that do not read text.
 
     Raises:
         RecipeError: the model reads sound.
     """
     if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
         raise RecipeError(
-            f"{name} reads sound, and uptrain trains on text: use the conversion as it is, or train it on speech with transformers' Trainer"
+            f"{name} reads sound, and uptrain trains on text: use the conversion without training, or train it on speech with transformers' Trainer"
         )
 
 

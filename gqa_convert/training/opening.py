@@ -1,4 +1,4 @@
-"""What a recipe names, looked at before anything large is loaded."""
+"""Opens what a recipe names, before anything large is loaded."""
 
 import importlib.util
 import json
@@ -18,14 +18,14 @@ from gqa_convert.training.objectives import check_input, choose_objective, sampl
 from gqa_convert.training.recipe import Recipe
 
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
-"""What to do with a checkpoint that was saved without its language-model head."""
+"""Advice for a checkpoint that was saved without its language-model head."""
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-"""Where a tracker's package has another name than the tracker: any of these will do."""
+"""The packages of trackers that are named otherwise; one of them is enough."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The parts of a run, as far as they can be seen without loading them."""
+    """What is known of a run before its models are loaded."""
 
     student: Checkpoint
     student_folder: Path
@@ -46,7 +46,7 @@ def open_recipe(recipe: Recipe) -> Opened:
     """Look at the models of a recipe.
 
     Raises:
-        RecipeError: objective, sequence length or teacher don't suit the model, or it reads sound.
+        RecipeError: objective, sequence length or teacher don't suit the model, or the model reads sound.
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
@@ -87,7 +87,7 @@ def open_recipe(recipe: Recipe) -> Opened:
 
 
 def _source_of(student: Path) -> Path | None:
-    """Where the student's provenance says that it comes from, if that is a folder here."""
+    """The source that the student's provenance names, if it is a folder on this machine."""
     try:
         stated = json.loads((student / "gqa_conversion.json").read_bytes())["source"]["id"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -97,7 +97,7 @@ def _source_of(student: Path) -> Path | None:
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """accelerate leaves out trackers that are not installed, without a word.
+    """Refuse trackers that are not installed, which accelerate would leave out silently.
 
     Raises:
         MissingExtraError: one is not.
@@ -112,7 +112,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 @contextmanager
 def explained(name: str, what: str = "") -> Iterator[None]:
-    """What transformers says about a checkpoint that it can't load, or memory that does not suffice, as one line."""
+    """Turn transformers' errors about a checkpoint, and a full memory, into one line."""
     try:
         with loading.explained(f"{what} {name}".strip()):
             yield
@@ -130,5 +130,5 @@ def explain_memory(problem: BaseException) -> None:
     if is_out_of_memory(problem):
         raise DeviceMemoryError(
             "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml, and run the same "
-            "command again, which goes on from the last checkpoint"
+            "command again, which resumes from the last checkpoint"
         ) from None

@@ -1,4 +1,4 @@
-"""What a run finds in its output: nothing, a run that is complete, or a checkpoint to go on from."""
+"""What a run finds in its output: nothing, a complete run, or a checkpoint to resume from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from gqa_convert.training.run_folder import RunFolder
 def look_back(
     recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The summary of a run that is complete, and the record of the checkpoint to go on from.
+    """The summary of a complete run, and the record of the checkpoint to resume from.
 
     Raises:
-        ResumeError: the output holds a run that this recipe can't go on from.
+        ResumeError: the output holds a run that this recipe can't resume.
     """
     finished, newest = folder.finished(), checkpoints.newest()
     if finished is None and newest is None:
@@ -25,13 +25,13 @@ def look_back(
     different = earlier.differences(recipe, may_change=may_change)
     if different:
         raise ResumeError(
-            f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to go on, or name another output"
+            f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
         )
     if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
         return finished, None
     if newest is None:
         raise ResumeError(
-            f"{recipe.output} is complete and its checkpoints are gone, so that it can't go on: name another output"
+            f"{recipe.output} is complete and has no checkpoints, so that it can't be resumed: name another output"
         )
     return None, newest[1]
 
@@ -39,18 +39,18 @@ def look_back(
 def take_up(
     record: dict[str, Any], recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]
 ) -> Progress:
-    """Where a run goes on, once it is said what is not as it was when the checkpoint was saved.
+    """The progress that a run resumes with; differences from when the checkpoint was saved are reported.
 
     Args:
         record: of the checkpoint.
-        recipe: as it is now.
+        recipe: the present one.
         folder: the run's.
         processes: how many there are now.
         say: called with every difference.
     """
     progress = Progress(**record["progress"])
     if record["processes"] != processes:
-        say(f"it was saved by {record['processes']} process(es): sums will be rounded otherwise from here on")
+        say(f"the checkpoint was saved by {record['processes']} process(es): sums are rounded differently from here on")
     for change in make_recipe(record["recipe"]).differences(recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION)):
         progress.changes.append(f"from step {progress.step + 1}: {change}")
         say(change)

@@ -18,14 +18,14 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        checkpoints: `checkpoints/`, to go on from.
+        checkpoints: `checkpoints/`, to resume from.
         model: `model/`, the result.
         metrics: `metrics.jsonl`, a line per step.
         plot: `loss.png`.
         trackers: `trackers/`, for trackers that write files.
-        recipe: `resolved_recipe.yaml`, with all defaults; a folder that has it is a run's.
+        recipe: `resolved_recipe.yaml`, with all defaults; it marks a folder as the output of a run.
         summary: `summary.json`, written last: a run that has it is complete.
-        diverged: `diverged.json`, there from a divergence to the next good checkpoint.
+        diverged: `diverged.json`, which exists from a divergence to the next good checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,10 +39,10 @@ class RunFolder:
         )
 
     def refuse_foreign(self) -> None:
-        """Files of other origin are left alone, unless they have the names of a run's files.
+        """Refuse a folder with files that no run wrote under the names of a run's files; other files are left alone.
 
         Raises:
-            OutputError: they do.
+            OutputError: there are such files.
         """
         if not self.recipe.exists():
             for path in (
@@ -56,11 +56,11 @@ class RunFolder:
             ):
                 if path.exists() or path.is_symlink():
                     raise OutputError(
-                        f"{path} exists and is of no run of this program: name another output, or move it away"
+                        f"{path} exists and no run of this program wrote it: name another output, or move it away"
                     )
 
     def foreign(self) -> list[str]:
-        """What lies in the folder and no run wrote, by its path in the folder."""
+        """The files in the folder that no run wrote, by their paths in it."""
         if not self.recipe.is_file():
             return sorted(path.name for path in self.path.iterdir())
         kept = (
@@ -107,7 +107,7 @@ class RunFolder:
         )
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary of a run that is complete."""
+        """The summary of a complete run; None if the run is not complete."""
         try:
             summary = json.loads(self.summary.read_bytes())
         except (OSError, ValueError):

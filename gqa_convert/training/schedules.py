@@ -41,7 +41,7 @@ def inverse_sqrt(step: int, warmup: int) -> float:
 def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) -> float:
     """Warm-up, stable at 1, then down to f in a straight line over the last `decay_share` of the steps.
 
-    Hu et al. 2024 (MiniCPM), who let the last part fall exponentially; the straight line ends where it is told to. A
+    Hu et al. 2024 (MiniCPM), whose last part falls exponentially; the straight line ends at f exactly. A
     warm-up that reaches into the decay shortens it.
     """
     if step <= warmup:

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds of model and optimizer, the same for every way of spreading them over processes."""
+"""The state of model and optimizer in a checkpoint, which does not depend on how they are spread over processes."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and moments by name, those of this process where they are sharded."""
-    if not optimizer.state:  # all steps so far were skipped, or this run is yet to go on
-        get_state_dict(model, optimizer)  # makes moments by a step with zeros, which must not count
+    """Parameters and optimizer moments by name; where they are sharded, the part of this process."""
+    if not optimizer.state:  # all steps so far were skipped, or none has been taken
+        get_state_dict(model, optimizer)  # creates the moments by a step with zero gradients, which must not count
         for moments in optimizer.state.values():
             if "step" in moments:
                 moments["step"].zero_()
@@ -28,7 +28,7 @@ def set_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any
 
 
 def whole_model(model: Any) -> dict[str, Any]:
-    """All parameters on the CPU, gathered from all processes; of use on the main one."""
+    """All parameters on the CPU, gathered from all processes; only the main one holds them."""
     tensors: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )

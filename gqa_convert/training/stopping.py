@@ -13,10 +13,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequests:
-    """A context in which such a signal is an error at once, or a request that waits for the end of a step.
+    """A context in which these signals raise an error at once, or wait for the end of a step.
 
-    Before the first step and after the last one nothing is in memory that would be lost, and an error is right. The
-    steps are taken in `at_boundaries`, where signals are noted; only a second Ctrl-C is an error there.
+    Before the first step and after the last one, nothing is lost, and a signal raises StoppedError. Within
+    `at_boundaries`, a signal is only recorded, and a second Ctrl-C raises InterruptedRunError.
 
     Attributes:
         names: of the signals that came.
@@ -60,10 +60,10 @@ class StopRequests:
         self.names.append(name)
         if again:
             raise InterruptedRunError(
-                "stopped at once by a second Ctrl-C: run the same command again to go on from the last checkpoint"
+                "stopped at once by a second Ctrl-C: run the same command again to resume from the last checkpoint"
             )
         if not self._patient:
             self._stopped = StoppedError(
-                f"stopped by {name} between two stages, with nothing to save: run the same command again to go on"
+                f"stopped by {name} between two stages, with nothing to save: run the same command again to resume"
             )
             raise self._stopped

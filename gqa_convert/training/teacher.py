@@ -1,6 +1,4 @@
-"""The model whose distributions are distilled: loaded, checked against the student, and asked without a trace of
-gradients.
-"""
+"""The teacher: loaded, checked against the student, and run without gradients."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +16,7 @@ _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "au
 
 
 def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
-    """The teacher in evaluation mode, without gradients, in a type of its own.
+    """The teacher in evaluation mode, without gradients, in the given type.
 
     Args:
         folder: a local checkpoint.
@@ -34,7 +32,7 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
     model, missing = sharding.load(folder, _DTYPES[dtype])
     check_complete(
-        str(folder), folder, model, missing, "a teacher is asked for its predictions; name one that has them"
+        str(folder), folder, model, missing, "distillation needs a teacher with a language-model head; name one"
     )
     return model.requires_grad_(False).to(device)
 

@@ -1,6 +1,4 @@
-"""Takes a converted checkpoint back to its source's quality: a recipe in, a trained model out, and what goes wrong in
-one line.
-"""
+"""The entrance to uptraining: a recipe in, a trained model out, and every error in one line."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ def uptrain_checkpoint(
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
     command: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe, from its newest checkpoint if there is one.
+    """Uptrain a converted checkpoint by a recipe; a run with checkpoints is resumed.
 
     Args:
         path: of the recipe.
@@ -41,9 +39,9 @@ def uptrain_checkpoint(
 
     Raises:
         RecipeError: the recipe is wrong.
-        LaunchError: the processes are not those that were meant.
-        ResumeError: the output holds a run that this one can't go on from.
-        OutputError: the output can't be written, or holds other things.
+        LaunchError: the launcher started other processes than it was asked for.
+        ResumeError: the output holds a run that this recipe can't resume.
+        OutputError: the output can't be written, or holds files that no run wrote.
         NoSpaceError: its disk is full.
         DataError: the text can't be used.
         DivergedError: training produced numbers that are not finite.
@@ -69,8 +67,8 @@ def uptrain_checkpoint(
 
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
-    """What the system says about the output or the memory, as one line."""
-    full = f"the disk or quota of {output} is full: make room and run the same command again, which goes on from the last checkpoint"
+    """Turn the system's errors about the output or the memory into one line."""
+    full = f"the disk or quota of {output} is full: make room and run the same command again, which resumes from the last checkpoint"
     try:
         yield
     except OSError as problem:

@@ -249,7 +249,7 @@ def test_a_changed_recipe_ends_all(place: Path, whole: tuple[str, dict[str, str]
         (BY_TORCHRUN | {"RANK": "2"}, "can't be"),
         (BY_TORCHRUN | {"LOCAL_RANK": "2"}, "can't be"),
         (BY_TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
-        (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed has an optimizer"),
+        (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "does not use the optimizer and checkpoints of DeepSpeed"),
         (BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "keeps parameters on the GPUs"),
         (BY_TORCHRUN | FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing"),
     ],

@@ -195,7 +195,7 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
         run(home, output, **keys, tokens=192)
     shutil.rmtree(output / "checkpoints")
     assert run(home, output, **keys)["tokens"] == 384
-    with pytest.raises(ResumeError, match="its checkpoints are gone"):
+    with pytest.raises(ResumeError, match="is complete and has no checkpoints"):
         run(home, output, **keys, tokens=512)
 
 
@@ -369,7 +369,7 @@ def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "foreign"
     (output / "model").mkdir(parents=True)
     (output / "model" / "config.json").write_text("{}")
-    with pytest.raises(OutputError, match="model exists and is of no run of this program"):
+    with pytest.raises(OutputError, match="model exists and no run of this program wrote it"):
         run(home, output)
     lock = OutputLock(tmp_path / "locked")
     with pytest.raises(LaunchError, match="another process is training into"):

@@ -230,7 +230,8 @@ def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer:
     config = config_of(family.modeling.model_type if converted_type else kind)
     if kind == "whisper":
         with pytest.raises(
-            RecipeError, match=r"^m reads sound, and uptrain trains on text: use the conversion as it is, or train it"
+            RecipeError,
+            match=r"^m reads sound, and uptrain trains on text: use the conversion without training, or train it",
         ):
             check_input("m", config)
         return

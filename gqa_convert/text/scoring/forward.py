@@ -1,4 +1,4 @@
-"""The hot path: a forward pass per batch, and what it says about each token.
+"""The hot path: a forward pass per batch, and the loss of each token.
 
 Logits are the largest tensors; they are walked in chunks of a few rows, in float32. Sums over tokens are float64,
 elsewhere.

@@ -28,7 +28,7 @@ def read_pieces(
     Args:
         source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
         tokenizer: whose tokens are counted.
-        tokens: how many, at most; by default all of files, and 1,048,576 of a Hub dataset.
+        tokens: how many, at most; by default all of a file, and 1,048,576 of a Hub dataset.
         progress: called with the bytes or tokens read and their total.
 
     Raises:

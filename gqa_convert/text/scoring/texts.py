@@ -112,7 +112,7 @@ def text_material(
     scored[[start for start, end in documents if end > start]] = False
     if not scored.any():
         raise DataError(
-            f"the text comes to {len(flat)} tokens, of which none can be predicted from one before it: name more text"
+            f"the text has {len(flat)} tokens, and none of them can be predicted from the one before it: name more text"
         )
     windows = cut_windows(documents, context, stride)
     digest = hashlib.sha256(flat.tobytes() + np.array(documents, np.int64).tobytes()).hexdigest()
