@@ -31,7 +31,7 @@ ENCODED = torch.tensor([[7, 33, 12, 50, 9, 41, 0, 0, 0], [5, 21, 60, 3, 44, 18, 
 ENCODED_MASK = (ENCODED != 0).long()
 DECODED = torch.tensor([[4, 30, 14, 0, 0], [4, 22, 61, 35, 8]])
 DECODED_MASK = (DECODED != 0).long()
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 
 
 def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
