@@ -277,7 +277,7 @@ def measure(arguments: argparse.Namespace, accelerator: Any) -> dict[str, Any]:
     for round_number in range(arguments.rounds + 1):
         for name in list(turns) if round_number % 2 else reversed(list(turns)):
             if accelerator.num_processes > 1:
-                torch.distributed.constraint()
+                torch.distributed.barrier()
             times[name].append(turns[name]())
     kept = {name: each[1:] for name, each in times.items()}
     rates = {name: [arguments.steps * tokens / seconds for seconds in each] for name, each in kept.items()}
