@@ -1,1 +1,1 @@
-"""A converted checkpoint on the Hub: its model card, made from what is recorded and nothing else, and its upload."""
+"""Publishes a converted checkpoint on the Hub: its model card, made from recorded facts alone, and its upload."""

@@ -1,4 +1,4 @@
-"""What a model card states: the facts, chosen and worded for `card.md.jinja`, which holds the sentences."""
+"""The facts that a model card states, prepared for `card.md.jinja`, which holds the sentences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class ScoreSection:
         nan: how many losses were not finite.
         note: of the evaluation.
         tasks: rows of the table of tasks.
-        origin: of the figures.
+        origin: of the results.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What is known about a converted checkpoint: its files, their headers, and the record of how it came to be."""
+"""What is known about a converted checkpoint: its files, their headers, and the record of its conversion."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ README = "README.md"
 _LONGEST_CHAIN = 32
 _LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
-"""A folder in the Hub's cache: whose repository it is, and at what commit."""
+"""A folder in the Hub's cache, with the repository and the commit that it holds."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,11 @@ class Facts:
     """A checkpoint that has been read and checked.
 
     Attributes:
-        folder: where it is.
-        checkpoint: its headers.
-        plan: of its conversion into its own N, which changes nothing: what the headers say of heads and cache.
-        conversion: the record of the conversion, in short.
+        folder: of the checkpoint.
+        checkpoint: its config and headers.
+        plan: of a conversion to the same N, which changes nothing; it has the heads and the cache sizes from the
+            headers.
+        conversion: the last conversion, as in a report.
         chain: the record and those of the conversions before it, oldest first.
         trainings: the records of the uptraining runs since the first of these, oldest first.
     """
@@ -70,8 +71,8 @@ class Facts:
 
     @property
     def base(self) -> Base | None:
-        """What is known to have come from the Hub: a conversion knows the commit only then, and the Hub's cache tells
-        by its folder.
+        """The newest source that is known to come from the Hub: its commit was recorded, or its folder is in the Hub's
+        cache.
         """
         for record in reversed(self.chain):
             source = record.source_record
@@ -84,18 +85,18 @@ class Facts:
 
     @property
     def route(self) -> str:
-        """How it is loaded, as `Plan.route` says it."""
+        """The route by which it loads, as in `Plan.route`."""
         return next((route for each in reversed(self.chain) if (route := each.route)), self.plan.route)
 
     @property
     def needs_own_code(self) -> bool:
-        """Whether it loads with `trust_remote_code=True` only."""
+        """Whether it loads only with `trust_remote_code=True`."""
         return bool(self.checkpoint.config.get("auto_map")) and self.route in ("own file", "checkpoint's own code")
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Everything that is published, the card aside, by its path: what convert and uptrain wrote, and licences that
-        were put beside it.
+        """The paths of all files to publish except the card: those that convert and uptrain wrote, and licences in the
+        folder.
         """
         written = {CONFIG, PROVENANCE, "tokenizer_config.json", *_modules(self.checkpoint)}
         for record in self.chain:
@@ -109,7 +110,7 @@ class Facts:
 
     @property
     def strangers(self) -> tuple[str, ...]:
-        """What lies in the folder and is not published, hidden files aside."""
+        """The files of the folder that are not published, except hidden ones."""
         return tuple(sorted(self.checkpoint.sizes.keys() - {*self.files, README}))
 
     @property
@@ -136,8 +137,8 @@ def read_facts(out: Path) -> Facts:
     """Open a converted checkpoint and check that its parts agree.
 
     Raises:
-        PublishError: it is no converted checkpoint, or its record contradicts its weights.
-        GQAConvertError: whatever is wrong with the checkpoint by itself.
+        PublishError: the folder is not a converted checkpoint, or its record contradicts its weights.
+        GQAConvertError: as `open_checkpoint`.
     """
     if not out.is_dir():
         raise PublishError(
@@ -197,7 +198,7 @@ def _source_files(record: ConversionRecord) -> dict[str, FileRecord]:
 
 
 def _modules(checkpoint: Checkpoint) -> list[str]:
-    """The files that the config sends transformers to."""
+    """The modelling files that the config names."""
     auto_map = checkpoint.config.get("auto_map")
     homes = auto_map.values() if isinstance(auto_map, dict) else ()
     names = [name for home in homes for name in (home if isinstance(home, list) else [home])]

@@ -1,6 +1,4 @@
-"""What files are, by their bytes: SHA-256, by which the Hub knows large files, and git's own hash, by which it knows
-small ones.
-"""
+"""Hashes of files: SHA-256, which the Hub states for large files, and git's blob hash, which it states for small ones."""
 
 import hashlib
 import re
@@ -13,7 +11,7 @@ from gqa_convert.errors import PublishError
 
 _CHUNK = 1 << 20
 _TEXT_BYTES = 32 << 20
-"""Files up to this size are looked through for tokens, weights aside."""
+"""Maximum bytes of a file that is searched for access tokens; weights are not searched."""
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 
 
@@ -35,7 +33,7 @@ class Digest:
 
 
 def digest_of(path: str, raw: bytes) -> Digest:
-    """Of a file that is not written yet."""
+    """The digest of a file that is not written yet."""
     return Digest(
         path, len(raw), hashlib.sha256(raw).hexdigest(), hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
     )
@@ -47,12 +45,12 @@ def digests(
     """Read files once each.
 
     Args:
-        folder: that holds them.
-        names: their paths in it.
+        folder: that holds the files.
+        names: their paths in the folder.
         progress: called with every number of bytes read.
 
     Raises:
-        PublishError: a file can't be read, or has changed meanwhile.
+        PublishError: a file can't be read, or changed in the meantime.
     """
     return tuple(_digest(folder, name, progress) for name in names)
 
@@ -81,12 +79,12 @@ def refuse_tokens(folder: Path, names: Iterable[str], token: str | None, card: s
 
     Args:
         folder: that holds the files.
-        names: their paths in it; weights are not looked into.
-        token: the user's own, if there is one; others are known by their form.
+        names: their paths in the folder; weights are not searched.
+        token: of the user, None if there is none; others are recognised by their form.
         card: the card, which is not written yet.
 
     Raises:
-        PublishError: a file holds one.
+        PublishError: a file holds an access token.
     """
     for name in names:
         path = folder / name

@@ -1,4 +1,4 @@
-"""Licences: what the source states of its own, and what some of them ask of those who publish a changed model."""
+"""Licences: what the source states, and what some licences require of those who publish a changed model."""
 
 import re
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ _LLAMA = {
     "llama3.3": ("Built with Llama", "Llama"),
     "llama4": ("Built with Llama", "Llama"),
 }
-"""The words that a card has to show, and those that the name of a derived model has to begin with (section 1.b.i of
-each licence).
+"""The words that a card must show, and those with which the name of a derived model must begin (section 1.b.i of each
+licence).
 """
 _OPEN = {
     "apache-2.0",
@@ -47,18 +47,18 @@ _OPEN = {
     "cdla-permissive-1.0",
     "cdla-permissive-2.0",
 }
-"""Licences that ask for no more than that they and the changes are named, which the card does."""
+"""Licences that require only that they and the changes are stated, which the card does."""
 
 
 @dataclass(frozen=True)
 class Licence:
-    """What the card says.
+    """The licence that the card states.
 
     Attributes:
-        ids: as the Hub knows them, none if unknown.
-        name: of one that the Hub does not know.
-        link: to it.
-        inherited: stated by the source, not given by the user.
+        ids: identifiers of the Hub, empty if unknown.
+        name: of a licence that the Hub does not know.
+        link: to the text of that licence.
+        inherited: whether the source states it, rather than the user.
     """
 
     ids: tuple[str, ...] = ()
@@ -68,21 +68,21 @@ class Licence:
 
 
 def find_licence(stated: dict[str, Any], given: str | None) -> tuple[Licence, list[str]]:
-    """The licence, and what the publisher should know.
+    """The licence, and warnings for the publisher.
 
     Args:
-        stated: by the source's README, words and lists of words.
+        stated: by the source's README: words and lists of words by key.
         given: by the user.
 
     Raises:
-        OptionError: what was given is no identifier of a licence.
+        OptionError: the given licence is not an identifier.
     """
     named = stated.get("license", [])
     ids = tuple(each.lower() for each in ([named] if isinstance(named, str) else named) if _ID.fullmatch(each.lower()))
     if given is not None:
         if not _ID.fullmatch(given.lower()):
             raise OptionError(
-                f"--license {given!r} is no licence of the Hub: give an identifier such as apache-2.0, llama2 or other"
+                f"--license {given!r} is not a licence of the Hub: give an identifier such as apache-2.0, llama2 or other"
             )
         chosen = given.lower()
         warnings = (
@@ -96,12 +96,12 @@ def find_licence(stated: dict[str, Any], given: str | None) -> tuple[Licence, li
 
 
 def duties(licence: Licence, repo_id: str) -> tuple[list[str], list[str]]:
-    """What the card has to say, as Markdown, and what to tell the publisher."""
+    """Statements that the licence requires of the card, as Markdown, and warnings for the publisher."""
     said: list[str] = []
     warnings: list[str] = []
     if not licence.ids:
         warnings.append(
-            "no licence is known: without one nobody may use the model, and the source's terms may forbid publishing it; find them, and give --license"
+            "no licence is known: without one the model may not be used, and the source's terms may forbid publishing it; find them, and give --license"
         )
     for each in licence.ids:
         words, warning = _duty(each, repo_id)
@@ -118,44 +118,44 @@ def _duty(name: str, repo_id: str) -> tuple[list[str], str]:
         naming = "" if fits else f"the model's name must begin with {prefix!r}, and {own!r} does not; "
         return (
             [f"**{words}**"],
-            f"{naming}a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users",
+            f"{naming}the repository must hold a copy of the agreement and a notice file, and the acceptable use policy binds users",
         )
     if name == "llama2":
         return (
             [],
-            "a copy of the agreement and a notice file have to go with the model, and the acceptable use policy binds users",
+            "the repository must hold a copy of the agreement and a notice file, and the acceptable use policy binds users",
         )
     if name == "gemma":
         return (
             [],
-            "the terms of use and their restrictions have to be passed on with the model, and the changes be named, as the card does",
+            "the terms of use and their restrictions must be passed on with the model, and the changes stated, as the card does",
         )
     if re.search(r"(^|-)nd(-|$)", name):
         return (
             [],
-            "it forbids sharing changed versions, which this model is: ask the source's authors before publishing it",
+            "it forbids sharing changed versions, and this model is one: ask the source's authors before you publish it",
         )
     if re.search(r"(^|-)nc(-|$)|non-?commercial|research", name):
         share = " and under the same licence" if re.search(r"(^|-)sa(-|$)", name) else ""
         return [], f"for non-commercial use only{share}"
     if re.search(r"(^|-)sa(-|$)|^(l|a)?gpl", name):
-        return [], "changed versions have to be published under the same licence"
+        return [], "changed versions must be published under the same licence"
     if "rail" in name:
-        return [], "its restrictions of use have to be passed on with the model, and a copy of the licence"
+        return [], "its restrictions of use and a copy of the licence must be passed on with the model"
     if name == "other":
-        return [], "it is not one that the Hub knows: read it, and see that it lets you publish a changed model"
+        return [], "the Hub does not know it: read it, and check that it lets you publish a changed model"
     return (
         [],
         ""
         if name in _OPEN
-        else "its terms are not known here: read them, and see that they let you publish a changed model",
+        else "gqa-convert does not know its terms: read them, and check that they let you publish a changed model",
     )
 
 
 def as_markdown(licence: Licence) -> str:
     """The licence in words."""
     if not licence.ids:
-        return "Not known: the source states none. Without the permission of its authors the model may not be used."
+        return "Not known: the source states none. The model may not be used without the permission of its authors."
     named = ", ".join(code(each) for each in licence.ids)
     details = [
         f"name {code(licence.name)}" if licence.name else "",

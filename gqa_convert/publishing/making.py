@@ -168,7 +168,7 @@ def _losses(training: TrainingRecord) -> str | None:
     source, share = found.source, found.recovered_share
     return (
         f"{number(found.start)} at the start, {number(found.final)} at the end"
-        + (f", {number(source)} of the source" if source is not None else "")
+        + (f", {number(source)} for the source" if source is not None else "")
         + " (nats per token)"
         + (f"; {share:.1%} of the gap closed" if share is not None else "")
     )

@@ -1,4 +1,4 @@
-"""What evaluate and benchmark measured of this very checkpoint, and of its source beside it; all else stays out."""
+"""Selects what evaluate and benchmark measured of this checkpoint and of its source."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import some
 
 _SMALL = 64 << 20
-"""Bytes of a file that is hashed to know it again."""
+"""Maximum bytes of a file that is hashed to recognise it."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One evaluation: what it found of this checkpoint, and of its source if that was scored on the same text."""
+    """One evaluation: the scores of this checkpoint, and of its source if it was scored on the same text."""
 
     evaluation: Evaluation
     ours: Score
@@ -35,10 +35,10 @@ class Timed:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that goes into the card.
+    """All results that the card states.
 
     Attributes:
-        warnings: what was read and left out, and why.
+        warnings: on files that were left out, with the reasons.
     """
 
     scored: tuple[Scored, ...] = ()
@@ -47,12 +47,12 @@ class Measured:
 
 
 def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str]) -> Measured:
-    """Read files of results and keep what speaks of a checkpoint.
+    """Read files of results and keep those of a checkpoint.
 
     Args:
         results: files, or folders to search.
         facts: of the checkpoint.
-        names: what the results may call it, beside the path of its folder.
+        names: of the checkpoint in the results, besides the path of its folder.
 
     Raises:
         ReportError: a file is missing or broken, or there are no results at all.
@@ -67,8 +67,8 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
         ours = [score for score in evaluation.scores if _is_ours(score.model, evaluation.origin, facts, names)]
         if not ours:
             warnings.append(
-                f"{evaluation.origin.path} is left out: it scores {some([score.model for score in evaluation.scores])}, and not "
-                f"{facts.folder}; if one of them is that, give its name with --evaluated-as"
+                f"{evaluation.origin.path} is left out: it scores {some([score.model for score in evaluation.scores])} and not "
+                f"{facts.folder}; if one of them is this model, give that name with --evaluated-as"
             )
         elif _is_older(evaluation.origin, facts):
             warnings.append(f"{evaluation.origin.path} is left out: it is older than these weights; evaluate again")
@@ -101,8 +101,8 @@ def _is_ours(name: str, origin: Origin, facts: Facts, names: Sequence[str]) -> b
 
 
 def is_source(name: str, origin: Origin, facts: Facts) -> bool:
-    """Whether a name is that of the first source: as it was recorded, of the same folder, or of one that ends alike and
-    holds the same files.
+    """Whether a name means the first source: the recorded name, the same folder, or a folder of that name with the same
+    files.
     """
     source = facts.chain[0].source_record
     first = source.id if source else None
@@ -121,8 +121,8 @@ def is_source(name: str, origin: Origin, facts: Facts) -> bool:
 
 
 def _is_copy(folder: Path, recorded: Path, source: SourceRecord) -> bool:
-    """Whether a folder may be the one that a conversion recorded by a path relative to where it ran: its last names,
-    sizes and hashes agree.
+    """Whether a folder can be the one that a conversion recorded by a relative path: its last names, sizes and hashes
+    agree.
     """
     names = [name for name in recorded.parts if name not in (".", "..")]
     if not names or source.files is None or list(folder.resolve().parts[-len(names) :]) != names:
@@ -146,9 +146,7 @@ def _same_folder(name: str, origin: Origin, folder: Path) -> bool:
 
 
 def _is_older(origin: Origin, facts: Facts) -> bool:
-    """Whether something was measured before the weights were what they are: an earlier model stood in the same folder
-    then.
-    """
+    """Whether results are older than the weights and therefore of an earlier model in the same folder."""
     return origin.created is not None and origin.created < facts.made
 
 

@@ -67,7 +67,9 @@ def tags(facts: Facts) -> list[str]:
 
 
 def eval_results(measured: Measured, task: str) -> list[Any]:
-    """The entries of the `model-index`: losses and what follows from them for each text, lm-eval's metrics for each task."""
+    """The entries of the `model-index`: losses and what follows from them for each text, lm-eval's metrics for each
+    task.
+    """
     from huggingface_hub import EvalResult
 
     found = []

@@ -1,4 +1,4 @@
-"""The verb: check everything, write the card, upload, and compare what has arrived."""
+"""Publishes a checkpoint: checks everything, writes the card, uploads, and compares the files on the Hub."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 Reading = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Called with a number of bytes that will be read; gives what is called with those that were."""
+"""Called with the number of bytes to read; yields a function that is called with the bytes that were read."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user says of the model that its folder does not.
+    """Facts about the model that its folder does not hold.
 
     Attributes:
         results: files of evaluate and benchmark, or folders with them.
-        names: what the results call the model, beside its path.
-        base_model: id on the Hub of what it was made from.
+        names: of the model in the results, besides its path.
+        base_model: id on the Hub of the model that it was made from.
         licence: identifier of the Hub.
-        datasets: ids on the Hub of what it was trained on.
-        overwrite_card: rename a README.md that is somebody's own, to README.md.old, rather than refuse.
+        datasets: ids on the Hub of the training data.
+        overwrite_card: rename a README.md that the user wrote to README.md.old, rather than refuse.
     """
 
     results: tuple[Path, ...] = ()
@@ -64,11 +64,11 @@ def publish(
 
     Args:
         out: the folder that convert or uptrain wrote.
-        place: where it goes.
-        options: what the card can't know otherwise.
+        place: the repository.
+        options: facts that the folder does not hold.
         dry_run: write the card and send nothing; no network is used.
-        reading: shows how far the files are read for their hashes.
-        on_checked: called with the result as far as it is known before anything is sent.
+        reading: shows the progress of hashing the files.
+        on_checked: called with the result before anything is sent.
 
     Returns:
         `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and
@@ -122,7 +122,7 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple["ModelCard"
     """The card, and warnings for the publisher.
 
     Raises:
-        PublishError: there is a README.md that it may not replace.
+        PublishError: the folder has a README.md that must not be replaced.
     """
     from huggingface_hub import ModelCard
 
@@ -152,7 +152,7 @@ def _check(options: Options) -> None:
     ):
         for name in names:
             if not _HUB_ID.fullmatch(name):
-                raise OptionError(f"{option} {name!r} is no id of the Hub: write it like org/name")
+                raise OptionError(f"{option} {name!r} is not an id of the Hub: write it like org/name")
 
 
 def _base(facts: Facts, given: str | None) -> tuple[Base | None, list[str]]:
@@ -160,9 +160,7 @@ def _base(facts: Facts, given: str | None) -> tuple[Base | None, list[str]]:
     if known is not None and not _HUB_ID.fullmatch(known.repo_id):
         known = None
     if given is None:
-        return known, [] if known else [
-            "what the model was made from is not known to be on the Hub: if it is, give --base-model"
-        ]
+        return known, [] if known else ["it is not known whether the source is on the Hub: if it is, give --base-model"]
     if known is not None and known.repo_id == given:
         return known, []
     return Base(given, None), [
@@ -171,8 +169,8 @@ def _base(facts: Facts, given: str | None) -> tuple[Base | None, list[str]]:
 
 
 def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
-    """Ids on the Hub of what was trained on: a recipe's source is one for sure if it says what only those have; others
-    the user names.
+    """Ids on the Hub of the training data: those that the user names, and sources of recipes with options that only the
+    Hub has.
     """
     found = list(options.datasets)
     for training in facts.trainings:
@@ -184,20 +182,20 @@ def _datasets(facts: Facts, options: Options) -> tuple[str, ...]:
 
 
 def _paths(facts: Facts) -> list[str]:
-    """A word on folders of this machine, which strangers will read."""
+    """A warning if the published record names folders of this machine."""
     local = folders_in((facts.folder / PROVENANCE).read_text(encoding="utf-8"))
     return (
-        [f"{PROVENANCE} is sent too, and names folders of this machine such as {local}; the card leaves them out"]
+        [f"{PROVENANCE} is published too and names folders of this machine such as {local}; the card does not"]
         if local
         else []
     )
 
 
 def _unrecorded(facts: Facts, files: Sequence[Digest]) -> list[str]:
-    """A word on weights of which no hash was recorded when they were written.
+    """A warning about weights whose hash was not recorded when they were written.
 
     Raises:
-        PublishError: one is not what was written.
+        PublishError: a weight file is not the one that was written.
     """
     unknown = []
     for each in files:
@@ -210,12 +208,12 @@ def _unrecorded(facts: Facts, files: Sequence[Digest]) -> list[str]:
                     f"{facts.folder / each.path} has SHA-256 {each.sha256} where {written} was written: it has changed since; convert or copy "
                     "it again"
                 )
-    hint = f"their hashes were not recorded, so that changes since would go unnoticed: gqa-convert verify {facts.folder} --source SOURCE tells"
+    hint = f"their hashes were not recorded, so changes since then would go unnoticed: check with gqa-convert verify {facts.folder} --source SOURCE"
     return [f"{some(unknown)}: {hint}"] if unknown else []
 
 
 def _strayed(facts: Facts, files: Sequence[Digest]) -> list[str]:
-    """Files that came from the source and are no longer what they were."""
+    """A warning about files that came from the source and have changed since."""
     changed = [
         each.path
         for each in files

@@ -1,4 +1,4 @@
-"""OUT/README.md: whose it is, what its front matter states, and how a card takes its place."""
+"""OUT/README.md: who wrote it, what its front matter states, and how a card replaces it."""
 
 import hashlib
 import json
@@ -17,37 +17,34 @@ from gqa_convert.publishing.facts import README, Facts
 
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _LARGEST = 4 << 20
-"""Bytes of a README whose front matter is read."""
+"""Maximum bytes of a README."""
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-"""What of the source's front matter stays true."""
+"""Keys of the source's front matter that hold for the result too."""
 
 
 def read_readme(folder: Path) -> str | None:
     """The text of OUT/README.md, None if there is none.
 
     Raises:
-        PublishError: it is no text file.
+        PublishError: the file is not a text file.
     """
     path = folder / README
     if not path.is_symlink() and not path.exists():
         return None
     try:
         if path.stat().st_size > _LARGEST:
-            raise PublishError(
-                f"{path} has more than {_LARGEST >> 20} MiB, far too many for a model card: move it away"
-            )
+            raise PublishError(f"{path} has more than {_LARGEST >> 20} MiB, too large for a model card: move it away")
         return path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as problem:
         raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
 
 
 def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> None:
-    """Refuse to replace a README that somebody wrote for this folder.
-
-    It may be replaced if it came with the source, or is a card of `publish` that nobody has changed since.
+    """Refuse to replace a README that a user wrote for this folder. A README that came with the source, or an unedited
+    card of `publish`, may be replaced.
 
     Raises:
-        PublishError: it is somebody's own.
+        PublishError: a user wrote or edited the README.
     """
     if text is None or overwrite or is_our_card(text):
         return
@@ -55,23 +52,20 @@ def check_replaceable(facts: Facts, text: str | None, *, overwrite: bool) -> Non
         kind = (
             "a card that was edited since publish wrote it"
             if MARKER.search(text)
-            else "neither the source's nor a card of publish"
+            else "neither the source's README nor a card of publish"
         )
-        raise PublishError(f"{facts.folder / README} is {kind}: move it away, or let --overwrite-card rename it")
+        raise PublishError(f"{facts.folder / README} is {kind}: move it away, or rename it with --overwrite-card")
 
 
 def sign(front: str, body: str, stated: dict[str, Any]) -> str:
-    """A card that says of itself, in a comment between front matter and body, what it was when it was written.
-
-    The comment also keeps what the source states: the card takes the place of the only file that did.
+    """A card with a signature in a comment between front matter and body. The comment also keeps what the source
+    states, since the card replaces the only file that did.
     """
     return signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
 
 
 def stated_by_source(facts: Facts, text: str | None) -> dict[str, Any]:
-    """What the source states of licence, languages and task, words and lists of words: by its README, or by the card
-    that replaced it.
-    """
+    """Licence, languages and task that the source states, from its README or from the card that replaced it."""
     if text is None:
         return {}
     match = MARKER.search(text)
@@ -100,10 +94,10 @@ def _came_with_source(facts: Facts, text: str) -> bool:
 
 
 def write_card(facts: Facts, card: str) -> Path:
-    """Put the card in its place, whole or not at all; a README that somebody wrote for this folder is renamed before.
+    """Write the card in one step; a README that a user wrote for this folder is renamed first.
 
     Raises:
-        OutputError: it can't be written.
+        OutputError: the card can't be written.
     """
     folder = facts.folder
     path = folder / README

@@ -1,4 +1,4 @@
-"""The repository on the Hub: what it holds, sending files to it, and looking whether they have arrived."""
+"""The repository on the Hub: lists its files, uploads to it, and checks what arrived."""
 
 import re
 import sys
@@ -28,8 +28,8 @@ class Place:
     Attributes:
         repo_id: of the form org/name.
         revision: a branch, or `refs/pr/N`; None for the main branch.
-        private: whether a new repository is to be so.
-        create_pr: open a pull request in place of a commit.
+        private: whether to create a new repository as private.
+        create_pr: open a pull request instead of committing.
     """
 
     repo_id: str
@@ -45,10 +45,10 @@ class Place:
 
 
 def check_place(place: Place) -> None:
-    """Look at what can be looked at without a network.
+    """Check what can be checked without a network.
 
     Raises:
-        PublishError: the id has another form, or options contradict each other.
+        PublishError: the id is malformed, or options contradict each other.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -61,7 +61,7 @@ def check_place(place: Place) -> None:
         valid = place.repo_id.count("/") == 1
     if not valid:
         raise PublishError(
-            f"--repo-id {place.repo_id!r} is no name of a repository: write org/name, of letters, digits, '-', '_' and '.'"
+            f"--repo-id {place.repo_id!r} is not a repository name: write org/name with letters, digits, '-', '_' and '.'"
         )
     revision = place.revision
     if revision is not None and (
@@ -70,16 +70,16 @@ def check_place(place: Place) -> None:
         or ".." in revision
     ):
         raise PublishError(
-            f"--revision {revision!r} is no name of a branch: write letters, digits, '-', '_', '.' and '/'"
+            f"--revision {revision!r} is not a branch name: write letters, digits, '-', '_', '.' and '/'"
         )
     if place.create_pr and revision is not None:
         raise PublishError(
-            "--create-pr opens a pull request against the main branch: leave --revision out; to go on with one, give refs/pr/N there"
+            "--create-pr opens a pull request against the main branch: leave --revision out; to add to an open one, give --revision refs/pr/N"
         )
 
 
 def own_token() -> str | None:
-    """The token of the Hub's own login or its environment variable."""
+    """The token of `hf auth login` or of the Hub's environment variable."""
     from huggingface_hub import get_token
 
     found = get_token()
@@ -87,11 +87,11 @@ def own_token() -> str | None:
 
 
 class Repository:
-    """A repository, asked with the user's own login.
+    """A repository, accessed with the user's login.
 
     Args:
         place: where it is.
-        token: the login's, which is taken out of every message.
+        token: of the login; it is removed from every message.
 
     Raises:
         PublishError: there is no token.
@@ -102,15 +102,15 @@ class Repository:
 
         if token is None:
             raise PublishError(
-                "you are not logged in to the Hub: run `hf auth login` with a token that may write, or try --dry-run"
+                "you are not logged in to the Hub: run `hf auth login` with a write token, or try --dry-run"
             )
         self.place, self._token, self._api = place, token, HfApi()
 
     def look(self) -> dict[str, Digest] | None:
-        """The files that are there, by path; None if the repository is not there yet.
+        """The repository's files by path, None if it does not exist yet.
 
         Raises:
-            PublishError: it is public and was to be private, or there is nothing to open a pull request against.
+            PublishError: it is public and --private was given, or there is nothing to open a pull request against.
             UploadError: the Hub can't be reached.
         """
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -129,7 +129,7 @@ class Repository:
             if place.create_pr or (place.revision or "").startswith("refs/"):
                 option = "--create-pr" if place.create_pr else "--revision"
                 raise PublishError(
-                    f"{place.url} is not there, or not yours to see, so that no pull request can be: leave {option} out"
+                    f"{place.url} does not exist or is not visible to you, so no pull request is possible: leave {option} out"
                 ) from None
             return None
         except PublishError:
@@ -159,8 +159,8 @@ class Repository:
         """The Hub's warnings about a card's metadata.
 
         Raises:
-            PublishError: it would not take it.
-            UploadError: it can't be reached.
+            PublishError: the Hub rejects the metadata.
+            UploadError: the Hub can't be reached.
         """
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -168,20 +168,20 @@ class Repository:
                 card.validate()
             except ValueError as problem:
                 raise PublishError(
-                    f"the Hub does not take the card's metadata ({self._clean(problem)}): check --license and --base-model"
+                    f"the Hub rejects the card's metadata ({self._clean(problem)}): check --license and --base-model"
                 ) from None
             except Exception as problem:
                 raise self._explained(problem) from None
         return [self._shown(str(each.message)) for each in found if "metadata" in str(each.message).lower()]
 
     def send(self, folder: Path, names: Sequence[str], message: str) -> Any:
-        """Make the repository and the branch if need be, and upload files; what the Hub has already is not sent again.
+        """Create the repository and the branch if they are missing, and upload files that the Hub does not have yet.
 
         Returns:
-            The Hub's account of the commit.
+            The Hub's description of the commit.
 
         Raises:
-            UploadError: the Hub can't be reached or refuses; the same command goes on.
+            UploadError: the Hub can't be reached or refuses; the same command resumes the upload.
         """
         place = self.place
         try:
@@ -206,36 +206,36 @@ class Repository:
                 if place.create_pr
                 else "the same command"
             )
-            raise self._explained(problem, f"; run {again} again: what has arrived is not sent twice") from None
+            raise self._explained(problem, f"; run {again} again: uploaded files are not sent twice") from None
 
     def check_arrived(self, commit: str, files: Sequence[Digest]) -> None:
         """Compare what the Hub holds at a commit with what was sent.
 
         Raises:
-            UploadError: a file is missing there or is another.
+            UploadError: a file is missing there or has other content.
         """
         try:
             found = _files(self._info(commit))
         except Exception as problem:
-            raise self._explained(problem, "; the files were sent, and could not be compared") from None
+            raise self._explained(problem, "; the files were sent but could not be compared") from None
         for file in files:
             there = found.get(file.path)
             if there is None:
                 raise UploadError(
-                    f"{self.place.url} lacks {file.path} after the upload: see whether a .gitignore there leaves it out, and publish again"
+                    f"{self.place.url} lacks {file.path} after the upload: check whether a .gitignore there excludes it, and publish again"
                 )
             if differs(there, file):
                 raise UploadError(
-                    f"{self.place.url} holds another {file.path} than the one that was checked: leave the folder alone, and publish again"
+                    f"{self.place.url} holds another {file.path} than the one that was checked: do not change the folder, and publish again"
                 )
 
     def _explained(self, problem: Exception, advice: str = "") -> GQAConvertError:
-        """One line for what the client raised."""
+        """The client's error as one line."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(problem, InterruptedRunError):  # raised by a signal, wherever the program is
             return InterruptedRunError(
-                f"stopped while speaking with {self.place.url}" + (advice or "; nothing was sent")
+                f"stopped during a request to {self.place.url}" + (advice or "; nothing was sent")
             )
         status = (
             problem.response.status_code
@@ -245,9 +245,9 @@ class Repository:
         detail = self._clean(problem)
         if isinstance(problem, RepositoryNotFoundError) or status in (401, 403):
             return UploadError(
-                f"the Hub does not let you write to {self.place.repo_id} ({detail}): log in with `hf auth login` and a token that may write there"
+                f"the Hub does not let you write to {self.place.repo_id} ({detail}): log in with `hf auth login` and a token with write access"
             )
-        return UploadError(f"the Hub did not take {self.place.repo_id} ({detail})" + (advice or "; try again later"))
+        return UploadError(f"the Hub refused {self.place.repo_id} ({detail})" + (advice or "; try again later"))
 
     def _clean(self, problem: BaseException) -> str:
         cause = problem.__cause__
@@ -259,8 +259,8 @@ class Repository:
 
 
 def _public(text: str) -> str:
-    """The text without what addresses hold of names, passwords and signatures, and without the client's lesson on
-    status codes.
+    """The text without user names, passwords and signatures in addresses, and without the client's note on status
+    codes.
     """
     text = re.sub(r" ?For more information check: \S+", "", text)
     return re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
@@ -274,10 +274,10 @@ def differs(there: Digest, here: Digest) -> bool:
 
 
 def check_weights(place: Place, there: dict[str, Digest], names: Sequence[str]) -> list[str]:
-    """What the repository holds beside these files and would be taken for this model's.
+    """Check the weights that the repository holds besides these files.
 
     Returns:
-        What the publisher should know.
+        Warnings for the publisher.
 
     Raises:
         PublishError: other weights there would be loaded in place of these.
@@ -288,7 +288,7 @@ def check_weights(place: Place, there: dict[str, Digest], names: Sequence[str]) 
         raise PublishError(
             f"{place.url} holds {other[0]}, which would be loaded in place of {chosen}: delete it there, or name another repository"
         )
-    return [f"{place.url} also holds weights that are not this model's and stay: {some(other)}"] if other else []
+    return [f"{place.url} also holds weights of another model, which stay: {some(other)}"] if other else []
 
 
 def _files(info: Any) -> dict[str, Digest]:
@@ -303,7 +303,7 @@ def _files(info: Any) -> dict[str, Digest]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Bars on a terminal only, and nothing of the client's own talk."""
+    """A context in which the client shows bars on a terminal only and prints nothing else."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
     restore: list[Callable[[], None]] = []

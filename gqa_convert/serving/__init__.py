@@ -1,3 +1,1 @@
-"""Whether serving engines compute from a checkpoint what transformers computes: each in a process of its own, as a user
-would run it.
-"""
+"""Compares serving engines with transformers on a checkpoint, each in a separate process."""

@@ -1,4 +1,4 @@
-"""Ask transformers, then each client, and tell what differs."""
+"""Asks transformers, then each client, and reports the differences."""
 
 import shlex
 import tempfile
@@ -41,26 +41,25 @@ def check_serving(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     known: tuple[Client, ...] = CLIENTS,
 ) -> dict[str, Any]:
-    """Compare what serving engines compute from a checkpoint with what transformers computes, all in float32 on the
-    CPU.
+    """Compare serving engines with transformers on a checkpoint, all in float32 on the CPU.
 
     Args:
         out: a checkpoint folder.
         clients: names of engines; empty for all that are installed.
-        pythons: by name of an engine, the interpreter that has it; that names the engine, too.
-        install_absent: make a folder for each engine named in `clients` that is nowhere; this needs the package index.
-        minutes: the time that each engine has.
-        progress: told (stage, done, total).
-        known: the engines there are.
+        pythons: interpreters by the name of the engine that they have; the engine is then run too.
+        install_absent: install the engines in `clients` that are missing; this needs the package index.
+        minutes: time limit for each engine.
+        progress: called with the name of a stage, the steps done and the number of steps.
+        known: all engines.
 
     Returns:
         `out`, `model_type`, `transformers` (its version), `prompts` (their lengths), `new_tokens`, `clients` (each with
         `client`, `version`, `status` of ok, failed, not supported, skipped, `detail`, `seconds`, and what `compare`
-        found) and `passed`: no client failed, one at least was right, and none that was named was skipped.
+        found) and `passed`: no client failed, at least one was right, and no named one was skipped.
 
     Raises:
-        OptionError: a name that is no client's, or no time.
-        SourceNotFoundError: `out` is no checkpoint.
+        OptionError: a name is unknown, or the time limit is not positive.
+        SourceNotFoundError: `out` is not a checkpoint.
         CorruptCheckpointError: transformers itself can't load it.
         NoLanguageModelError: it was saved without its language-model head.
         MissingExtraError: an engine can't be installed.
@@ -74,7 +73,7 @@ def check_serving(
             f"there is no client {unknown[0]!r}: choose from {', '.join(client.name for client in known)}"
         )
     if not minutes > 0:
-        raise OptionError(f"engines can't answer within {minutes:g} minutes: allow more")
+        raise OptionError(f"the time limit of {minutes:g} minutes is too short: allow more")
     out = local_path(out)
     config = read_config(out)
     if not config:
@@ -120,22 +119,22 @@ def check_serving(
 
 
 def _unfit(config: dict[str, Any]) -> str:
-    """Why no client here can take it, empty if there is no reason."""
+    """The reason why no client can load the checkpoint, empty if there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     has_modelling_file = family is not None and family.is_converted
     if has_modelling_file or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
-        return f"{model_type} brings its own modelling file, which no engine but transformers 5 runs"
-    return "" if auto_class(config) == TASKS[0] else f"{model_type} is an encoder-decoder, decoders alone are compared"
+        return f"{model_type} comes with a modelling file, which only transformers 5 runs"
+    if auto_class(config) != TASKS[0]:
+        return f"{model_type} is an encoder-decoder, and only decoders are compared"
+    return ""
 
 
 def _how_to_get(client: Client, python: str | None) -> str:
     if python is not None:
-        return (
-            f"{python} is no interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
-        )
+        return f"{python} is not an interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
     if not client.requirements:
         return f"not installed: it needs {client.needs}"
     needs = f", and {client.needs}" if client.needs else ""
@@ -162,7 +161,7 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
         raise CorruptCheckpointError(f"transformers can't run {out}: {type(problem).__name__}: {problem}") from problem
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(
-            f"{out}: transformers computes logits that are not finite, with which nothing can be compared"
+            f"{out}: transformers computes logits that are not finite, so nothing can be compared with them"
         )
     return Request(out.resolve(), config, prompts, sequences, positions, Path(), text), Answer(tokens, logits, ids)
 
@@ -187,7 +186,7 @@ def _agreement(found: dict[str, Any], request: Request) -> str:
     ties = f", {found['ties']} ties" if found["ties"] else ""
     tokens = f"{found['tokens']} of {NEW_TOKENS * len(request.prompts)} tokens equal{ties}"
     if found["largest_difference"] is None:
-        return f"{tokens}; it shows no logits"
+        return f"{tokens}; it gives no logits"
     return f"{tokens}, logits within {found['largest_difference']:.1e} ({found['allowed']:.1e} allowed)"
 
 

@@ -1,4 +1,4 @@
-"""What a client is, what it is asked and what it answers.
+"""Declares a client, the request that it gets and the answer that it gives.
 
 The module is also imported in the client's own interpreter, so it uses the standard library only.
 """
@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 NEW_TOKENS = 24
-"""Tokens that each client decodes after each prompt."""
+"""Number of tokens that each client decodes after each prompt."""
 
 
 class NotSupportedError(Exception):
-    """The client says itself that it does not know this kind of model. Whatever else it raises counts as a failure."""
+    """The client itself states that it does not know this kind of model. Any other error counts as a failure."""
 
 
 class AbsentError(Exception):
-    """Something that the client needs besides its package is not there."""
+    """Something that the client needs besides its package is missing."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What every client is asked.
+    """The request that every client gets.
 
     Attributes:
         folder: the checkpoint.
-        config: what its config.json holds.
+        config: content of its config.json.
         prompts: token ids of each prompt.
-        sequences: each prompt, then the tokens that transformers decoded after it.
+        sequences: each prompt followed by the tokens that transformers decoded after it.
         positions: of each sequence, where logits are compared.
         scratch: an empty folder for the client's own files.
-        text: to be tokenised, empty for a checkpoint without a tokenizer.
+        text: to tokenise, empty for a checkpoint without a tokenizer.
     """
 
     folder: Path
@@ -46,13 +46,11 @@ class Request:
 
 @contextmanager
 def head_dim_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
-    """For an engine that takes heads to be hidden size / heads wide: where they are not, an error about dimensions says
-    that it knows no others.
-
-    Any other error, and a wrong answer without one, stays a failure.
+    """A context for an engine that assumes head_dim = hidden_size / heads. For a model with another head_dim, its error
+    about dimensions becomes `NotSupportedError`. Any other error, and a wrong answer, stays a failure.
 
     Args:
-        config: what config.json holds.
+        config: content of config.json.
 
     Raises:
         NotSupportedError: in place of the engine's own error.
@@ -72,19 +70,18 @@ def head_dim_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
             raise
         lines = str(problem).strip().splitlines()
         raise NotSupportedError(
-            f"it takes heads to be hidden size / heads = {hidden / heads:g} wide, and these are {width} wide ({lines[0] if lines else problem!r})"
+            f"it assumes a head_dim of hidden_size / heads = {hidden / heads:g}, and this model's is {width} ({lines[0] if lines else problem!r})"
         ) from None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client computed.
+    """The answer of a client.
 
     Attributes:
-        tokens: those it decoded greedily after each prompt, with its own K/V cache.
-        logits: of each of the request's sequences, float32 [positions, vocabulary]; None where the client has none to
-            show.
-        text_ids: token ids of the request's text, None if the client takes ids alone.
+        tokens: decoded greedily after each prompt, with the client's K/V cache.
+        logits: of each of the request's sequences, float32 [positions, vocabulary]; None if the client gives no logits.
+        text_ids: token ids of the request's text, None if the client accepts only ids.
     """
 
     tokens: list[list[int]]
@@ -136,8 +133,8 @@ _LEGACY = (
 )
 
 LLAMA_CPP = "vendor/llama.cpp"
-"""Where the source archive of llama-cpp-python, and the folder that `--install` makes, have what of llama.cpp is
-needed.
+"""The folder of llama.cpp's converter in the source archive of llama-cpp-python and in the folder that `--install`
+makes.
 """
 
 _HERE = __name__.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""A client's answer against transformers'."""
+"""Compares a client's answer with that of transformers."""
 
 from typing import Any
 
@@ -6,21 +6,19 @@ from .client import NEW_TOKENS, Answer
 
 
 def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> dict[str, Any]:
-    """What differs.
-
-    A token that differs is forgiven where transformers itself is undecided: where the logits of both tokens lie within
-    what is allowed.
+    """The differences between two answers. Another token counts as a tie if transformers' logits of both tokens are
+    within the tolerance.
 
     Args:
         reference: of transformers, with logits.
         answer: of the client.
-        prompts: those that both were given.
+        prompts: that both got.
         tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest
-            and lowest.
+            and lowest logit.
 
     Returns:
         `problems`, empty if the client is right; `largest_difference` of the logits and the one that is `allowed`;
-        `compared_logits`; `tokens`, so many of which were equal, and `ties`.
+        `compared_logits`; the numbers of equal `tokens` and of `ties`.
     """
     import numpy as np
 
@@ -52,11 +50,11 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
     if answer.logits is not None:
         largest = 0.0
         if len(answer.logits) != len(reference.logits):
-            problems.append(f"showed logits of {len(answer.logits)} of {len(reference.logits)} sequences")
+            problems.append(f"gave logits of {len(answer.logits)} of {len(reference.logits)} sequences")
         for ours_, theirs_ in zip(reference.logits, answer.logits, strict=False):
             width = ours_.shape[1]
             if theirs_.shape[0] != ours_.shape[0] or theirs_.shape[1] < width:  # engines may pad the vocabulary
-                problems.append(f"showed logits of shape {list(theirs_.shape)} for {list(ours_.shape)}")
+                problems.append(f"gave logits of shape {list(theirs_.shape)} for {list(ours_.shape)}")
                 continue
             difference = float(np.abs(theirs_[:, :width].astype(np.float64) - ours_).max())
             largest, compared = max(largest, difference if np.isfinite(difference) else np.inf), compared + ours_.size
@@ -65,7 +63,7 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
         elif largest > allowed:
             problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
     if answer.text_ids is not None and answer.text_ids != reference.text_ids:
-        problems.append("its tokenizer makes other tokens of the same text")
+        problems.append("its tokenizer gives other tokens for the same text")
     return {
         "problems": problems,
         "largest_difference": largest if largest is None or np.isfinite(largest) else None,

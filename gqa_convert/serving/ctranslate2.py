@@ -9,11 +9,11 @@ from .client import NEW_TOKENS, Answer, NotSupportedError, Request, head_dim_fro
 
 
 def answer(request: Request) -> Answer:
-    """Convert the checkpoint to CTranslate2's format in float32, load that and ask it.
+    """Convert the checkpoint to CTranslate2's format in float32, load the result and ask it.
 
     Raises:
-        NotSupportedError: the converter has no loader for this type of model or heads of this width, or the tokenizer
-            lacks a token it needs.
+        NotSupportedError: the converter has no loader for this model type or head_dim, or the tokenizer lacks a token
+            that it needs.
     """
     with head_dim_from_hidden_size(request.config):
         return _ask(request)
@@ -72,6 +72,6 @@ def _convert(request: Request, folder: Path) -> None:
     except AttributeError:
         if request.config["model_type"] == "phi":
             raise NotSupportedError(
-                "its converter reads phi in the layout of Microsoft's first release alone, not transformers' own"
+                "its converter reads phi only in the layout of Microsoft's first release, not in that of transformers"
             ) from None
         raise

@@ -1,6 +1,4 @@
-"""Greedy tokens and logits of a model with transformers' interface: its own of any version, or one that optimum
-wraps.
-"""
+"""Greedy tokens and logits of a model with transformers' interface, of any version or wrapped by optimum."""
 
 from typing import Any
 
@@ -8,10 +6,11 @@ from .client import NEW_TOKENS, Request
 
 
 def greedy_tokens(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Those after each prompt, with the model's K/V cache, whatever the checkpoint's generation config says.
+    """The greedy tokens after each prompt, with the model's K/V cache; the checkpoint's generation config is ignored.
 
     Args:
-        model: with `generate`; its generation config is replaced, which would end at a token or penalise repetition.
+        model: with `generate`; its generation config is replaced, since it could stop at a token or penalise
+            repetition.
         prompts: token ids.
     """
     import torch

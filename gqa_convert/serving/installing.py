@@ -1,5 +1,5 @@
-"""Where clients are found: in an interpreter that the user names, in a folder of their own that `--install` made, or
-beside this program.
+"""Finds clients: in an interpreter that the user names, in a folder that `--install` made, or in this program's
+environment.
 """
 
 import os
@@ -27,7 +27,7 @@ class Place:
     Attributes:
         python: its path.
         version: of the client.
-        folder: put first on its module path; None where it needs none.
+        folder: first on its module path, None if it needs none.
     """
 
     python: str
@@ -35,7 +35,7 @@ class Place:
     folder: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        """Of a process that runs it: nothing is fetched, and nothing leaks in from this program's module path."""
+        """The environment of a process that runs it: offline, and without this program's module path."""
         environment = {
             key: value for key, value in os.environ.items() if key != "PYTHONPATH" or self.python == sys.executable
         }
@@ -45,7 +45,7 @@ class Place:
 
 
 def client_folder(client: Client) -> Path:
-    """Where `--install` puts it."""
+    """The folder into which `--install` puts a client."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return (
         Path(cache).absolute()
@@ -56,11 +56,11 @@ def client_folder(client: Client) -> Path:
 
 
 def find_place(client: Client, python: str | None = None) -> Place | None:
-    """The interpreter to use, None if the client is nowhere.
+    """The interpreter to use, None if the client is not installed.
 
     Args:
-        client: what is looked for.
-        python: an interpreter that the user named; then no other counts.
+        client: to look for.
+        python: an interpreter that the user named; then no other is considered.
     """
     if python is not None:
         path = shutil.which(python) or shutil.which(local_path(python))
@@ -91,8 +91,8 @@ def _version(client: Client, place: Place) -> str | None:
 
 
 def install_command(client: Client) -> list[str]:
-    """What makes the client's folder: its packages go first on the module path, torch and the rest are shared with this
-    program.
+    """The command that makes the client's folder. Its packages come first on the module path; torch and the rest are
+    shared with this program.
     """
     return _pip(client, client_folder(client))
 
@@ -103,10 +103,10 @@ def _pip(client: Client, folder: Path) -> list[str]:
 
 
 def install(client: Client) -> None:
-    """Make the client's folder, whole or not at all; one that was there is replaced.
+    """Make or replace the client's folder in one step.
 
     Raises:
-        MissingExtraError: pip failed, or the client can't be installed so.
+        MissingExtraError: pip failed, or the client can't be installed this way.
     """
     if not client.requirements:
         raise MissingExtraError(f"{client.name} can't be installed beside this program: it needs {client.needs}")
@@ -133,7 +133,7 @@ def _run_pip(client: Client, command: list[str]) -> None:
 
 
 def _add_sources(client: Client, folder: Path) -> None:
-    """What of the package's source archive its wheel leaves out."""
+    """Add the files of the package's source archive that its wheel lacks."""
     name = client.distributions[0]
     exactly = f"{name}=={_version(client, Place(sys.executable, '', folder))}"
     with tempfile.TemporaryDirectory(prefix="gqa-convert-sources-") as made:

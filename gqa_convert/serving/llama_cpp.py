@@ -1,4 +1,4 @@
-"""llama.cpp: its own converter to GGUF, then its Python binding."""
+"""llama.cpp, through its converter to GGUF and its Python binding."""
 
 import os
 import subprocess
@@ -26,19 +26,19 @@ def get_model_class(*args, **options):
 conversion.get_model_class = get_model_class
 runpy.run_path(script, run_name="__main__")
 """
-"""The converter wants a tokenizer; this runs it on a checkpoint that has none."""
+"""Runs the converter, which requires a tokenizer, on a checkpoint without one."""
 
 _GGML_ERROR = 4
 """Level of a line in ggml's log."""
 _kept: list[Any] = []
-"""What C code calls until the process ends."""
+"""A callback that C code uses until the process ends."""
 
 
 def answer(request: Request) -> Answer:
-    """Convert the checkpoint to GGUF in float32, load that and ask it.
+    """Convert the checkpoint to GGUF in float32, load the result and ask it.
 
     Raises:
-        AbsentError: there is no converter.
+        AbsentError: the converter is missing.
         NotSupportedError: the converter does not know this architecture, or this tokenizer.
     """
     model = _load(request)
@@ -73,16 +73,16 @@ def _load(request: Request) -> Any:
     except ValueError:
         heads, kv_heads = (request.config.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
         if request.config["model_type"] == "phi" and heads != kv_heads:
-            raise NotSupportedError("its converter takes phi to have as many K/V heads as heads") from None
-        raise ValueError(f"its own file did not load: {said[0] if said else 'it does not say why'}") from None
+            raise NotSupportedError("its converter assumes that phi has as many K/V heads as query heads") from None
+        raise ValueError(f"the converted file did not load: {said[0] if said else 'no reason given'}") from None
 
 
 def _script(package: Path) -> Path:
-    """In the checkout that the environment names, or else in what `--install` put beside the package."""
+    """The converter's script, in the checkout that the environment names or in the folder that `--install` made."""
     named = os.environ.get("LLAMA_CPP")
     script = (Path(named) if named else package.parent.parent / LLAMA_CPP) / _SCRIPT
     if not script.is_file():
-        raise AbsentError(f"{script} is no file: let the environment variable LLAMA_CPP name a checkout of llama.cpp")
+        raise AbsentError(f"{script} does not exist: set the environment variable LLAMA_CPP to a checkout of llama.cpp")
     return script
 
 
@@ -95,7 +95,7 @@ def _convert(request: Request, script: Path, file: Path) -> None:
         if "is not supported" in done.stderr:
             raise NotSupportedError(f"its converter says: {last}")
         if "BPE pre-tokenizer was not recognized" in last:
-            raise NotSupportedError("its converter knows tokenizers by a list of them, in which this one is not")
+            raise NotSupportedError("its converter recognises tokenizers by a list, which lacks this one")
         raise ValueError(f"its converter failed: {last}")
 
 

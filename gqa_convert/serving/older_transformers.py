@@ -8,7 +8,7 @@ def answer(request: Request) -> Answer:
     """Load the checkpoint in float32 and ask it.
 
     Raises:
-        NotSupportedError: the model type is younger than this version.
+        NotSupportedError: this version does not know the model type.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -25,7 +25,7 @@ def answer(request: Request) -> Answer:
         attn_implementation="eager",
     )
     if absent := [*info["missing_keys"], *info["mismatched_keys"]]:
-        raise ValueError(f"{len(absent)} parameters found no tensor that fits, the first is {absent[0]}")
+        raise ValueError(f"{len(absent)} parameters have no matching tensor, the first is {absent[0]}")
     model.eval()
     return Answer(
         greedy_tokens(model, request.prompts), logits_at(model, request.sequences, request.positions), text_ids(request)

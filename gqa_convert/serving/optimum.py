@@ -1,5 +1,5 @@
-"""What ONNX Runtime and OpenVINO have in common: optimum exports the checkpoint and wraps the engine as a model of
-transformers.
+"""The common part of ONNX Runtime and OpenVINO: optimum exports the checkpoint and wraps the engine as a transformers
+model.
 """
 
 from typing import Any
@@ -8,16 +8,16 @@ from .client import Answer, NotSupportedError, Request, head_dim_from_hidden_siz
 from .generation import greedy_tokens, logits_at, text_ids
 
 _AS_MANY_HEADS = ("phi",)
-"""Model types for whose export optimum makes example caches of as many K/V heads as heads."""
+"""Model types for which optimum's export assumes as many K/V heads as query heads."""
 
 
 def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
     """Export in float32 and ask.
 
     Args:
-        model_class: optimum's.
-        request: what is asked.
-        options: further ones of `from_pretrained`.
+        model_class: of optimum.
+        request: to answer.
+        options: further options of `from_pretrained`.
 
     Raises:
         NotSupportedError: there is no export of this model type.
@@ -33,7 +33,7 @@ def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
         if model_type in _AS_MANY_HEADS and request.config.get("num_key_value_heads") != request.config.get(
             "num_attention_heads"
         ):
-            raise NotSupportedError(f"its export of {model_type} takes as many K/V heads as heads") from None
+            raise NotSupportedError(f"its export of {model_type} assumes as many K/V heads as query heads") from None
         if any(
             words in str(problem)
             for words in ("custom or unsupported architecture", "not supported yet", "not supported to be")

@@ -1,6 +1,4 @@
-"""A child process that leaves nothing behind: no grandchildren, no open pipe to wait for, no question at the
-terminal.
-"""
+"""Runs a child process that leaves no grandchildren and no open pipes behind and can't ask questions at the terminal."""
 
 import os
 import signal
@@ -20,8 +18,8 @@ class Ended:
     """How a process ended.
 
     Attributes:
-        code: its exit code, minus the signal's number if one killed it; None if its time was up.
-        output: lines of stdout that are not blank, of a long one the last.
+        code: its exit code, the negative signal number if a signal killed it, None if its time was up.
+        output: nonblank lines of stdout, the last ones of a long output.
         errors: the same of stderr.
     """
 
@@ -45,16 +43,16 @@ def run(
     folder: Path | None = None,
     seconds: float | None = None,
 ) -> Ended:
-    """Run a command, and kill what it leaves behind when it ends, when its time is up and when this program is stopped.
+    """Run a command, and kill all its descendants when it ends, when its time is up and when this program is stopped.
 
     Args:
         command: its words.
-        environment: its variables; by default this program's.
-        folder: where it runs.
-        seconds: its time; None for as long as it takes.
+        environment: its variables; by default those of this program.
+        folder: its working directory.
+        seconds: time limit, None for no limit.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

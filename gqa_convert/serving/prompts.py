@@ -1,5 +1,5 @@
-"""What the clients are asked: prompts from a few tokens to some hundred, where a wrong rotary base shows, and where to
-compare logits.
+"""The prompts for the clients, from a few tokens to some hundred, where a wrong rotary base shows, and the positions of
+the logits to compare.
 """
 
 from pathlib import Path
@@ -13,25 +13,25 @@ from .client import NEW_TOKENS
 
 _LENGTHS = (5, 48, 320)
 _PLACES = 16
-"""Positions of each prompt whose logits are compared, besides those that decide the new tokens."""
+"""Number of positions of each prompt whose logits are compared, besides those that decide the new tokens."""
 _TEXT = 3000
-"""Characters of the text, enough for the longest prompt with any tokenizer."""
+"""Number of characters of the text, enough for the longest prompt with any tokenizer."""
 
 
 def make_text() -> str:
-    """Text to be tokenised, with characters beyond ASCII and blanks in a row."""
+    """Text to tokenise, with non-ASCII characters and consecutive blanks."""
     return "naïve façade § 12,345.67 €\n\n    " + read_texts(source_files(held_out=True))[0][:_TEXT]
 
 
 def make_prompts(config: dict[str, Any], ids: list[int] | None) -> list[list[int]]:
-    """Prompts of rising length that leave room for the new tokens.
+    """Prompts of increasing length that leave room for the new tokens.
 
     Args:
-        config: what config.json holds.
-        ids: of a text; None where there is no tokenizer, which makes the prompts random.
+        config: content of config.json.
+        ids: of a text, None for random prompts.
 
     Raises:
-        ConfigError: no room for a prompt.
+        ConfigError: the context leaves no room for a prompt.
     """
     import numpy as np
 
@@ -52,9 +52,7 @@ def make_prompts(config: dict[str, Any], ids: list[int] | None) -> list[list[int
 
 
 def places(prompt: int) -> list[int]:
-    """Positions to compare, of a sequence that begins with so many tokens of a prompt and goes on with all new tokens
-    but the last.
-    """
+    """Positions to compare in a sequence of a prompt of this length and all new tokens but the last."""
     spread = {index * (prompt - 1) // _PLACES for index in range(_PLACES)} - {prompt - 1}
     return [*sorted(spread), *range(prompt - 1, prompt - 1 + NEW_TOKENS)]
 

@@ -7,11 +7,11 @@ from .client import NEW_TOKENS, Answer, NotSupportedError, Request
 
 
 def answer(request: Request) -> Answer:
-    """Load the checkpoint in float32 and ask it; logits are those with which vLLM chooses the token after each
-    beginning of a sequence.
+    """Load the checkpoint in float32 and ask it; logits are those from which vLLM chooses the token after each prefix
+    of a sequence.
 
     Raises:
-        NotSupportedError: its attention has no kernel for heads of this width.
+        NotSupportedError: its attention has no kernel for this head_dim.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
         "0"  # an error is raised here, instead of told in a log of another process

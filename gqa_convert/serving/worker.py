@@ -1,4 +1,4 @@
-"""The process in which one client answers. It may run another interpreter, with other packages, than the rest of the
+"""The process in which one client answers, possibly with another interpreter and other packages than the rest of the
 program.
 
     python -c BOOT FOLDER MODULE
@@ -42,7 +42,7 @@ def read_request(folder: Path) -> Request:
 
 
 def read_outcome(folder: Path) -> tuple[str, str] | None:
-    """(one of the words above, detail); None if the process ended before it wrote them."""
+    """The status and its detail, None if the process ended before it wrote them."""
     path = folder / "outcome.json"
     if not path.is_file():
         return None
@@ -73,7 +73,7 @@ def read_answer(folder: Path) -> Answer:
 
 
 def main() -> None:
-    """Answer, or say why not."""
+    """Answer the request, or write the reason for not answering."""
     folder, module = Path(sys.argv[1]), sys.argv[2]
     status, detail = OK, ""
     try:

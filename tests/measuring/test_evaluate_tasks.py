@@ -96,7 +96,7 @@ def test_mistakes(calls: list[Any], tmp_path: Path) -> None:
     given = [str(tmp_path / "model")], None, Settings(device="cpu")
     with pytest.raises(OptionError, match="no task 'nonsense'"):
         evaluate(*given, tasks=Tasks(["arc", "nonsense"]))
-    with pytest.raises(OptionError, match="is no folder"):
+    with pytest.raises(OptionError, match="is not a folder"):
         evaluate(*given, tasks=Tasks(["arc"], tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"could not run arc \(no network at all\)"):
         evaluate(*given, tasks=Tasks(["arc"], limit=13))

@@ -340,7 +340,7 @@ def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path, mon
     refused(OptionError, "--groups names no number", groups=[])
     refused(OptionError, "--calibration-tokens 9 without text", calibration_tokens=9)
     refused(OptionError, "--max-loss-increase 0.2 without text", max_loss_increase=0.2)
-    refused(OptionError, "--max-loss-increase -1 is no loss", calibration="x", max_loss_increase=-1)
+    refused(OptionError, "--max-loss-increase -1 is not a loss", calibration="x", max_loss_increase=-1)
     refused(OptionError, "ends in '.gif'", plot=tmp_path / "a.gif")
     refused(OptionError, "there is no folder", plot=tmp_path / "none" / "a.png")
     refused(DataError, "one block, found no second", planted[0], calibration=str(planted[1]), calibration_tokens=LENGTH)

@@ -114,12 +114,12 @@ def asked(**constraints: Any) -> Constraints:
         ),
         (CURVE, {"memory": 65}, 4, ["takes 60 bytes", "N = 6 takes 70 bytes, 5 bytes more than --memory 65 bytes"]),
         (CURVE, {"memory": 60}, 4, []),
-        (CURVE, {"memory": 100}, 12, ["the source as it is"]),
+        (CURVE, {"memory": 100}, 12, ["the source itself"]),
         (CURVE, {"memory": 39}, None, ["N = 1 comes nearest", "1 bytes more"]),
         (CURVE, {"memory": 65, "min_speedup": 1.9}, 3, ["N = 4 decodes 1.75x"]),
         (CURVE, {"memory": 55, "min_speedup": 1.6}, 3, ["N = 4 takes 60 bytes"]),
         (CURVE, {"memory": 100, "min_speedup": 1.1}, 6, []),
-        (CURVE, {"memory": 100, "max_loss_increase": 0.02}, 12, ["the source as it is"]),
+        (CURVE, {"memory": 100, "max_loss_increase": 0.02}, 12, ["the source itself"]),
         (CURVE, {"min_speedup": 1.6, "max_loss_increase": 0.05}, 4, ["loses +0.04 nats per token and decodes 1.75x"]),
         (CURVE, {"memory": 70, "min_speedup": 1.2, "max_loss_increase": 0.3}, 6, []),
         (
@@ -184,13 +184,13 @@ def test_what_fails_is_told() -> None:
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [
-        ({}, "nothing is asked"),
-        ({"context": 5}, "nothing is asked"),
+        ({}, "there is no constraint"),
+        ({"context": 5}, "there is no constraint"),
         ({"memory": 10**9}, "--memory 1,000,000,000 bytes without --context"),
-        ({"max_loss_increase": -0.1}, "--max-loss-increase -0.1 is no loss"),
-        ({"max_loss_increase": float("nan")}, "is no loss"),
-        ({"min_speedup": 1}, "--min-speedup 1 is no speed-up"),
-        ({"min_speedup": float("inf")}, "is no speed-up"),
+        ({"max_loss_increase": -0.1}, "--max-loss-increase -0.1 is not a loss"),
+        ({"max_loss_increase": float("nan")}, "is not a loss"),
+        ({"min_speedup": 1}, "--min-speedup 1 is not a speed-up"),
+        ({"min_speedup": float("inf")}, "is not a speed-up"),
         ({"memory": 0, "context": 5}, "--memory 0"),
         ({"memory": 9, "context": 0}, "--context 0"),
         ({"min_speedup": 2, "batch": 0}, "--batch 0"),
@@ -599,7 +599,7 @@ def test_the_command_line(llama: Path) -> None:
         assert word in shown.stdout
     quiet = run("recommend", llama, "--memory", "600kB", "--context", 1024, "--quiet")
     assert (quiet.stdout, quiet.stderr) == ("", "")
-    assert_mistake(run("recommend", llama), "nothing is asked")
+    assert_mistake(run("recommend", llama), "there is no constraint")
     assert_mistake(run("recommend", llama, "--memory", "1GB"), "without --context")
     assert_mistake(run("recommend", llama, "--memory", "1GB", "--context", "long"), "--context 'long'", "32k")
 

@@ -201,7 +201,7 @@ def test_an_uptrained_one(out: Path) -> None:
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
     assert (
-        "3.1250 at the start, 2.6250 at the end, 2.5000 of the source (nats per token); 80.0% of the gap closed."
+        "3.1250 at the start, 2.6250 at the end, 2.5000 for the source (nats per token); 80.0% of the gap closed."
         in text
     )
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
@@ -313,7 +313,7 @@ def test_the_source_is_known_by_its_files_from_elsewhere(tmp_path: Path, monkeyp
         ("license: cc-by-sa-4.0", REPO, "`cc-by-sa-4.0`", "same licence"),
         ("license: bigscience-bloom-rail-1.0", REPO, "`bigscience-bloom-rail-1.0`", "restrictions"),
         ("license: other\nlicense_name: odd\nlicense_link: LICENSE", REPO, "name `odd`, terms at `LICENSE`", "read it"),
-        ("license: something-new", REPO, "`something-new`", "not known here"),
+        ("license: something-new", REPO, "`something-new`", "does not know its terms"),
         ("license: [mit, gemma]", REPO, "`mit`, `gemma`", "licence gemma"),
         ("language: en", REPO, "Not known", "no licence is known"),
         ("license: [", REPO, "Not known", "no licence is known"),
@@ -344,7 +344,7 @@ def test_a_licence_that_is_given(out: Path) -> None:
     assert front["license"] == "apache-2.0"
     assert front["language"] == ["en", "de"]
     assert "`apache-2.0`, that of the source" in text
-    with pytest.raises(OptionError, match="no licence"):
+    with pytest.raises(OptionError, match="is not a licence"):
         card(out, licence="my own: one")
 
 

@@ -207,7 +207,7 @@ def test_what_the_hub_shows_is_refused_before_anything_is_written(
 def test_no_login_no_rights_no_network(out: Path, hub: UploadHub) -> None:
     before = digests(out, ignore=())
     assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3", token=None)[0], 2, "hf auth login", "--dry-run")
-    assert_refused(publish(out, NOWHERE, "--repo-id", "me/gqa-3")[0], 1, "did not take")
+    assert_refused(publish(out, NOWHERE, "--repo-id", "me/gqa-3")[0], 1, "refused")
     assert digests(out, ignore=()) == before
     (out / "stray.log").write_text("mine")
     result, _ = publish(out, hub.url, "--repo-id", "forbidden/gqa-3")

@@ -198,7 +198,7 @@ def test_what_is_missing_degrades(tmp_path: Path) -> None:
     assert made["figures"] == []
     assert len(made["missing"]) == 5
     assert all(
-        "gqa-convert" in each["advice"] or "time an N" in each["advice"] or "known N" in each["advice"]
+        "gqa-convert" in each["advice"] or "benchmark an N" in each["advice"] or "known N" in each["advice"]
         for each in made["missing"]
     )
 
@@ -334,7 +334,7 @@ def test_files_of_others_are_left_alone(runs: Path, tmp_path: Path) -> None:
     page.write_text("my own notes")
     mine = tmp_path / "report-mine.svg"
     mine.write_text("<svg/>")
-    with pytest.raises(OutputError, match="no report made it"):
+    with pytest.raises(OutputError, match="report did not write it"):
         make_report([runs], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report-mine.svg", "report.md"]
     make_report([runs], tmp_path, overwrite=True)

@@ -91,9 +91,9 @@ def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode:
         ("stops", "stopped after 7 of 24 new tokens"),
         ("logit", "logits differ by up to"),
         ("nan", "logits that are not finite"),
-        ("fewer rows", "showed logits of shape"),
+        ("fewer rows", "gave logits of shape"),
         ("fewer prompts", "answered 1 of 2 prompts"),
-        ("text", "its tokenizer makes other tokens"),
+        ("text", "its tokenizer gives other tokens"),
         ("raises", "RuntimeError: no tensor"),
         ("dies", "killed by SIGABRT"),
         ("exits", "ended with exit code 0"),
@@ -190,7 +190,7 @@ def test_nothing_is_proven_where_no_engine_ran(
 def test_an_engine_without_logits_is_judged_by_its_tokens(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, detail, passed = verdict(out, monkeypatch, "no logits")
     assert (status, passed) == ("ok", True)
-    assert "shows no logits" in detail
+    assert "gives no logits" in detail
 
 
 def test_an_absent_engine_is_skipped_loudly_and_counts_if_it_was_named(
@@ -220,7 +220,7 @@ def test_code_in_a_checkpoint_is_no_obstacle_where_it_is_not_needed(out: Path, m
     )
     status, detail, passed = verdict(out, monkeypatch, "right")
     assert (status, passed) == ("not supported", False)
-    assert "own modelling file" in detail
+    assert "with a modelling file" in detail
 
 
 def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:

@@ -76,7 +76,7 @@ def test_a_llama_with_heads_of_their_own_width(tmp_path: Path) -> None:
     found = statuses(out, OLDER, CTRANSLATE2)
     assert found[OLDER].startswith("ok 72 of 72 tokens equal")
     assert found[CTRANSLATE2].startswith(
-        "not supported it takes heads to be hidden size / heads = 8 wide, and these are 16 wide"
+        "not supported it assumes a head_dim of hidden_size / heads = 8, and this model's is 16"
     )
     assert verify_checkpoint(out, str(source), logits=False).passed
     assert AutoTokenizer.from_pretrained(out)("w3 w59 x")["input_ids"] == [3, 59, 60]

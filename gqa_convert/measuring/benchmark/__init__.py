@@ -1,6 +1,4 @@
-"""Decode latency, throughput, prefill and the live K/V cache of a model and of itself with other numbers of K/V
-heads.
-"""
+"""Decode latency, throughput, prefill and K/V cache of a model at several numbers of K/V heads."""
 
 from gqa_convert.measuring.benchmark.options import BenchmarkOptions
 from gqa_convert.measuring.benchmark.run import benchmark_model

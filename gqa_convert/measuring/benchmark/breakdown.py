@@ -1,5 +1,5 @@
-"""Where the time of a decode step goes: attention modules, their projections, whole layers, measured by hooks in steps
-of their own.
+"""The parts of a decode step's time: attention modules, their projections and whole layers, measured by hooks in
+separate steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _READ_BYTES = 1 << 29
 
 @dataclass
 class Parts:
-    """Seconds by part, and the bytes of the projections that took part."""
+    """Seconds by part, and the bytes of the projections."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     projection_bytes: int = 0
@@ -35,7 +35,7 @@ def attention_modules(model: Any, family: Family) -> Iterator[tuple[str, Any, bo
 
 
 def decoder_blocks(model: Any, family: Family) -> list[Any]:
-    """The decoder's layers: what the outermost list of modules around its attention holds."""
+    """The decoder's layers: the members of the outermost module list that contains its attention."""
     names = [name for name, _, _ in attention_modules(model, family)]
     for name, module in model.named_modules():
         if type(module).__name__ == "ModuleList" and any(attention.startswith(f"{name}.") for attention in names):
@@ -52,8 +52,8 @@ def projections(module: Any) -> Iterator[Any]:
 
 @contextmanager
 def watched(model: Any, family: Family, clock: Clock) -> Iterator[Callable[[], Parts]]:
-    """Hooks on the model while the context lasts; what it yields tells, once the device is idle, what they have seen so
-    far.
+    """A context with timing hooks on the model. It yields a function that returns what they measured, once the device
+    is idle.
     """
     marks: list[tuple[str, Any, Any]] = []
     seen: dict[int, int] = {}
@@ -103,7 +103,7 @@ class MemoryReader:
         self._buffer = torch.ones(nbytes // 4, device=device)
 
     def bytes_per_second(self) -> float:
-        """Of one reading by the faster of a sum and a dot product."""
+        """The bandwidth of one pass over the buffer, by the faster of a sum and a dot product."""
         import torch
 
         half = len(self._buffer) // 2

@@ -1,4 +1,4 @@
-"""Every version at one batch and context."""
+"""Times every version of the model at one batch and context."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _PREFILLS = 3
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is decoded: sequences, tokens in their cache and, in an encoder-decoder, tokens of the input."""
+    """The number of sequences, of tokens in each cache and, for an encoder-decoder, of input tokens."""
 
     batch: int
     context: int
@@ -34,14 +34,14 @@ def measure_cell(
     whole: float = 1.0,
     clock: Clock | None = None,
 ) -> list[TimedCell]:
-    """Time every version, taking turns.
+    """Time all versions in alternation.
 
     Args:
         versions: of the model.
         cell: what is decoded.
-        options: how often.
-        progress: called with the turns taken and all turns.
-        whole: how many times as many layers the whole model has.
+        options: repetitions, steps and what is timed.
+        progress: called with the number of turns taken and the number of all turns.
+        whole: ratio of the whole model's layers to the timed ones.
         clock: of the device.
 
     Returns:
@@ -87,7 +87,7 @@ def measure_cell(
 
 @dataclass
 class _Turn:
-    """Seconds per token, and what the steps with hooks told."""
+    """Seconds per token, and what the hooks measured."""
 
     seconds: float
     parts: Parts
@@ -159,8 +159,8 @@ def _record(
 
 
 def _broken_down(turns: Sequence[_Turn], cache_bytes: int, bytes_per_second: float) -> dict[str, float]:
-    """Milliseconds per token of the attention modules, and the least that reading their weights and the cache once
-    would take.
+    """Milliseconds per token of the attention modules, and the lower bound set by reading their weights and the cache
+    once.
     """
     middle = {
         part: 1e3 * quartiles([turn.parts.seconds[part] for turn in turns])[1]

@@ -1,4 +1,4 @@
-"""One version at work: prefill, the live cache, and decode steps by the model's forward pass.
+"""Runs one version: prefill, the live cache, and decode steps by the model's forward pass.
 
 The cache is the one that `generate` uses by default, transformers' dynamic cache, which copies keys and values into a
 longer tensor at every step.
@@ -15,7 +15,7 @@ from gqa_convert.errors import OptionError
 class Decoder:
     """A model with its cache at one batch and context.
 
-    Shape legend: b batch, N K/V heads, k cached tokens, c head width.
+    Shape legend: b batch, N K/V heads, k cached tokens, c head_dim.
     """
 
     def __init__(self, model: Any, batch: int, context: int, encoder_tokens: int | None) -> None:
@@ -37,7 +37,7 @@ class Decoder:
         self._prompt: torch.Tensor | None = None
 
     def drop(self) -> None:
-        """Forget the cache."""
+        """Free the cache."""
         self._cache, self._states, self._arguments = None, [], {}
 
     def prefill(self) -> None:
@@ -55,8 +55,8 @@ class Decoder:
             self._cache = self._model(**self._arguments, decoder_input_ids=self._token, use_cache=True).past_key_values
 
     def fill(self) -> None:
-        """Take the cache as the prefill left it, or begin one with a step; then bring it to its length with random keys
-        and values.
+        """Keep the cache of the prefill, or begin one with a step, and extend it to the context with random keys and
+        values.
         """
         with torch.inference_mode():
             if self._cache is None:
@@ -78,19 +78,17 @@ class Decoder:
                 )
 
     def rewind(self) -> None:
-        """Back to the state behind `fill`; layers of a recurrent kind go on, at the same cost."""
+        """Return to the state after `fill`; recurrent layers keep their state, since their cost does not depend on it."""
         for layer, state in zip(self._self_layers(), self._states, strict=True):
             vars(layer).update(state)
 
     def cache_bytes(self) -> tuple[int, int]:
-        """Bytes of the live keys and values: of the decoder's tokens and, in an encoder-decoder, of the encoder's."""
+        """Bytes of the live keys and values of the decoder's tokens and, in an encoder-decoder, of the encoder's."""
         own, cross = (sum(_nbytes(layer) for layer in layers) for layers in (self._self_layers(), self._cross_layers()))
         return own, cross
 
     def cache_shapes(self) -> list[tuple[int, ...]]:
-        """Of the live keys of every layer that keeps any, [b, N, k, c]; an encoder-decoder's cross-attention comes
-        last.
-        """
+        """The shapes [b, N, k, c] of the live keys of every layer that has any; cross-attention comes last."""
         layers = (*self._self_layers(), *self._cross_layers())
         return [tuple(layer.keys.shape) for layer in layers if _holds(layer)]
 
@@ -117,9 +115,7 @@ class Decoder:
         return torch.randint(vocabulary, (self._batch, count), device=self._model.device, generator=self._generator)
 
     def _make_prompt(self, tokens: int) -> torch.Tensor:
-        """Tokens or, for a speech model, features of sound: always as many as it is made for, which its encoder
-        halves.
-        """
+        """Input tokens or, for a speech model, audio features of the fixed length that its encoder expects and halves."""
         if self._model.main_input_name == "input_ids":
             return self._tokens(tokens)
         config = self._model.config
@@ -139,7 +135,7 @@ def _nbytes(layer: Any) -> int:
 
 
 def _lengthen(layer: Any, tokens: int, generator: torch.Generator) -> None:
-    """Bring a cache layer to `tokens` tokens, or to its window, with random keys and values of its own shapes."""
+    """Extend a cache layer to `tokens` tokens, or to its window, with random keys and values of the same shape."""
     if not _holds(layer) or layer.get_seq_length() == tokens:
         return
     if hasattr(layer, "indexer_keys"):

@@ -1,4 +1,4 @@
-"""Which attention function really runs."""
+"""Finds out which attention function a model calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ OWN = "the model's own"
 def running_attention(versions: Sequence[Version], *, asked: str | None) -> str:
     """The name of the attention function that every version's decode step calls.
 
-    Some models of transformers have their own code for attention and heed no name.
+    Some models of transformers have separate attention code and ignore the name.
 
     Args:
         versions: built with that name.
         asked: by the user; None for the default.
 
     Returns:
-        The function's name, or that the code is the model's own.
+        The function's name, or a statement that the model has separate attention code.
 
     Raises:
         UnknownAttentionError: a version does not run with it, or another function runs than the one asked for.
@@ -37,7 +37,7 @@ def running_attention(versions: Sequence[Version], *, asked: str | None) -> str:
     if asked in (None, "eager"):
         return OWN
     raise UnknownAttentionError(
-        f"--attention {asked}: transformers' {model_type} has attention code of its own: leave it out"
+        f"--attention {asked}: transformers' {model_type} has separate attention code: leave it out"
     )
 
 

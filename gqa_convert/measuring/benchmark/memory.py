@@ -23,10 +23,10 @@ class Fit:
 
 
 def check_budget(budget: int, weight_bytes: dict[int, int]) -> None:
-    """Refuse a budget that no version's weights fit into.
+    """Refuse a budget into which no version's weights fit.
 
     Raises:
-        OptionError: that is so.
+        OptionError: the budget is too small.
     """
     groups, least = min(weight_bytes.items(), key=lambda item: item[1])
     if budget <= least:
@@ -36,17 +36,17 @@ def check_budget(budget: int, weight_bytes: dict[int, int]) -> None:
 
 
 def check_room(plans: Sequence[Plan], batch: int, context: int, encoder_tokens: int | None, room: int | None) -> None:
-    """Refuse caches that the memory can't hold: some systems end a process that takes more, without a word.
+    """Refuse caches that the memory can't hold, since some systems kill such a process without a message.
 
     Args:
         plans: of the versions, which are timed in turns and keep their caches.
         batch: sequences.
         context: tokens in the cache.
         encoder_tokens: of an encoder-decoder's input.
-        room: bytes that may be taken; None if that is not known.
+        room: available bytes, None if unknown.
 
     Raises:
-        DeviceMemoryError: they are larger.
+        DeviceMemoryError: the caches are larger.
     """
     if room is None or any(
         plan.config.get("sliding_window") for plan in plans
@@ -88,7 +88,7 @@ def fitting(
         batch: sequences.
         context: tokens.
         encoder_tokens: of the encoder's input; 0 without one.
-        positions: tokens that the model can have; None for any number.
+        positions: maximum number of tokens, None for any number.
     """
     free = budget - weight_bytes
     sequence = token_bytes * context + cross_bytes * encoder_tokens

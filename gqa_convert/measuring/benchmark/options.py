@@ -32,27 +32,27 @@ class BenchmarkOptions:
     encoder_tokens: int | None = None
     """Tokens of an encoder-decoder's input; by default 512, or what its encoder is made for."""
     new_tokens: int = 128
-    """Tokens that a sample decodes, for the time per sample."""
+    """Tokens decoded per sample, for the time per sample."""
     steps: int = 8
     """Decode steps timed in each turn of a version."""
     repetitions: int = 8
-    """Turns of each version that count."""
+    """Timed turns of each version."""
     warm_up: int = 1
-    """Turns of each version before those."""
+    """Turns of each version before the timed ones."""
     attention: str | None = None
     """transformers' name of the attention function; by default `gqa`, this package's, where the model takes it."""
     layers: int | None = None
-    """Time so many layers only, with random weights."""
+    """Number of layers to time, with random weights; None for all."""
     dtype: str | None = None
-    """By default the checkpoint's own."""
+    """By default the checkpoint's dtype."""
     device: str | None = None
     """`cpu`, `cuda` or `cuda:1`; by default a GPU where there is one."""
     prefill: bool = True
     """Time the prefill, and fill the cache by it; without it the cache is filled with random keys and values."""
     breakdown: bool = False
-    """Time the attention modules by themselves too, and the machine's memory."""
+    """Also time the attention modules separately, and measure the memory bandwidth."""
     memory: int | None = None
-    """Bytes that weights and K/V cache may take: also tell the largest batch and the longest context."""
+    """Budget in bytes for weights and K/V cache; with it, the largest batch and the longest context are reported."""
 
     def __post_init__(self) -> None:
         for name, values in (("--groups", self.groups), ("--batch", self.batch), ("--context", self.context)):

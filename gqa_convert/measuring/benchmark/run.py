@@ -1,4 +1,4 @@
-"""Times a model against itself with other numbers of K/V heads."""
+"""Times a model at several numbers of K/V heads."""
 
 import gc
 import itertools
@@ -29,7 +29,7 @@ from gqa_convert.measuring.pictures import check_picture
 from gqa_convert.measuring.results.schemas import BenchmarkFile, Head, MemoryBudget
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, the steps done and all of them."""
+"""Called with the name of a stage, the steps done and the number of steps."""
 
 ORDER = "round-robin over the versions within each repetition, begun one further on in the next"
 
@@ -44,10 +44,10 @@ def benchmark_model(
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Decode latency, throughput, prefill and K/V bytes of a model and of itself with other numbers of K/V heads.
+    """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of K/V heads.
 
-    Every version has the shapes that a conversion would give it; weights that no source has are random, which time does
-    not depend on.
+    Every version has the shapes of a converted model. Weights that do not exist are random; the time does not depend on
+    their values.
 
     Args:
         model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
@@ -56,7 +56,7 @@ def benchmark_model(
         options: what is timed, how often and on what.
         plot: a picture to draw (.png, .svg or .pdf).
         command: the command line, for the record.
-        progress: told how far the work has come.
+        progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
         The JSON of a `BenchmarkFile`: `results` has an entry for each version, batch and context.
@@ -218,8 +218,8 @@ def _device(asked: str | None) -> Any:
 def _versions(
     subject: Subject, plans: Sequence[Plan], asked: str | None, dtype: Any, device: Any
 ) -> tuple[list[Version], bool, str]:
-    """The versions, whether one has the source's weights, and the attention function they run: the first that the model
-    takes.
+    """The versions, whether one has the source's weights, and their attention function, the first that the model
+    accepts.
     """
     from gqa_convert.attention import register
     from gqa_convert.measuring.benchmark.kernels import running_attention
@@ -235,9 +235,7 @@ def _versions(
 
 
 def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], int | None, int | None]:
-    """Contexts, the encoder's tokens, and how many positions the decoder has; None where there is no encoder, or no
-    limit.
-    """
+    """Contexts, the number of encoder tokens (None without an encoder) and of the decoder's positions (None for any)."""
     config = transformers_config(subject.config, subject.name)
     positions = stated_positions(config.to_dict())
     steps = LEAD + options.steps

@@ -1,4 +1,4 @@
-"""The model that is timed: a checkpoint, or a config alone, and the same with fewer layers."""
+"""The model that is timed: a checkpoint or a config alone, whole or cut to fewer layers."""
 
 import copy
 from collections.abc import Iterator
@@ -28,33 +28,33 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
 _ENCODER_LAYERS = ("num_layers", "num_hidden_layers", "encoder_layers")
 """Config attributes that count layers; a cut is made in all of them."""
 NEEDS_HEAD = "benchmark decodes with one; time the same shapes with --config in the place of MODEL"
-"""What to do with a checkpoint that was saved without its language-model head."""
+"""Advice for a checkpoint that was saved without its language-model head."""
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class UnknownAttentionError(OptionError):
-    """The model's class has a table of attention code of its own, which lacks the name."""
+    """The model's class does not support the attention function of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is timed."""
+    """The model that is timed."""
 
     name: str
     config: dict[str, Any]
     """The config.json of the whole model."""
     folder: Path | None
-    """Where its weights are; None for random ones."""
+    """The folder with its weights, None for random ones."""
 
 
 def open_subject(model: str | Path | None, config: str | Path | None, revision: str | None = None) -> Subject:
     """A checkpoint (a folder or a Hub id), or a config alone: a config.json, or a folder that holds one.
 
     Raises:
-        OptionError: neither or both were named.
+        OptionError: neither was named, or both.
         SourceNotFoundError: there is no such file or folder.
         ConfigError: the config can't be read.
-        GQAConvertError: whatever opening a checkpoint refuses.
+        GQAConvertError: as `open_checkpoint`.
     """
     if (model is None) == (config is None):
         raise OptionError(
@@ -92,7 +92,7 @@ def _check_head(checkpoint: Checkpoint) -> None:
 
 
 def transformers_config(config: dict[str, Any], where: str) -> Any:
-    """transformers' object for what a config.json holds.
+    """The transformers config for the content of a config.json.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown here, or to transformers.
@@ -120,15 +120,15 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
 
 
 def decoder_layers(config: Any) -> int:
-    """Layers of a transformers config's decoder."""
+    """The number of decoder layers of a transformers config."""
     return next(int(value) for name in _DECODER_LAYERS if isinstance(value := getattr(config, name, None), int))
 
 
 def cut(subject: Subject, layers: int) -> Subject:
-    """The same with its first layers only, an encoder's too, and without its weights.
+    """The model cut to its first layers, in the encoder too, and without its weights.
 
     Raises:
-        OptionError: it has fewer, or its config can't be cut.
+        OptionError: the model has fewer layers, or its config can't be cut.
     """
     whole = transformers_config(subject.config, subject.name)
     count = decoder_layers(whole)
@@ -159,10 +159,10 @@ def cut(subject: Subject, layers: int) -> Subject:
 
 @contextmanager
 def refused_attention(attention: str | None) -> Iterator[None]:
-    """Tell transformers' ways to refuse an attention function from its other errors.
+    """A context that recognises transformers' errors about attention functions.
 
     Raises:
-        UnknownAttentionError: it was that.
+        UnknownAttentionError: transformers refused the attention function.
     """
     try:
         yield
@@ -172,21 +172,21 @@ def refused_attention(attention: str | None) -> Iterator[None]:
         if attention is None or (problem.args != (attention,) and "attention implementation" not in str(problem)):
             raise
         raise UnknownAttentionError(
-            f"--attention {attention}: transformers' class has attention code of its own: leave it out"
+            f"--attention {attention}: transformers' class has separate attention code: leave it out"
         ) from None
 
 
 def build(config: dict[str, Any], where: str, **options: Any) -> Any:
-    """An instance of the config's language model whose weights are whatever the memory held.
+    """An instance of the config's language model with uninitialised weights.
 
     Args:
-        config: what a config.json holds.
-        where: it came from.
+        config: content of a config.json.
+        where: the name of its source, for messages.
         options: `dtype` and `attn_implementation` of transformers' from_config.
 
     Raises:
-        ConfigError: transformers can't make it.
-        UnknownAttentionError: its class knows no such attention function.
+        ConfigError: transformers can't build the model.
+        UnknownAttentionError: its class does not support the attention function.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -209,12 +209,11 @@ def build(config: dict[str, Any], where: str, **options: Any) -> Any:
 
 
 def headers(subject: Subject, dtype: str) -> Checkpoint:
-    """A checkpoint as a plan reads it, with the names, shapes and types that the model's parameters have: no weight
-    exists.
+    """A checkpoint without weights, as a plan reads it: the names, shapes and dtypes of the model's parameters.
 
     Args:
         subject: the model.
-        dtype: of its weights, such as `bfloat16`.
+        dtype: of the weights, such as `bfloat16`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Clocks, and turns that alternate: other work and a processor that heats up must not favour one of the contenders."""
+"""Clocks, and alternating turns, so that other work and a warming processor affect all versions alike."""
 
 import statistics
 import time
@@ -9,23 +9,23 @@ Measured = TypeVar("Measured")
 
 
 class Clock(Protocol):
-    """Takes marks in the device's own order of work."""
+    """Takes time marks in the order of the device's work."""
 
     def mark(self) -> Any:
-        """Now, behind the work that the device was given so far."""
+        """A mark after the work that was submitted so far."""
         ...
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Between two marks; the device has been waited for."""
+        """Seconds between two marks; call `wait` before."""
         ...
 
 
 class HostClock:
-    """For a CPU, which works when it is called."""
+    """The clock of a CPU, which works synchronously."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class CudaClock:
-    """For a GPU, which works behind the program: marks are events of its stream."""
+    """The clock of a GPU, which works asynchronously: marks are events of its stream."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -66,7 +66,7 @@ def clock_for(device: Any) -> Clock:
 
 
 def timed(clock: Clock, work: Callable[[], object]) -> float:
-    """Seconds that the work takes on the device."""
+    """The seconds that the work takes on the device."""
     clock.wait()
     began = clock.mark()
     work()
@@ -76,23 +76,23 @@ def timed(clock: Clock, work: Callable[[], object]) -> float:
 
 
 def order(contenders: int, repetition: int) -> list[int]:
-    """Who takes which turn: round-robin, begun one further on in every repetition."""
+    """The order of turns in a repetition: round-robin, starting one version later in every repetition."""
     return [(repetition + place) % contenders for place in range(contenders)]
 
 
 def alternate(
     turns: Sequence[Callable[[], Measured]], repetitions: int, warm_up: int = 0, done: Callable[[], None] = lambda: None
 ) -> list[list[Measured]]:
-    """Let every contender take its turn in each repetition.
+    """Run every version once per repetition.
 
     Args:
-        turns: a call for each contender, which measures it once.
-        repetitions: that count.
-        warm_up: repetitions before those, whose measures are dropped.
+        turns: a call for each version, which measures it once.
+        repetitions: number of measured repetitions.
+        warm_up: repetitions before them, whose results are dropped.
         done: called after each turn.
 
     Returns:
-        What each contender's turns measured, in order.
+        The results of each version's turns, in order.
     """
     measured: list[list[Measured]] = [[] for _ in turns]
     for repetition in range(-warm_up, repetitions):

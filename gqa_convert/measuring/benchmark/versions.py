@@ -1,6 +1,4 @@
-"""A model at several numbers of K/V heads: all at once in memory, with one copy of every weight that does not depend on
-the number.
-"""
+"""A model at several numbers of K/V heads, all in memory at once; weights that do not depend on the number are shared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.measuring.benchmark.subject import NEEDS_HEAD, Subject, build, refused_attention
 
 _MOST_GROUPS = 7
-"""Numbers of groups that are timed where none are named."""
+"""Maximum number of group counts that are timed by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +24,11 @@ class Version:
 
 
 def plan_versions(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[Plan]:
-    """The plan of a conversion to each number of groups, rising; a version is what the conversion would give, but for
-    its weights.
+    """The plan of a conversion to each number of groups, in ascending order.
 
     Args:
         checkpoint: of the model.
-        groups: numbers of K/V heads; None for the model's own and its divisors.
+        groups: numbers of K/V heads; None for the model's number and its divisors.
 
     Raises:
         GroupsError: a number does not fit the heads.
@@ -46,10 +43,10 @@ def plan_versions(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[
 def make_versions(
     subject: Subject, plans: Sequence[Plan], attention: str, dtype: Any, device: Any
 ) -> tuple[list[Version], bool]:
-    """A model for each plan, and whether the one with the source's own K/V heads has the source's own weights.
+    """A model for each plan, and whether the version with the source's number of K/V heads has the source's weights.
 
     Args:
-        subject: the model; its weights are read if its own number of K/V heads is among the plans.
+        subject: the model; its weights are read if its number of K/V heads is among the plans.
         plans: of the versions.
         attention: transformers' name of the attention function.
         dtype: torch type of the weights.
@@ -58,7 +55,7 @@ def make_versions(
     Raises:
         CorruptCheckpointError: the folder lacks weights.
         NoLanguageModelError: it was saved without its language-model head.
-        UnknownAttentionError: the model's class knows no such attention function.
+        UnknownAttentionError: the model's class does not support the attention function.
         ConfigError: transformers can't build a version.
     """
     import torch
@@ -92,7 +89,7 @@ def _load(folder: Path, attention: str, dtype: Any) -> Any:
 
 
 def _share(model: Any, weights: dict[str, Any]) -> None:
-    """Put `weights` where name and shape agree, and random numbers in place of whatever else the memory held."""
+    """Share `weights` where name and shape agree, and fill the other parameters with random numbers."""
     import torch
 
     filled: set[int] = set()

@@ -1,1 +1,1 @@
-"""What a model's predictions of text are worth: losses, distances from another model, tasks."""
+"""Losses of models on text, their distance from another model, and lm-eval's tasks."""

@@ -1,6 +1,6 @@
 """Means over a text, differences of models on the same text, and their standard errors.
 
-Tokens of a text depend on one another, so that errors are taken over blocks of it (`Material.blocks`), as those of a
+Tokens of a text depend on one another, so standard errors are computed over blocks of it (`Material.blocks`), as for a
 ratio of sums: with x_j the sum over block j, s_j its size and R = sum x / sum s, the variance of R is m / (m - 1) * sum
 (x_j - R s_j)^2 / (sum s)^2 (Cochran 1977, "Sampling Techniques", section 2.11, for large populations). A difference of
 two models is paired: block by block.
@@ -19,7 +19,7 @@ from gqa_convert.text.scoring.material import Material
 
 Doubles = npt.NDArray[np.float64]
 _LARGEST = 700.0
-"""Nats whose exponential is a number."""
+"""Nats whose exponential is still a finite float."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Mean:
 
     Attributes:
         value: its value.
-        deviations: what each block adds to its error, [m]; NaN for blocks of which nothing counts, which tell nothing
-            of its spread.
+        deviations: the contribution of each block to the error, [m]; NaN for blocks in which nothing is scored.
     """
 
     value: float
@@ -37,12 +36,12 @@ class Mean:
 
     @property
     def error(self) -> float | None:
-        """Its standard error; None for a single block."""
+        """The standard error of the value, None for a single block."""
         return standard_error(self.deviations)
 
 
 def standard_error(deviations: Doubles) -> float | None:
-    """Of a sum of deviations, one for each block; None for fewer than two blocks that are numbers."""
+    """The standard error of a sum of deviations, one per block; None for fewer than two blocks with scores."""
     known = deviations[~np.isnan(deviations)]
     count = len(known)
     return math.sqrt(count / (count - 1) * float(np.square(known).sum())) if count > 1 else None
@@ -59,10 +58,10 @@ class Measured:
     """A model's scores on its material.
 
     Attributes:
-        name: the model's.
+        name: of the model.
         material: what was scored.
-        scores: of it.
-        vocabulary: the tokenizer's, numbers by token.
+        scores: of the model on the material.
+        vocabulary: of its tokenizer, ids by token.
     """
 
     name: str
@@ -71,11 +70,11 @@ class Measured:
     vocabulary: dict[str, int]
 
     def not_finite(self) -> int:
-        """How many tokens have a loss that is no number."""
+        """The number of tokens whose loss is not finite."""
         return int((~np.isfinite(self.scores.loss)).sum())
 
     def loss(self) -> Mean | None:
-        """Nats per token."""
+        """In nats per token."""
         return self._mean(self.material.scored)
 
     def bits_per_byte(self) -> Mean | None:
@@ -131,7 +130,7 @@ def losses(measured: Measured) -> Losses:
 
 
 def incomparable(measured: Measured, other: Measured) -> str | None:
-    """Why two models' predictions can't be compared token by token; None if they can."""
+    """The reason why two models' predictions can't be compared token by token, None if they can."""
     theirs = {number: token for token, number in other.vocabulary.items()}
     if any(theirs.get(number, token) != token for token, number in measured.vocabulary.items()):
         return f"its tokenizer is not that of {other.name}"
@@ -143,7 +142,7 @@ def incomparable(measured: Measured, other: Measured) -> str | None:
 def difference(measured: Measured, other: Measured) -> Difference:
     """How much more a model loses than another on the same text, with paired standard errors.
 
-    Nats per token are compared where the tokens are the same, bits per byte wherever the blocks are.
+    Nats per token are compared where both models have the same tokens, bits per byte where they have the same blocks.
     """
     both = None if incomparable(measured, other) else (measured.loss(), other.loss())
     same_blocks = measured.material.block_count == other.material.block_count

@@ -1,4 +1,4 @@
-"""What an encoder-decoder reads and is to write: T5's span corruption of a text, or pairs of texts."""
+"""Inputs and targets of an encoder-decoder: T5's span corruption of a text, or pairs of texts."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,21 +23,20 @@ from gqa_convert.text.tokenizing import TextEncoder, batches
 def span_material(
     pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int, batch: int, seed: int
 ) -> Material:
-    """A text with 15% of its tokens taken out in spans of three, as T5 was trained; the spans and their sentinels are
-    scored.
+    """A text with 15% of its tokens removed in spans of three, as in T5's pretraining; the spans and their sentinels
+    are scored.
 
     Args:
         pieces: documents or parts of them, in order.
-        tokenizer: a T5 one.
-        start: what the decoder's input begins with.
+        tokenizer: of a T5 model.
+        start: the first token of the decoder's input.
         length: tokens of the encoder's input.
         batch: examples at a time.
         seed: of the choice of spans.
 
     Raises:
-        DataError: no span fits the length, or the tokenizer has too few sentinels for it; or the text has not enough
-            tokens for one
-            example: what is left over at its end is not used.
+        DataError: no span fits the length, the tokenizer has too few sentinels, or the text is shorter than one
+            example. A remainder at the end of the text is not used.
     """
     try:
         sampler = make_sampler(tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=start)
@@ -67,18 +66,17 @@ def pair_material(
     languages: Languages = (None, None),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Material:
-    """Pairs of a text to read and one to write, each with the special tokens that the tokenizer puts around it; those
-    are scored too.
+    """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
 
     Args:
         pairs: sources and targets.
         tokenizer: the model's.
-        start: what the decoder's input begins with.
-        context: tokens of each, at most; what is longer is cut before the special tokens that close it.
+        start: the first token of the decoder's input.
+        context: maximum number of tokens of each; a longer text is cut before its closing special tokens.
         batch: pairs at a time.
-        starts_with_last: the decoder's input begins with the target's last token instead, as mBART's does.
+        starts_with_last: whether the decoder's input begins with the target's last token instead, as mBART's does.
         languages: of sources and targets, where the tokenizer marks them.
-        progress: called with the pairs tokenised, and their number.
+        progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
     sources, targets, sizes, truncated = [], [], [], 0
     speak(tokenizer, languages)
@@ -96,7 +94,7 @@ def pair_material(
 
 
 class _Tokens:
-    """Tokens in memory, as far as a sampler needs a `TokenSource`."""
+    """Tokens in memory with the interface of a `TokenSource` that a sampler uses."""
 
     fingerprint = ""
     grows = False
@@ -138,12 +136,12 @@ def _material(
 
 
 class PairBatches:
-    """Pairs in batches: the encoder's input is masked where it is padded, the decoder's need not be.
+    """Pairs in batches; the encoder's padding is masked, the decoder's needs no mask.
 
     Args:
         sources: tokens for the encoder.
         targets: tokens that the decoder is to predict.
-        starts: what its input begins with, for each pair.
+        starts: the first token of the decoder's input, for each pair.
         batch: pairs at a time.
     """
 

@@ -1,4 +1,4 @@
-"""The models of a run: looked at before anything large is loaded, then opened one after the other."""
+"""The models of an evaluation: checked before any weights are loaded, then opened one after the other."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,14 @@ _HEAD = "evaluate scores the predictions of one; name the language model that th
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that is to be evaluated.
+    """A model to evaluate.
 
     Attributes:
-        name: as the user gave it.
-        revision: its commit on the Hub, if it comes from there.
+        name: that the user gave.
+        revision: commit on the Hub, None for a local folder.
         folder: where it is.
-        config: what its config.json holds.
-        tokenizer: its own.
+        config: content of its config.json.
+        tokenizer: of the model.
     """
 
     name: str
@@ -57,30 +57,30 @@ class Candidate:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that it has positions for; None for any number, or where it does not say."""
+        """The number of positions, None if it is unlimited or not stated."""
         return stated_positions(self.config)
 
     def decoder_start(self) -> int:
-        """What the decoder's input begins with."""
+        """The first token of the decoder's input."""
         return decoder_start(self.folder, self.config, self.tokenizer)
 
     @property
     def starts_with_last(self) -> bool:
-        """Whether it begins with the target's last token instead."""
+        """Whether the decoder's input begins with the target's last token instead."""
         return starts_with_last(self.config)
 
 
 def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
-    """The models of these names, which are fetched from the Hub if they are not here.
+    """Find models, and download those that are not local from the Hub.
 
     Args:
         names: folders and Hub ids.
         revision: of those that are Hub ids.
 
     Raises:
-        OptionError: one reads sound.
-        NoLanguageModelError: one was saved without its language-model head.
-        DataError: one has no tokenizer.
+        OptionError: a model has audio input.
+        NoLanguageModelError: a model was saved without its language-model head.
+        DataError: a model has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
     """
     remote = [name for name in map(expanded, names) if not local_path(name).exists()]
@@ -91,7 +91,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         config = read_config(checkpoint.folder)
         check_language_model(name, config, _HEAD)
         if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
-            raise OptionError(f"{name} reads sound, and evaluate scores models that read text: leave it out")
+            raise OptionError(f"{name} has audio input, and evaluate scores models with text input: leave it out")
         found.append(
             Candidate(name, checkpoint.revision, checkpoint.folder, config, usable_tokenizer(checkpoint.folder))
         )
@@ -99,14 +99,14 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
 
 
 def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
-    """What all of the models are scored on: causal, spans or pairs.
+    """The objective on which all models are scored: causal, spans or pairs.
 
     Args:
         models: all of them.
         pairs: whether pairs of texts were named.
 
     Raises:
-        OptionError: they can't all be scored on the same.
+        OptionError: the models have no objective in common.
     """
     first = models[0]
     for model in models:
@@ -116,7 +116,7 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
             )
         if pairs and not model.seq2seq:
             raise OptionError(
-                f"--source-field and --target-field are for encoder-decoders, and {model.name} is none: use --text-field, or leave them out"
+                f"--source-field and --target-field are for encoder-decoders, and {model.name} is a decoder: use --text-field, or leave them out"
             )
         if model.seq2seq and not pairs and not has_sentinels(model.tokenizer):
             raise OptionError(
@@ -126,7 +126,7 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
 
 
 def check_languages(models: Sequence[Candidate], languages: Languages) -> None:
-    """Refuse languages that a tokenizer does not know, and none where it marks them.
+    """Refuse languages that a tokenizer does not know, and missing languages where the tokenizer needs them.
 
     Raises:
         OptionError: it is so.
@@ -148,10 +148,10 @@ def check_languages(models: Sequence[Candidate], languages: Languages) -> None:
 def common_context(
     models: Sequence[Candidate], objective: str, context: int | None, stride: int | None
 ) -> tuple[int, int | None]:
-    """Tokens that each window or example has, for all models alike, and the stride of windows.
+    """The number of tokens of each window or example, the same for all models, and the stride of windows.
 
     Raises:
-        OptionError: they make no sense, or a model has no positions for so many.
+        OptionError: context or stride is out of range, or a model has fewer positions.
     """
     for model in models:
         if context is not None and model.positions is not None and context > model.positions:
@@ -180,17 +180,17 @@ def common_context(
 
 @contextmanager
 def opened(candidate: Candidate, dtype: str, device: str) -> Iterator[Any]:
-    """The model, in evaluation mode, on a device; its memory is freed behind.
+    """A context with the model in evaluation mode on a device; its memory is freed at the end.
 
     Args:
-        candidate: which one.
-        dtype: type to compute with, one of `DTYPES`; auto is float32 on a CPU, and the checkpoint's own elsewhere.
-        device: where to.
+        candidate: the model.
+        dtype: to compute in, one of `DTYPES`; auto means float32 on a CPU and the checkpoint's dtype elsewhere.
+        device: to put it on.
 
     Raises:
         CorruptCheckpointError: it can't be loaded.
         NoLanguageModelError: it was saved without its language-model head.
-        DeviceMemoryError: it does not fit.
+        DeviceMemoryError: the memory does not suffice.
     """
     import torch
 
@@ -216,10 +216,10 @@ def _load(candidate: Candidate, dtype: str, device: str) -> Any:
 
 @contextmanager
 def memory_explained(name: str) -> Iterator[None]:
-    """An error that means that the memory is full, as one line.
+    """A context that turns out-of-memory errors into a single line.
 
     Raises:
-        DeviceMemoryError: it is.
+        DeviceMemoryError: the memory is full.
     """
     try:
         yield
@@ -232,10 +232,10 @@ def memory_explained(name: str) -> Iterator[None]:
 
 
 def check_tokens(model: Any, material: Material, candidate: Candidate) -> None:
-    """Refuse tokens that the model has no embedding for.
+    """Refuse text with tokens for which the model has no embedding.
 
     Raises:
-        DataError: there is one.
+        DataError: there is such a token.
     """
     size, largest = model.get_input_embeddings().num_embeddings, int(material.ids.max())
     if largest >= size:

@@ -1,4 +1,4 @@
-"""The processes that share the work; one alone needs no launcher."""
+"""The processes that share an evaluation; a single one needs no launcher."""
 
 import os
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from gqa_convert.training.distributed import check_environment, join, waiting_gr
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of a run; `training.distributed.together` takes it for an accelerator.
+    """This process among those of a run; `training.distributed.together` accepts it in place of an accelerator.
 
     Attributes:
-        device: what it computes on.
+        device: that it computes on.
     """
 
     num_processes: int
@@ -28,11 +28,11 @@ class Processes:
         return self.process_index == 0
 
     def share(self, count: int) -> range:
-        """Its part of so many numbers."""
+        """The indices, of `count`, that this process computes."""
         return range(self.process_index, count, self.num_processes)
 
     def told(self, value: Any) -> Any:
-        """The first process's value, on all of them."""
+        """The first process's value, on every process."""
         if self.num_processes == 1:
             return value
         import torch
@@ -42,7 +42,7 @@ class Processes:
         return box[0]
 
     def joined(self, array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """An array of which every process has filled in a part, and left the rest 0: a sum without rounding."""
+        """The sum of the processes' arrays; every element is nonzero in one process at most, so nothing is rounded."""
         if self.num_processes == 1:
             return array
         import torch
@@ -53,14 +53,14 @@ class Processes:
 
 
 def come_together(device: str | None) -> Processes:
-    """All processes of a run, each with its device: the first GPU for one alone, a GPU each for several, without GPUs
-    the CPU.
+    """Join the processes of a run. A single one uses the first GPU, several use a GPU each; without GPUs they use the
+    CPU.
 
     Args:
-        device: another one, such as `cpu` or `cuda:1`; several processes may be told `cpu` or `cuda`.
+        device: to use instead, such as `cpu` or `cuda:1`; several processes accept `cpu` or `cuda`.
 
     Raises:
-        LaunchError: the launch is not what it looks like.
+        LaunchError: the launcher's environment variables contradict the devices or one another.
         OptionError: there is no such device.
     """
     check_environment(os.environ)
@@ -73,7 +73,7 @@ def come_together(device: str | None) -> Processes:
         return Processes(1, 0, device or ("cpu" if on_cpu else "cuda"))
     if device not in (None, "cpu", "cuda"):
         raise OptionError(
-            f"--device is {device}, and several processes would share it: leave it out, and each gets a GPU of its own"
+            f"--device is {device}, and several processes would share it: leave it out, and each process gets a separate GPU"
         )
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -92,7 +92,7 @@ def _check_device(device: str) -> None:
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise OptionError(f"--device {device!r} is none: write it like cpu, cuda or cuda:1") from None
+        raise OptionError(f"--device {device!r} is not a device: write it like cpu, cuda or cuda:1") from None
     if place.type not in ("cpu", "cuda"):
         raise OptionError(f"--device {device!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
     if place.type == "cuda" and not torch.cuda.is_available():

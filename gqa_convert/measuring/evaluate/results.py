@@ -12,10 +12,11 @@ _KIND = "evaluate"
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
-    """Refuse a file that can't be written, before hours of work.
+    """Refuse a file that can't be written, before the evaluation begins.
 
     Raises:
-        OutputError: it exists (without `overwrite`, or with other content than results), or its folder does not.
+        OutputError: the file exists (without `overwrite`, or with content other than results), or its folder is
+            missing.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a folder: name a file such as {path / 'results.json'}")
@@ -34,7 +35,7 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file holds results of evaluate, or nothing."""
+    """Whether a file is empty or holds results of evaluate."""
     try:
         raw = path.read_bytes()
         found = json.loads(raw) if raw else {"kind": _KIND}
@@ -47,7 +48,7 @@ def write_results(path: Path, results: EvaluationFile, *, overwrite: bool) -> No
     """Write results as JSON: the file appears whole or not at all.
 
     Raises:
-        OutputError: it exists by now, or can't be written.
+        OutputError: the file exists by now, or can't be written.
     """
     text = json.dumps(results.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     check_output(path, overwrite=overwrite)

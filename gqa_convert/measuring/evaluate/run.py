@@ -1,4 +1,4 @@
-"""Several models on the same text: everything around the forward passes."""
+"""Evaluates several models on the same text: everything except the forward passes."""
 
 import time
 import warnings
@@ -49,10 +49,11 @@ class Settings:
     """How models are evaluated.
 
     Attributes:
-        context: tokens of a window or of an encoder's input; None for the models' own up to 2048, and 512 for span
-            corruption.
+        context: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
+            span corruption.
         stride: tokens between windows; None for the context.
-        tokens: of text, or pairs, at most; None for all of files, and 1,048,576 tokens of a Hub dataset.
+        tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1,048,576 tokens of a Hub
+            dataset.
         batch: windows or examples at a time.
         dtype: see `models.opened`.
         device: see `processes.come_together`.
@@ -85,25 +86,26 @@ def evaluate(
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Losses of models on the same text, their differences, and lm-eval's tasks; on all processes of a launch together.
+    """Evaluate models on the same text and on lm-eval's tasks, with all processes of a launch together.
 
     Args:
         models: folders and Hub ids.
         data: the text; None for tasks alone.
         settings: how to score it.
-        reference: a model to compare distributions with; it stays in memory beside each of the others.
+        reference: a model whose predicted distributions the others are compared with; it stays in memory beside each of
+            them.
         revision: of models that are Hub ids.
         tasks: of lm-eval.
         output: a JSON file for the results.
-        overwrite: replace it.
+        overwrite: replace that file.
         command: the command line, for the record.
-        progress: called with a stage of the work, what is done of it and its total.
+        progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        The object that docs/evaluating.md describes, on the main process; nothing on the others.
+        The JSON of an `EvaluationFile` on the main process, an empty object on the others.
 
     Raises:
-        GQAConvertError: models, text, options or the launch make no sense, or the memory does not suffice.
+        GQAConvertError: one of its subclasses for models, text, options or a launch that can't be evaluated.
     """
     settings = settings or Settings()
     output = None if output is None else local_path(output)
@@ -135,7 +137,7 @@ def evaluate(
 
 
 def failed(results: dict[str, Any]) -> list[str]:
-    """The models some of whose losses are no numbers."""
+    """The models with losses that are not finite."""
     return [
         each["model"] for each in (*results["results"], *filter(None, [results["reference"]])) if each["scored_nan"]
     ]
@@ -167,7 +169,7 @@ class _Run:
         self.made: dict[Path, Material] = {}
 
     def open(self, models: Sequence[str], reference: str | None, revision: str | None, data: Source | None) -> None:
-        """Look at everything that can be looked at before a model is loaded."""
+        """Check everything that can be checked before a model is loaded."""
         found = find_models([*models, *([] if reference is None else [reference])], revision)
         self.models, self.reference = found[: len(models)], found[-1] if reference is not None else None
         self.manager = None if self.tasks is None else open_tasks(self.tasks)
@@ -235,7 +237,7 @@ class _Run:
         return described.model_copy(update=more)
 
     def _read(self, data: Source | None) -> Any:
-        """The text, which the first process reads for all."""
+        """The text, which the first process reads for all processes."""
         from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 
         text: Any = None
@@ -288,14 +290,14 @@ class _Run:
     def _evaluated(
         self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any, *, tasks: bool
     ) -> tuple[ModelScores, "Measured | None"]:
-        """A model's entry in the results, and what it rests on.
+        """A model's entry in the results and the scores behind it.
 
         Args:
             candidate: the model.
             model: the same, loaded.
-            other: what it is compared with.
+            other: scores of the model that it is compared with.
             reference: a loaded model whose distributions are compared with its.
-            tasks: whether it gets lm-eval's tasks.
+            tasks: whether to run lm-eval's tasks.
         """
         from gqa_convert.measuring.evaluate import comparison
 
@@ -330,7 +332,7 @@ class _Run:
     def _measured(
         self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any
     ) -> tuple["Measured", float, str | None]:
-        """What a model makes of the text, the seconds that it took, and what a user should know."""
+        """A model's scores on the text, the seconds that scoring took, and a note for the user."""
         from gqa_convert.measuring.evaluate.comparison import Measured, incomparable
         from gqa_convert.text.scoring.forward import Scores, score
 

@@ -1,5 +1,5 @@
-"""lm-eval's tasks (Gao et al., github.com/EleutherAI/lm-evaluation-harness), through its Python API; its results are
-not touched.
+"""lm-eval's tasks (Gao et al., github.com/EleutherAI/lm-evaluation-harness), run through its Python API; the results
+stay unchanged.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from gqa_convert.errors import DataError, MissingExtraError, OptionError
 
 @dataclass(frozen=True)
 class Tasks:
-    """What of lm-eval is to be run.
+    """The tasks of lm-eval to run.
 
     Attributes:
         names: of tasks, groups or tags.
@@ -44,7 +44,7 @@ def open_tasks(tasks: Tasks) -> Any:
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingExtraError("--tasks needs lm-eval, which is not installed: pip install 'gqa-convert[tasks]'")
     if tasks.folder is not None and not tasks.folder.is_dir():
-        raise OptionError(f"--tasks-folder {tasks.folder} is no folder: name the one that holds the tasks' YAML files")
+        raise OptionError(f"--tasks-folder {tasks.folder} is not a folder: name the folder with the tasks' YAML files")
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
@@ -56,18 +56,18 @@ def open_tasks(tasks: Tasks) -> Any:
 
 
 def run_tasks(model: Any, tokenizer: Any, tasks: Tasks, manager: Any, *, batch: int, seed: int) -> dict[str, Any]:
-    """What lm-eval says about a model, without the texts of its questions.
+    """lm-eval's results for a model, without the texts of the questions.
 
     Args:
         model: a transformers model.
-        tokenizer: its own.
-        tasks: which ones.
+        tokenizer: of the model.
+        tasks: to run.
         manager: from `open_tasks`.
         batch: questions at a time.
         seed: of the choice of examples.
 
     Raises:
-        DataError: a task could not be run, its data could not be fetched perhaps.
+        DataError: a task failed, for example because its data could not be downloaded.
     """
     with _own_screen():
         import lm_eval
@@ -97,8 +97,8 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Tasks, manager: Any, *, batch: 
 
 @contextlib.contextmanager
 def _own_screen() -> Iterator[None]:
-    """What lm-eval and its helpers print: bars on a terminal, else nothing, and in no case on stdout, where the results
-    go.
+    """A context in which lm-eval shows its bars on a terminal, prints nothing otherwise, and never writes to stdout,
+    which is for the results.
     """
     logger = logging.getLogger("lm_eval")
     level = logger.level
@@ -118,7 +118,7 @@ def _own_screen() -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: what it can't say becomes text, numbers that are none become null."""
+    """The value as JSON: objects that JSON lacks become text, numbers that are not finite become null."""
     if isinstance(value, dict):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set)):

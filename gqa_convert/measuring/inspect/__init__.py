@@ -1,1 +1,1 @@
-"""What merging K/V heads would cost, layer by layer, before anything is converted."""
+"""Predicts the cost of merging K/V heads, layer by layer, before anything is converted."""

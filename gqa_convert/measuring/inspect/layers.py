@@ -1,4 +1,4 @@
-"""What the closed form loses in one attention layer, for each number of groups and each pair of heads."""
+"""The errors of the closed form in one attention layer, for each number of groups and each pair of heads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from gqa_convert.merging.folding.merge import Moments, merge_layer
 Array = npt.NDArray[Any]
 
 PAIRS = 3
-"""How many pairs of heads are named per layer."""
+"""Number of pairs of heads that are named per layer."""
 
 
 class LayerInspection:
-    """The work on one layer.
+    """The inspection of one layer.
 
     Args:
         finder: of the checkpoint.
@@ -38,9 +38,7 @@ class LayerInspection:
         self._errors: list[MergeErrors] = []
 
     def merged(self, groups: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Heads]]:
-        """The layer merged into each number of groups, one in memory at a time; what each loses is kept for the
-        record.
-        """
+        """The layer merged into each number of groups, one in memory at a time; the errors are kept for `record`."""
         for count in groups:
             merged = merge_layer(self.heads, count, "factor", self.constraints, moments)
             keys, values = fitted_errors(self.heads, merged, self.constraints, moments)
@@ -68,6 +66,6 @@ class LayerInspection:
         )
 
     def _label(self) -> str:
-        """The layer's number, and what it is if not a decoder's self-attention."""
+        """The layer's number, and its attention kind unless it is a decoder's self-attention."""
         number = next((part for part in self.layer.module.split(".") if part.isdigit()), self.layer.module)
         return number if self.layer.attention_kind == "decoder" else f"{number} {self.layer.attention_kind}"

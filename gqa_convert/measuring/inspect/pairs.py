@@ -1,8 +1,7 @@
-"""What each pair of K/V heads of a layer loses when these two alone are merged.
+"""The error of merging each pair of K/V heads of a layer alone.
 
-Merging and its errors depend on a head's rows only through their inner products. So each head is first brought to
-coordinates: as many inputs as two heads have rows, with the same inner products. A pair then costs little, whatever the
-model's width.
+Merging and its errors depend on a head's rows only through their inner products. So each pair is first expressed in as
+many inputs as it has rows, with the same inner products. Its cost then does not depend on the model's hidden_size.
 
 Shape legend as in `gqa_convert.merging.folding.heads`; n rows of a pair of heads, 2 c or 2 w.
 """
@@ -24,15 +23,15 @@ Array = npt.NDArray[Any]
 def pair_errors(
     heads: Heads, constraints: FoldingConstraints, moments: Moments | None
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """The fitted errors of every pair merged alone by the closed form, relative to what the two heads do.
+    """The fitted errors of merging every pair alone by the closed form, relative to the output of the two heads.
 
     Args:
         heads: of the source.
-        freedom: what can be absorbed.
-        moments: of the inputs; without them every direction counts alike.
+        constraints: what may be folded into neighbouring projections.
+        moments: of the inputs; without them every direction has the same weight.
 
     Returns:
-        By the numbers of both heads, the lesser first: the errors of keys and of values, as `fitted_errors`.
+        The errors of keys and of values, as from `fitted_errors`, by the indices of the two heads in ascending order.
     """
     asking, seen = (moments.queries, moments.keys) if moments else (None, None)
     queries = _rooted(_products(heads.queries, asking))  # [K, r, c, c]
@@ -87,5 +86,5 @@ def _rooted(gram: Array) -> Array:
 
 
 def _widened(rows: Array, width: int) -> Array:
-    """Inputs of zeros in front: the constant stays the last."""
+    """Zero inputs added in front, so that the constant stays last."""
     return np.pad(rows, ((0, 0), (0, 0), (width - rows.shape[2], 0)))

@@ -9,7 +9,8 @@ from gqa_convert.measuring.results.schemas import InspectionFile
 def draw_errors(result: InspectionFile, path: Path) -> None:
     """Draw a panel for keys and one for values, with a row per layer and a column per number of groups.
 
-    The heat map of a report (`publishing.report.heatmap`) compares conversions with one another in SVG elements that the
+    The heat map of a report (`publishing.report.heatmap`) compares conversions with one another in SVG elements that
+    the
     page styles and tests read; only `MOST_LABELLED` is common to both.
 
     Args:

@@ -1,6 +1,4 @@
-"""Inspects a checkpoint: fitted errors per layer, heads that merge cheaply, and how many groups a bearable loss
-leaves.
-"""
+"""Inspects a checkpoint: fitted errors per layer, pairs of heads that merge cheaply, and the predicted loss by groups."""
 
 import math
 import shlex
@@ -33,12 +31,12 @@ from gqa_convert.measuring.results.schemas import (
 from gqa_convert.measuring.results.stored import FORMAT_VERSION
 
 MAX_LOSS_INCREASE = 0.1
-"""Nats per token."""
+"""In nats per token."""
 _MOST_GROUPS = 6
-"""Numbers of groups that are tried where none are named."""
+"""Maximum number of group counts that are tried by default."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, the steps done and all of them."""
+"""Called with the name of a stage, the steps done and the number of steps."""
 
 
 def inspect_checkpoint(
@@ -54,29 +52,29 @@ def inspect_checkpoint(
     plot: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """What merging the K/V heads of a checkpoint would cost, by the closed form of method `factor`; nothing is
+    """Predict the cost of merging the K/V heads of a checkpoint with the closed form of method `factor`; nothing is
     converted.
 
     Args:
         source: a local folder or a Hub id.
-        calibration: text to measure on, as for `convert_checkpoint`; without it only the weights are looked at, and no
+        calibration: text to measure on, as for `convert_checkpoint`; without it only the weights are inspected, and no
             loss is predicted.
-        calibration_tokens: how much of it, by default from the model's width; a fifth is held out for the losses.
+        calibration_tokens: how much of it, by default from the model's hidden_size; a fifth is held out for the losses.
         groups: numbers of groups to try; by default the divisors of the K/V-head count below it, six of them if there
             are more.
         max_loss_increase: nats per token that the recommended number of groups may cost, by default 0.1.
         seed: of the choice of calibration text.
-        encoder: look at an encoder's self-attention too.
+        encoder: inspect the encoder's self-attention too.
         revision: branch, tag or commit on the Hub.
         plot: a picture to draw (.png, .svg or .pdf).
-        progress: told how far the work has come.
+        progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        `layers`, each with `errors` by groups and its `cheapest_pairs`; `loss` and `recommendation`, None without text;
-        and what they were made with.
+        The JSON of an `InspectionFile`: `layers`, each with `errors` by groups and `cheapest_pairs`; `loss` and
+        `recommendation`, None without text; and the inputs.
 
     Raises:
-        GQAConvertError: one of its subclasses for every mistake.
+        GQAConvertError: one of its subclasses for every mistake of the user's.
     """
     text = CalibrationOptions(calibration, calibration_tokens, seed=seed)
     check_calibration("factor", text)
@@ -225,7 +223,7 @@ def _limit(stated: float | None, *, calibrated: bool) -> float:
         )
     if not math.isfinite(stated) or stated < 0:
         raise OptionError(
-            f"--max-loss-increase {stated:g} is no loss: give nats per token, such as {MAX_LOSS_INCREASE:g}"
+            f"--max-loss-increase {stated:g} is not a loss: give nats per token, such as {MAX_LOSS_INCREASE:g}"
         )
     return stated
 
@@ -233,7 +231,7 @@ def _limit(stated: float | None, *, calibrated: bool) -> float:
 def _plan(
     checkpoint: Checkpoint, groups: Sequence[int] | None, text: CalibrationOptions, *, encoder: bool
 ) -> tuple[Plan, list[int]]:
-    """A plan of the source, and the numbers of groups to try, rising; whatever can't be inspected is refused here."""
+    """A plan of the source, and the numbers of groups to try in ascending order; refuses what can't be inspected."""
     plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
     if text.source is not None and not plan.family.native and plan.family.modeling is None:
         raise OptionError(

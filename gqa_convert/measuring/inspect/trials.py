@@ -1,8 +1,7 @@
-"""What merging costs in loss: the source runs beside copies of itself that have fewer K/V heads, all of them one layer
-at a time.
+"""Measures the loss of merging: the source runs in lockstep with copies that have fewer K/V heads, one layer at a time.
 
-The moments come from one part of the calibration text, the losses from another. No more than one layer's merged weights
-are in memory, whatever the model's size: each pass gets them as it enters the layer.
+Moments are taken on one part of the calibration text, losses on the held-out part. Only one layer's merged weights are
+in memory at a time: each copy receives them as it enters the layer.
 """
 
 import math
@@ -26,7 +25,7 @@ from gqa_convert.merging.folding.merge import Moments
 from gqa_convert.text.labels import IGNORED
 
 _HELD_OUT = 5
-"""One of so many blocks is kept from the moments."""
+"""One block in this many is held out from the moments."""
 
 
 def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -39,7 +38,7 @@ def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     left = max(1, sum(blocks) // _HELD_OUT)
     if sum(blocks) < 2:
         raise DataError(
-            "the calibration text gives one block, found no second one to measure the loss on: name more text or more --calibration-tokens"
+            "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
         )
     text: list[Batch] = list(batches)
     held_out: list[Batch] = []
@@ -78,7 +77,7 @@ def run_trials(
 
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
-        NonFiniteError: the source yields NaN or Inf on its way.
+        NonFiniteError: a layer of the source gets or gives NaN or Inf.
     """
     by_name = {layer.module: layer for layer in layers}
     records: dict[str, InspectedLayer] = {}
@@ -122,21 +121,21 @@ def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
 
 
 def _parameters(work: LayerInspection, site: CapturedModule, merged: Heads, groups: int) -> dict[str, Tensor]:
-    """Merged heads as parameters of the source's own module, each repeated for its group."""
+    """Merged heads as parameters of the source's module, each repeated for its group."""
     own = site.parameters()
     device = next(iter(own.values())).device
     made = Assembly(work.parts, work.heads, work.tensors, groups, device)(as_parts(merged, device))
     for name, tensor in made.items():
         if name not in own or own[name].shape != tensor.shape:
             raise UnsupportedFamilyError(
-                f"transformers holds {site.name} otherwise than the checkpoint does ({name}), so that its loss can't be predicted: "
+                f"transformers loads {site.name} with other parameters than the checkpoint has ({name}), so that its loss can't be predicted: "
                 "inspect it without calibration text"
             )
     return made
 
 
 def _losses(trial: LockstepRunner, held_out: Sequence[Batch]) -> tuple[float, int]:
-    """In nats per token, and how many tokens were predicted."""
+    """The loss in nats per token, and the number of predicted tokens."""
     total, tokens = 0.0, 0
     for batch, (logits, _) in zip(held_out, trial.logits(), strict=True):
         loss, count = _loss(logits, batch)
@@ -146,9 +145,7 @@ def _losses(trial: LockstepRunner, held_out: Sequence[Batch]) -> tuple[float, in
 
 
 def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
-    """The sum over tokens that are to be predicted, and their number; without labels these are the input's next
-    ones.
-    """
+    """The sum of the losses of the predicted tokens and their number; without labels these are the input's next tokens."""
     labels = batch.get("labels")
     if labels is None:
         logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]

@@ -1,4 +1,4 @@
-"""Which number of K/V heads to convert to: loss, speed and memory by N, and what a user asks of them."""
+"""Chooses the number of K/V heads from loss, speed and memory by N and a user's constraints."""
 
 from gqa_convert.measuring.recommend.choice import Constraints
 from gqa_convert.measuring.recommend.run import recommend_groups

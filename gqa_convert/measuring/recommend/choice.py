@@ -1,6 +1,4 @@
-"""What is asked of a number of K/V heads, and the choice among those that there are: numbers in, a number and a
-sentence out.
-"""
+"""Constraints on the number of K/V heads, and the choice among candidates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,36 +12,35 @@ Part = Literal["loss", "speed", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a user asks for, named as the command line names it.
+    """A user's constraints, named like the options of the command line.
 
     Raises:
-        OptionError: nothing is asked, a value makes no sense, or memory is to be counted for a context that is not
-            stated.
+        OptionError: there is no constraint, a value is out of range, or a memory budget lacks a context.
     """
 
     max_loss_increase: float | None = None
-    """Nats per token over the source."""
+    """In nats per token over the source."""
     min_speedup: float | None = None
-    """Of a decode step, over the source: a factor above 1."""
+    """Speed-up of a decode step over the source, a factor above 1."""
     memory: int | None = None
-    """Bytes for the weights and the K/V cache."""
+    """Budget in bytes for the weights and the K/V cache."""
     context: int | None = None
-    """Tokens in each sequence's cache; of an encoder-decoder, in the decoder's."""
+    """Tokens in each sequence's cache; for an encoder-decoder, in the decoder's."""
     batch: int = 1
-    """Sequences at once."""
+    """Sequences that are decoded at once."""
     encoder_tokens: int | None = None
-    """Tokens of an encoder-decoder's input; by default what its encoder is made for, else as many as `context`."""
+    """Input tokens of an encoder-decoder; by default the fixed length of its encoder, or else `context`."""
 
     def __post_init__(self) -> None:
         loss, speed = self.max_loss_increase, self.min_speedup
         if loss is None and speed is None and self.memory is None:
             raise OptionError(
-                "nothing is asked of N: state --max-loss-increase NATS, --min-speedup FACTOR or --memory SIZE, or several of them"
+                "there is no constraint on N: give --max-loss-increase NATS, --min-speedup FACTOR or --memory SIZE, or several of them"
             )
         if loss is not None and not (math.isfinite(loss) and loss >= 0):
-            raise OptionError(f"--max-loss-increase {loss:g} is no loss: give nats per token, such as 0.02")
+            raise OptionError(f"--max-loss-increase {loss:g} is not a loss: give nats per token, such as 0.02")
         if speed is not None and not (math.isfinite(speed) and speed > 1):
-            raise OptionError(f"--min-speedup {speed:g} is no speed-up: give a factor above 1, such as 2")
+            raise OptionError(f"--min-speedup {speed:g} is not a speed-up: give a factor above 1, such as 2")
         if self.memory is not None and self.context is None:
             raise OptionError(
                 f"--memory {self.memory:,} bytes without --context: say how many tokens the K/V cache holds, such as 32k"
@@ -61,17 +58,17 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A number of K/V heads and what is known of it; None is not known."""
+    """A number of K/V heads with its loss, speed and memory; None for unknown values."""
 
     groups: int
     is_source: bool = False
-    """The checkpoint as it is, with nothing merged."""
+    """Whether this is the source itself, without merging."""
     loss_increase: float | None = None
-    """Nats per token over the source."""
+    """In nats per token over the source."""
     speedup: float | None = None
-    """Of a decode step, over the source."""
+    """Speed-up of a decode step over the source."""
     memory_bytes: int | None = None
-    """Of the weights and the K/V cache."""
+    """Bytes of the weights and the K/V cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +77,33 @@ class Limit:
 
     part: Part
     option: str
-    """As the user stated it."""
+    """The option and its value, as the user stated them."""
     bound: float
     value: Callable[[Candidate], float | None]
     upper: bool
-    """Values may not exceed the bound; else they must reach it."""
+    """Whether the bound is an upper one, which values may not exceed, or a lower one, which they must reach."""
     words: Callable[[float], str]
-    """A candidate's value, as the end of a sentence about it."""
+    """Words for a candidate's value, as the end of a sentence about it."""
     unit: Callable[[float], str]
-    """A difference of values."""
+    """Words for a difference of values."""
 
     def met(self, candidate: Candidate) -> bool:
-        """Whether a candidate keeps to it; one of unknown value does not."""
+        """Whether a candidate meets the constraint; an unknown value does not."""
         value = self.value(candidate)
         return value is not None and (value <= self.bound if self.upper else value >= self.bound)
 
     def excess(self, candidate: Candidate) -> float:
-        """By how much a candidate misses it; infinite where its value is not known."""
+        """By how much a candidate misses the constraint; infinite for an unknown value."""
         value = self.value(candidate)
         return math.inf if value is None else value - self.bound if self.upper else self.bound - value
 
     def told(self, candidate: Candidate) -> str:
-        """What a candidate's value is."""
+        """A candidate's value in words."""
         value = self.value(candidate)
         return f"has no known {self.part}" if value is None else self.words(value)
 
     def missed(self, candidate: Candidate) -> str:
-        """What a candidate's value is, and by how much it misses."""
+        """A candidate's value, and by how much it misses the constraint, in words."""
         if self.value(candidate) is None:
             return self.told(candidate)
         return f"{self.told(candidate)}, {self.unit(self.excess(candidate))} {'more' if self.upper else 'less'} than {self.option}"
@@ -161,18 +158,18 @@ def failing(candidate: Candidate, constraints: Constraints) -> list[Part]:
 
 
 def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[int | None, str]:
-    """The number of K/V heads to take, and why.
+    """The number of K/V heads that meets the constraints, and the reason.
 
-    Asked for a loss alone, that is the smallest N within it; asked for speed or memory, the largest N that meets
-    everything, since fewer heads lose more. The source, which loses nothing and gains nothing, is an answer where
-    memory is asked for and speed is not.
+    For a limit on the loss alone, this is the smallest N within the limit. For speed or memory it is the largest N that
+    meets every constraint, since fewer heads lose more. The source itself is a candidate where memory is constrained
+    and speed is not.
 
     Args:
-        candidates: numbers of K/V heads, rising.
-        constraints: what is asked.
+        candidates: in ascending order of N.
+        constraints: of the user.
 
     Returns:
-        N, or None if none meets all constraints; and a sentence.
+        N, None if no candidate meets all constraints, and a sentence.
     """
     asked = limits(constraints)
     parts = {limit.part for limit in asked}
@@ -189,7 +186,7 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
     if chosen.is_source:
         return (
             chosen.groups,
-            f"N = {chosen.groups}, the source as it is, meets {named} already: it {states}; nothing has to be merged",
+            f"N = {chosen.groups}, the source itself, meets {named} already: it {states}; nothing has to be merged",
         )
     better = (
         able[place - 1]
@@ -206,7 +203,7 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
 
 
 def _conflict(candidates: Sequence[Candidate], asked: Sequence[Limit]) -> str:
-    """Which N meet each constraint, and which come nearest to meeting all."""
+    """A sentence on the N that meet each constraint and those that come nearest to meeting all."""
     tried = ", ".join(str(each.groups) for each in candidates)
     if len(asked) == 1:
         return f"none of N = {tried} meets {asked[0].option}: {_nearest(candidates, asked[0])}"
@@ -230,7 +227,7 @@ def _conflict(candidates: Sequence[Candidate], asked: Sequence[Limit]) -> str:
 
 
 def _nearest(candidates: Sequence[Candidate], limit: Limit) -> str:
-    """The candidate that misses a constraint by least, the largest of equals."""
+    """A sentence on the candidate that misses a constraint by least."""
     nearest = min(candidates, key=lambda each: (limit.excess(each), -each.groups))
     if limit.value(nearest) is None:
         return f"no {limit.part} is known"
@@ -242,6 +239,6 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def _bytes(count: float) -> str:
-    """With more digits than a table has: a budget may be missed by little."""
+    """Bytes with more digits than in a table, since a budget may be missed by little."""
     power = min(3, max(0, (len(str(int(abs(count)))) - 1) // 3))
     return f"{count / 1000**power:,.5g} {('bytes', 'kB', 'MB', 'GB')[power]}"

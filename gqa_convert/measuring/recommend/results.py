@@ -1,4 +1,4 @@
-"""Losses and times that were measured before, from the files of `evaluate`, `inspect` and `benchmark`."""
+"""Losses and times from earlier files of `evaluate`, `inspect` and `benchmark`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from gqa_convert.measuring.results.schemas import BenchmarkFile, InspectionFile,
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a number of K/V heads costs, in nats per token over the source."""
+    """The loss of a number of K/V heads, in nats per token over the source."""
 
     increase: float
     kind: Literal["upper bound", "measured"]
@@ -30,14 +30,14 @@ class Loss:
 
 @dataclass
 class Found:
-    """What the files hold on one source."""
+    """The losses and times of one source in the files."""
 
     losses: dict[int, Loss] = field(default_factory=dict)
     loss_text: str | None = None
-    """What the losses are of."""
+    """The text and the file that the losses come from."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     timing: dict[str, Any] | None = None
-    """Where the times are from, and what was timed."""
+    """The benchmark that the times come from: its file, setting and machine."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -48,10 +48,10 @@ def read_results(paths: Sequence[Path], source: str, plan: Plan, constraints: Co
         paths: folders, searched as for a report, or files.
         source: as the user named it.
         plan: of a conversion of it.
-        constraints: batch and context, which the times should be of.
+        constraints: with the batch and the context that the times should have.
 
     Returns:
-        What was found; of an evaluation the best model of each N, and of several texts the one with the most N.
+        The losses of the best model of each N on the text that covers the most N, and the times.
 
     Raises:
         ReportError: a file is broken, there is no such folder, or there are no results at all.
@@ -92,7 +92,7 @@ def timing_of(file: BenchmarkFile, cell: TimedCell, path: Path | None) -> dict[s
 
 
 def _predicted(material: Material, source: str, plan: Plan, found: Found) -> None:
-    """Losses that `inspect` predicted."""
+    """Add the losses that `inspect` predicted."""
     for inspection in material.inspections:
         file = inspection.file
         if file.loss is None or not _same(inspection.source, source) or not _same_heads(file, plan):
@@ -102,7 +102,7 @@ def _predicted(material: Material, source: str, plan: Plan, found: Found) -> Non
 
 
 def _measured(material: Material, source: str, plan: Plan, found: Found) -> None:
-    """Losses of converted checkpoints beside their source's, on one text; they stand before predictions."""
+    """Add measured losses of converted checkpoints over their source on one text; they replace predictions."""
     best: dict[int, Loss] = {}
     text = None
     for table in join(material)[0]:
@@ -125,14 +125,14 @@ def _measured(material: Material, source: str, plan: Plan, found: Found) -> None
 
 
 def _is_base(row: Row, source: str, plan: Plan) -> bool:
-    """Whether a row is the source: by its name, or a copy of it."""
+    """Whether a row is the source or an exact copy of it."""
     if row.label == SOURCE:
         return _same(row.model, source)
     return row.label == "copy" and row.groups == plan.source_kv_heads and row.source == Path(source).name
 
 
 def _difference(row: Row, base: Row) -> Loss | None:
-    """The paired difference where the evaluation has it, else that of the means."""
+    """The paired difference if the evaluation has one, or else the difference of the means."""
     assert base.score is not None
     assert base.score.loss is not None
     if row.score is None or row.score.loss is None:
@@ -144,7 +144,7 @@ def _difference(row: Row, base: Row) -> Loss | None:
 
 
 def _timed(material: Material, source: str, plan: Plan, constraints: Constraints, found: Found) -> None:
-    """Times of the benchmark's cell that is nearest in batch, then in context, then has the most N, then is the
+    """Add the times of one batch and context: the nearest batch, then the nearest context, then the most N, then the
     newest.
     """
     best: tuple[Any, ...] | None = None
@@ -183,7 +183,7 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
 
 
 def _away(given: int, asked: int | None) -> float:
-    """How far a batch or a context is from the one that is asked for: the logarithm of their ratio."""
+    """The distance of a batch or a context from the requested one: the logarithm of their ratio."""
     return abs(math.log(max(given, 1) / asked)) if asked else 0.0
 
 
@@ -202,8 +202,8 @@ def _same_heads(file: BenchmarkFile | InspectionFile, plan: Plan) -> bool:
 
 
 def _same(name: str, source: str) -> bool:
-    """Whether two names mean the same checkpoint: the same place, or the same last part where one of them is not here
-    any more.
+    """Whether two names mean the same checkpoint: the same folder, or the same last part if one of them no longer
+    exists.
     """
     ours, theirs = Path(source), Path(name)
     theirs = theirs.parent if theirs.name == "config.json" else theirs

@@ -1,4 +1,4 @@
-"""Recommends a number of K/V heads from what it costs in loss and what it gains in speed and memory."""
+"""Recommends a number of K/V heads from its loss, its speed and its memory."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from gqa_convert.measuring.recommend.speed import Setting, choose_setting, speed
 from gqa_convert.measuring.results.schemas import InspectionFile
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, the steps done and all of them."""
+"""Called with the name of a stage, the steps done and the number of steps."""
 
 COUNTED: Final = (
     "weights and K/V cache, exact from the shapes, in the types that SOURCE has; activations, the copy that a growing cache makes of a "
@@ -45,29 +45,29 @@ def recommend_groups(
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Which number of K/V heads to convert a checkpoint to, and why; nothing is converted.
+    """Recommend a number of K/V heads for a checkpoint, with the reason; nothing is converted.
 
-    Losses are predicted on calibration text as `inspect_checkpoint` does, and a decode step is timed where a speed-up
-    is asked for and `results` has none; both are read from `results` where they are there.
+    Losses and times are read from `results`. Losses that are missing there are predicted on calibration text as in
+    `inspect_checkpoint`; a decode step is timed if a speed-up is required and `results` has no times.
 
     Args:
         source: a local folder or a Hub id.
-        constraints: what is asked.
+        constraints: of the user.
         calibration: text to predict losses on, as for `convert_checkpoint`.
-        calibration_tokens: how much of it, by default from the model's width.
-        groups: numbers of groups to look at; by default the divisors of the K/V-head count.
+        calibration_tokens: how much of it, by default from the model's hidden_size.
+        groups: numbers of groups to consider; by default the divisors of the K/V-head count.
         results: folders or files with what `evaluate`, `inspect` and `benchmark` wrote.
         seed: of the choice of calibration text.
         revision: branch, tag or commit on the Hub.
         command: the command line, for the record.
-        progress: told how far the work has come.
+        progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
         The measurement's head, `groups` (None if no N meets all), `reason`, `candidates`, `next` (a command) and what
         they were made from; docs/choosing.md has every field.
 
     Raises:
-        GQAConvertError: one of its subclasses for every mistake.
+        GQAConvertError: one of its subclasses for every mistake of the user's.
     """
     name = expanded(source)
     if calibration is None and calibration_tokens is not None:
@@ -107,7 +107,7 @@ def recommend_groups(
         found.notes.append(disorder)
     if entry is None and constraints.max_loss_increase is not None:
         found.notes.append(
-            "uptraining wins back a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
+            "uptraining recovers a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
         )
     speech = isinstance(
         checkpoint.config.get("max_source_positions"), int
@@ -139,7 +139,7 @@ def recommend_groups(
 
 
 def _open(source: str, revision: str | None) -> Checkpoint:
-    """Config and headers; of a Hub id the weights are left where they are."""
+    """The checkpoint's config and headers; the weights of a Hub id are not downloaded."""
     try:
         return open_checkpoint(source, revision=revision)
     except RemoteHeadersError:  # `.bin` files, which have no headers to look at before
@@ -147,7 +147,7 @@ def _open(source: str, revision: str | None) -> Checkpoint:
 
 
 def _plans(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[Plan]:
-    """A plan for each number of groups, rising, that of the source's own count last."""
+    """A plan for each number of groups in ascending order; the last has the source's number."""
     first = make_plan(checkpoint, 1, method="factor")
     heads = sorted({layer.kv_heads for layer in first.layers})
     own = heads[-1]
@@ -169,8 +169,8 @@ def _plans(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[Plan]:
 
 
 def _encoder_tokens(plan: Plan, constraints: Constraints) -> int | None:
-    """Tokens of an encoder's output in the cross-attention's cache; None without one, or where nothing says how
-    many.
+    """Tokens of the encoder's output in the cross-attention's cache; None without cross-attention or without a stated
+    number.
     """
     stated, made_for = constraints.encoder_tokens, plan.checkpoint.config.get("max_source_positions")
     if not plan.cache_bytes_per_token(False, "cross"):
@@ -196,7 +196,7 @@ def _predict(
     revision: str | None,
     progress: Progress,
 ) -> InspectionFile | None:
-    """Losses of those N that no file has, by `inspect`."""
+    """Predict the losses of those N that no file has, as `inspect` does."""
     counts = [plan.groups for plan in plans[:-1] if plan.groups not in found.losses]
     if calibration is None or not counts:
         return None
@@ -235,7 +235,7 @@ def _time(checkpoint: Checkpoint, plans: Sequence[Plan], setting: Setting, found
 def _candidate(
     plan: Plan, found: Found, constraints: Constraints, encoder_tokens: int | None
 ) -> tuple[Candidate, dict[str, Any]]:
-    """One N with all that is known of it, for the choice and for the record."""
+    """One N with its loss, speed and memory, for the choice and for the JSON."""
     is_source = plan.groups == plan.source_kv_heads
     loss, speed = found.losses.get(plan.groups), found.speeds.get(plan.groups)
     token, cross = plan.cache_bytes_per_token(True), plan.cache_bytes_per_token(True, "cross")
@@ -284,7 +284,7 @@ def _candidate(
 
 
 def _doubts(entry: dict[str, Any], constraints: Constraints, *, calibrated: bool) -> list[str]:
-    """What to know of the N that was chosen."""
+    """Notes on the N that was chosen."""
     notes = []
     speed, low = constraints.min_speedup, entry["speedup_low"]
     if speed is not None and not entry["source"] and low is not None and low < speed:
@@ -300,7 +300,7 @@ def _doubts(entry: dict[str, Any], constraints: Constraints, *, calibrated: bool
 
 
 def _next(source: str, entry: dict[str, Any] | None, options: dict[str, Any], plan: Plan) -> str | None:
-    """The conversion to run; None where there is none to run, or its result is there already."""
+    """The conversion command to run next; None for the source itself and for a result that exists already."""
     if entry is None or entry["source"] or entry["model"] is not None:
         return None
     folder = plan.checkpoint.folder
@@ -312,7 +312,7 @@ def _next(source: str, entry: dict[str, Any] | None, options: dict[str, Any], pl
 
 
 def _device(*, computed: bool) -> str:
-    """What losses and times are computed on by default."""
+    """The device on which losses and times are computed by default."""
     if not computed:
         return "cpu"
     import torch

@@ -1,4 +1,4 @@
-"""How much faster a decode step becomes with fewer K/V heads: timed here, or as a benchmark's file has it."""
+"""The speed-up of a decode step with fewer K/V heads, timed here or read from a benchmark's file."""
 
 import json
 import math
@@ -20,17 +20,17 @@ from gqa_convert.measuring.recommend.choice import Constraints
 from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
 
 _AFFORDABLE: Final = 1 << 30
-"""Bytes of weights and caches that are timed on a CPU: one reads a few GB per second, and reads them some hundred
+"""Maximum bytes of weights and caches to time on a CPU, which reads a few GB per second and reads them hundreds of
 times.
 """
 
 _UNEVEN: Final = 1.1
-"""Ratio of speeds in the wrong order that is told."""
+"""Ratio of two speeds in the wrong order from which a note is added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A decode step over the source's own; `low` and `high` from the quartiles, None where the whole model's time is an
+    """The speed-up of a decode step over the source; `low` and `high` come from the quartiles and are None for an
     estimate.
     """
 
@@ -42,7 +42,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is timed instead of what was asked for, where that is too much, and sentences that say so."""
+    """What is timed, and notes where it is less than the user's batch and context."""
 
     options: BenchmarkOptions
     notes: tuple[str, ...]
@@ -55,7 +55,7 @@ def choose_setting(
 
     Args:
         checkpoint: the source.
-        plans: of all N to time, that of the source's own last.
+        plans: of all N to time; the last has the source's number.
         constraints: batch and context.
         encoder_tokens: of an encoder-decoder's input.
 
@@ -111,14 +111,12 @@ def choose_setting(
 
 
 def _stated_input(checkpoint: Checkpoint, encoder_tokens: int | None) -> int | None:
-    """Encoders that are made for one length are told none."""
+    """The encoder tokens to state; None for an encoder of a fixed length."""
     return None if isinstance(checkpoint.config.get("max_source_positions"), int) else encoder_tokens
 
 
 def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[str, int, int], None]) -> BenchmarkFile:
-    """What `benchmark --config` gives for the source's shape: weights are random, so that none are read or
-    downloaded.
-    """
+    """The result of `benchmark --config` for the source's shapes; weights are random, so none are read or downloaded."""
     with tempfile.TemporaryDirectory(prefix="gqa-recommend-") as folder:
         config = Path(folder) / CONFIG
         config.write_text(json.dumps(checkpoint.config), encoding="utf-8")
@@ -127,11 +125,12 @@ def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[
 
 
 def speeds(records: Sequence[TimedCell], own: int) -> dict[int, Speed]:
-    """Speed by N in one cell of a benchmark: its results for one batch and context.
+    """The speed-up by N at one batch and context of a benchmark.
 
     Args:
-        records: of the cell; estimates of the whole model come before times of some of its layers.
-        own: the source's K/V heads; without a time for them there is no speed-up.
+        records: results at that batch and context; estimates of the whole model take precedence over times of some
+            layers.
+        own: number of K/V heads of the source; without a time for it there is no speed-up.
     """
     times = {each.groups: each.estimated_decode_ms_per_token or each.decode_ms_per_token for each in records}
     base = times.get(own)
@@ -149,7 +148,7 @@ def speeds(records: Sequence[TimedCell], own: int) -> dict[int, Speed]:
 
 
 def uneven(found: dict[int, Speed]) -> str | None:
-    """A sentence if fewer K/V heads are slower by more than a tenth, which nothing but the measurement explains."""
+    """A note if fewer K/V heads are slower by more than a tenth, which only a disturbed measurement explains."""
     counts = sorted(found)
     pairs = ((few, many) for place, few in enumerate(counts) for many in counts[place + 1 :])
     few, many = max(pairs, key=lambda pair: found[pair[1]].speedup / found[pair[0]].speedup, default=(0, 0))

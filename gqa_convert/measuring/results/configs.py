@@ -1,4 +1,4 @@
-"""What the report reads of a checkpoint's `config.json`."""
+"""The part of a checkpoint's `config.json` that a report reads."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -15,7 +15,7 @@ def printable(text: str) -> str:
 
 
 def told_apart(paths: Iterable[Path]) -> dict[Path, str]:
-    """The shortest ends of different paths that are all different."""
+    """For each of several paths, its shortest ending that no other path has."""
     places = list(paths)
     depth = next(
         (depth for depth in range(1, 100) if len({place.parts[-depth:] for place in places}) == len(places)), 100

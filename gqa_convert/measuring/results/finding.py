@@ -1,4 +1,4 @@
-"""Folders -> everything in them that can be reported on."""
+"""Finds everything in folders that a report can use."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -22,9 +22,9 @@ from gqa_convert.measuring.results.schemas import RunSummary
 from gqa_convert.training.run_folder import RunFolder
 
 DEPTH = 4
-"""How many levels of folders below a named one are looked into."""
+"""Levels of folders below a named one that are searched."""
 _LARGEST = 64 << 20
-"""Bytes of a JSON file that is opened; figures are smaller, vocabularies may be larger."""
+"""Maximum bytes of a JSON file that is read; results are smaller, vocabularies may be larger."""
 _SIDECAR_FILES = {
     "config.json",
     "generation_config.json",
@@ -38,7 +38,7 @@ _SIDECAR_FILES = {
     "chat_template.json",
     "video_preprocessor_config.json",
 }
-"""Files of a checkpoint, which nobody expects in a report."""
+"""Files of a checkpoint that hold nothing for a report."""
 _KINDS: dict[str, tuple[Callable[[object, Path], Any], Callable[[Material], list[Any]], Callable[[Any], str]]] = {
     "convert": (
         read_conversion,
@@ -53,7 +53,7 @@ _KINDS: dict[str, tuple[Callable[[object, Path], Any], Callable[[Material], list
     ),
     "inspect": (read_inspection, lambda found: found.inspections, lambda each: "inspect"),
 }
-"""What reads a file of each kind, the list that the record goes into, and what to call it."""
+"""For each kind of file: its reader, the list for its record, and its description."""
 
 
 def find(folders: Iterable[Path]) -> Material:
@@ -67,7 +67,7 @@ def find(folders: Iterable[Path]) -> Material:
     for folder in folders:
         if not is_there(folder):
             raise ReportError(
-                f"{folder} does not exist: name a folder with what convert, uptrain, evaluate or benchmark wrote"
+                f"{folder} does not exist: name a folder with results of convert, uptrain, evaluate or benchmark"
             )
         for path in [folder] if folder.is_file() else _files(folder):
             if path.resolve() not in seen:
@@ -79,7 +79,7 @@ def find(folders: Iterable[Path]) -> Material:
     for place, summary in runs.items():
         run = read_run(place, summary, names[place])
         if run is None:
-            material.ignored.append((RunFolder(place).metrics, "an uptraining without a whole line of metrics"))
+            material.ignored.append((RunFolder(place).metrics, "an uptraining without a complete line of metrics"))
             continue
         material.runs.append(run)
         material.read.append(
@@ -96,8 +96,8 @@ def find(folders: Iterable[Path]) -> Material:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """JSON and metrics files, in order of their names; hidden folders, and the checkpoints and trackers of a run, are
-    passed over.
+    """JSON and metrics files in alphabetical order, without hidden folders and without the checkpoints and trackers of
+    a run.
     """
 
     def refuse(problem: OSError) -> None:
@@ -121,11 +121,11 @@ def _files(folder: Path) -> Iterator[Path]:
 def _take(
     path: Path, material: Material, runs: dict[Path, tuple[RunSummary, Path] | None], *, named: bool
 ) -> str | None:
-    """Read one file into the material; an uptraining's two files are put together by their folder.
+    """Read one file into the material; an uptraining's two files are combined by their folder.
 
     Returns:
-        Why it is left aside, if it is; of the many other files of a checkpoint or a run nothing is said unless they are
-        `named`.
+        The reason why the file is ignored, None if it is used or is one of the many other files of a checkpoint or a
+        run that were not `named`.
     """
     if path.name == RunFolder(path.parent).metrics.name:
         runs.setdefault(path.parent.resolve(), None)
@@ -136,7 +136,7 @@ def _take(
         if path.stat().st_size > _LARGEST:
             return f"larger than {_LARGEST >> 20} MiB"
         if not path.stat().st_size:
-            return "empty: the command that was to write it was ended, or still runs"
+            return "empty: the command that writes it was ended, or still runs"
     content = parse_json(path)
     kind, why = kind_of(content, path)
     if kind is None:
@@ -176,12 +176,12 @@ def _take_summary(
         own = path.name == "summary.json"  # of a run that was trained anew, what was printed before is old
         used, left = (path, earlier[1]) if own else (earlier[1], path)
         runs[place] = (summary, path) if own else earlier
-        material.conflicts.append(f"{used} and {left} speak of the same uptraining and differ: the former is used")
-        material.ignored.append((left, f"another account of the run in {used}"))
+        material.conflicts.append(f"{used} and {left} describe the same uptraining and differ: the former is used")
+        material.ignored.append((left, f"another summary of the run in {used}"))
 
 
 def _drop_copies(material: Material) -> None:
-    """One record per converted folder: provenance says more than what `convert --json` printed, and that more than a
+    """Keep one record per converted folder: the provenance file, or else what `convert --json` printed, or else a
     demo's results.
     """
     kept: dict[Path, Conversion] = {}

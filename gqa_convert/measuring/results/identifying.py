@@ -1,4 +1,4 @@
-"""Which model a name in a file stands for, and whether a benchmark can have timed its shape."""
+"""Finds the model that a name in a file means, and whether a benchmark can have timed its shape."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ SOURCE = "source"
 """Label of a model that was not converted."""
 _QUERY_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _COUNTS = ("multi_query_group_num", "num_key_value_heads", "num_kv_heads", "n_head_kv", *_QUERY_COUNTS)
-"""Keys of a config that say how many K/V heads there are, the most particular first."""
+"""Config keys that state the number of K/V heads, the most specific first."""
 _SIZES = (
     "hidden_size",
     "n_embd",
@@ -28,20 +28,20 @@ _SIZES = (
     "intermediate_size",
     "d_ff",
 )
-"""Keys of a config that no conversion changes."""
+"""Config keys that no conversion changes."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known of a model besides its name.
+    """What is known about a model besides its name.
 
     Attributes:
-        groups: N, None where it could not be found out.
+        groups: N, None if unknown.
         label: the method, or `source`.
-        conversion: that it is the result of.
-        folder: of its checkpoint, where that was found by more than its name.
+        conversion: that made the model.
+        folder: of its checkpoint, None if only the last part of its name was found.
         heads: query heads per layer.
-        types: that its config, or a conversion of it, calls it.
+        types: model types that its config or its conversion states.
     """
 
     groups: int | None
@@ -65,12 +65,12 @@ def converted(conversion: Conversion, folder: Path | None = None) -> Identity:
 
 
 def identify(model: str, named_in: Path, conversions: list[Conversion]) -> Identity:
-    """Which conversion a model of an evaluation is, by the provenance or the config in its folder.
+    """Identify a model of an evaluation by the provenance or the config in its folder.
 
     Args:
-        model: as the evaluation names it.
-        named_in: file of the evaluation, beside which names are looked up too.
-        conversions: those that are known.
+        model: the name in the evaluation.
+        named_in: file of the evaluation; names are also looked up in its folder.
+        conversions: all that were found.
     """
     places = [Path(model), named_in.parent / model, named_in.parent / Path(model).name]
     folders = [place for place in dict.fromkeys(places) if is_there(place / "config.json")]
@@ -101,7 +101,7 @@ def identify(model: str, named_in: Path, conversions: list[Conversion]) -> Ident
 
 
 def misfit(identity: Identity, benchmark: Benchmark) -> str | None:
-    """Why a benchmark can't be of a model's shape."""
+    """The reason why a benchmark can't be of a model's shape, None if it can."""
     if identity.heads and benchmark.heads and identity.heads != benchmark.heads:
         return f"it has {identity.heads} query heads, what was timed has {benchmark.heads}"
     if benchmark.model_type and identity.types and benchmark.model_type not in identity.types:

@@ -1,4 +1,4 @@
-"""Quality, time and bytes put side by side by N."""
+"""Joins quality, time and bytes by N."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from gqa_convert.measuring.results.records import Benchmark, Conversion, Evaluat
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one N; what was not measured is None.
+    """One model at one N; None for values that were not measured.
 
     Attributes:
-        groups: N, None where it could not be found out.
+        groups: N, None if unknown.
         label: the method, or `source`.
-        model: as it was named in the evaluation, or else the converted folder or the benchmark's model.
+        model: its name in the evaluation, or else the converted folder or the benchmark's model.
         score: on the text of the table.
         timing: of the benchmark that the table is joined with.
         speedup: over the benchmark's largest N.
-        kv_bytes: of a token: from the live cache if `kv_measured`, else from the shapes of the weights.
-        kv_ratio: to the source's, or to the benchmark's largest N.
-        source: name of what the model was made from, or of itself.
+        kv_bytes: of a token, from the live cache if `kv_measured`, else from the shapes of the weights.
+        kv_ratio: of the bytes to those of the source or of the benchmark's largest N.
+        source: name of the model's source, or of the model itself if it is one.
     """
 
     groups: int | None
@@ -39,15 +39,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Joined:
-    """One text's models beside one benchmark's times.
+    """The models that were scored on one text, with the times of one benchmark.
 
     Attributes:
         text: that was scored, None where nothing was evaluated.
-        rows: by falling N, then method.
-        benchmark: whose times these are, None without any.
-        setting: its batch and context.
+        rows: in descending order of N, then by method.
+        benchmark: of the times, None without any.
+        setting: batch and context of the times.
         origins: of quality and times.
-        shapes: of the bytes that are computed.
+        shapes: origins of the bytes that were computed.
     """
 
     text: str | None
@@ -60,8 +60,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class _Times:
-    """The timings that quality is joined with: one benchmark's, at one batch and context, since others do not
-    compare.
+    """The timings that quality is joined with: those of one benchmark at one batch and context, since others can't be
+    compared.
     """
 
     benchmark: Benchmark
@@ -73,12 +73,12 @@ class _Times:
 
     @property
     def whole(self) -> Timing:
-        """The timing of the largest N, to which the others compare."""
+        """The timing of the largest N, to which the others are compared."""
         return self.by_groups[max(self.by_groups)]
 
 
 def join(material: Material) -> tuple[list[Joined], list[str]]:
-    """A table per text, and sentences on what contradicts itself or could not be joined."""
+    """A table per text, and notes on contradictions and on results that could not be joined."""
     notes = list(material.conflicts)
     times = _times(material.benchmarks, notes)
     tables = []
@@ -101,9 +101,7 @@ def _by_text(evaluations: list[Evaluation]) -> dict[str, list[Evaluation]]:
 def _scores(
     evaluations: list[Evaluation], conversions: list[Conversion], notes: list[str]
 ) -> list[tuple[Identity, Score]]:
-    """Every model once, as the newest file has it; folders that files of several places call by one name are several
-    models.
-    """
+    """Every model once, with the scores of the newest file; different folders of the same name are different models."""
     kept: dict[str | Path, tuple[Identity, Score, Path]] = {}
     for evaluation in sorted(evaluations, key=lambda each: (each.origin.created or "", str(each.origin.path))):
         path = evaluation.origin.path
@@ -113,7 +111,7 @@ def _scores(
             earlier = kept.get(place)
             if earlier and earlier[1].loss != score.loss:
                 notes.append(
-                    f"{earlier[2]} and {path} score {score.model} on the same text and differ, {earlier[1].loss} and "
+                    f"{earlier[2]} and {path} score {score.model} on the same text with different results, {earlier[1].loss} and "
                     f"{score.loss} nats per token: the latter is used"
                 )
             kept[place] = (identity, score, path)
@@ -125,8 +123,8 @@ def _scores(
 
 
 def _times(benchmarks: list[Benchmark], notes: list[str]) -> _Times | None:
-    """The benchmark, batch and context that timed the most N, then the newest, then the longest context, then the
-    largest batch.
+    """The benchmark, batch and context with the most timed N, then the newest, the longest context and the largest
+    batch.
     """
     if not benchmarks:
         return None
@@ -167,7 +165,7 @@ def _joined(
     notes: list[str],
     origins: tuple[Origin, ...],
 ) -> Joined:
-    """The rows of one text, then those N that were converted or timed and not scored on it."""
+    """The rows of the models scored on one text, then of the N that were converted or timed but not scored on it."""
     covered = {
         identity.conversion.folder.resolve()
         for identity, _ in scored
@@ -184,7 +182,7 @@ def _joined(
         timing = None
         if identity.groups is None:
             notes.append(
-                f"{model} has no {PROVENANCE} or config.json that can be found from here: its N is not known, and it has no times"
+                f"{model} has no {PROVENANCE} or config.json that was found: its N is not known, and it has no times"
             )
         elif times and identity.groups in times.by_groups:
             reason = misfit(identity, times.benchmark)
@@ -218,7 +216,7 @@ def _row(
     times: _Times | None,
     conversions: list[Conversion],
 ) -> Row:
-    """A row with what follows from its parts; the source's bytes are those from which a conversion started."""
+    """A row with its speed-up and bytes; the source's bytes are those that its conversions state."""
     sizes = identity.conversion.kv_bytes if identity.conversion else None
     if identity.label == SOURCE:
         starts = {

@@ -1,1 +1,1 @@
-"""Reports: what convert, uptrain, evaluate and benchmark have written, as tables and plots."""
+"""Reports: the results of convert, uptrain, evaluate and benchmark as tables and plots."""

@@ -1,4 +1,4 @@
-"""Axes and series in the report's colours, and how a figure becomes SVG: the same bytes from the same figures."""
+"""Axes and series in the report's colours, and the SVG of a figure, which depends on nothing but its numbers."""
 
 import io
 import re
@@ -10,11 +10,11 @@ from typing import Any
 from gqa_convert.publishing.report.theme import GRID, GROUND, INK, MARKERS, MUTED, SERIES
 
 _LONGEST = 44
-"""Characters of a name in a figure."""
+"""Maximum characters of a name in a figure."""
 _MARKED = 100
-"""Points of a series up to which each has a marker."""
+"""Maximum points of a series with markers."""
 _INSIDE, _COLUMN = 6, 20
-"""Entries up to which a legend stands among the series, and those of a column of one that stands beside them."""
+"""Maximum entries of a legend inside the axes, and of each column of a legend beside them."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -45,7 +45,7 @@ _STYLE = {
 
 @contextmanager
 def style(salt: str) -> Iterator[None]:
-    """The report's style, whatever the user's own is; `salt` makes ids that hang on nothing but the figure."""
+    """A context with the report's style instead of the user's; `salt` makes the ids depend on the figure alone."""
     from matplotlib.style import context
 
     with warnings.catch_warnings(), context(["default", {**_STYLE, "svg.hashsalt": salt}]):
@@ -56,14 +56,14 @@ def style(salt: str) -> Iterator[None]:
 
 
 def canvas(width: float, height: float) -> Any:
-    """A figure of so many inches."""
+    """A figure of the given size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def svg(figure: Any) -> str:
-    """The figure as an SVG element, with neither date nor maker."""
+    """The figure as an SVG element without date and creator."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = file.getvalue()
@@ -71,12 +71,12 @@ def svg(figure: Any) -> str:
 
 
 def short(text: str) -> str:
-    """A name of bearable length, its ends kept."""
+    """A name shortened in the middle."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 1]}…{text[-(_LONGEST // 2) :]}"
 
 
 def groups_axis(axes: Any, groups: Sequence[int]) -> None:
-    """N on a logarithmic axis, with exactly those N that occur."""
+    """Make the x axis a logarithmic axis of N with a tick at each N that occurs."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axes.set_xscale("log", base=2)
@@ -91,9 +91,7 @@ Point = tuple[float, float]
 
 
 def series(axes: Any, name: str, number: int, points: Sequence[Point], *, label: str, line: bool = True) -> Any:
-    """A line with markers whose group in the SVG has the id `series-NAME`; returns it for the legend, which takes its
-    `label`.
-    """
+    """Draw a line with markers, whose group in the SVG has the id `series-NAME`, and return it for the legend."""
     colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
     shown = marker if len(points) <= _MARKED else ""
     style_ = ("-", "--", ":", "-.")[number // len(SERIES) % 4] if line else "none"
@@ -113,7 +111,7 @@ def series(axes: Any, name: str, number: int, points: Sequence[Point], *, label:
 
 
 def whiskers(axes: Any, name: str, number: int, ends: Sequence[tuple[Point, Point]]) -> None:
-    """Error bars, the ids `error-NAME-0` and so on."""
+    """Draw error bars with the ids `error-NAME-0` and so on."""
     for place, (low, high) in enumerate(ends):
         flat = low[1] == high[1]
         axes.plot(
@@ -134,12 +132,12 @@ def level(axes: Any, name: str, value: float, label: str) -> Any:
 
 
 def note(axes: Any, text: str, point: Point) -> None:
-    """A word beside a point."""
+    """Write a word beside a point."""
     axes.annotate(text, point, xytext=(6, 6), textcoords="offset points", fontsize=9, color=INK, zorder=4)
 
 
 def legend(axes: Any, lines: Sequence[Any]) -> None:
-    """Names the series, beside the axes where they are many."""
+    """Add a legend, beside the axes if it has many entries."""
     beside = (
         {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "ncols": -(-len(lines) // _COLUMN)}
         if len(lines) > _INSIDE

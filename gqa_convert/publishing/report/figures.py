@@ -13,13 +13,13 @@ from gqa_convert.publishing.report import drawing
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and what stands below it.
+    """A figure with its caption and origins.
 
     Attributes:
         name: its id, and part of its file's name.
         title: of the section.
-        caption: what is drawn, in sentences.
-        origins: of the numbers: their commands and machines stand below the figure.
+        caption: sentences on what is drawn.
+        origins: of the numbers; their commands and machines are stated below the figure.
         svg: with the placeholder colours of `theme`.
     """
 
@@ -32,14 +32,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Missing:
-    """A figure that can't be drawn: its title, and what to do to have it."""
+    """The title of a figure that can't be drawn, and what to run to get it."""
 
     title: str
     advice: str
 
 
 def by_label(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of a series: a method; the source first."""
+    """The rows of each series, a method or the source, which comes first."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row.label != SOURCE, row.label)):
         found.setdefault(row.label, []).append(row)
@@ -56,7 +56,7 @@ def setting_of(joined: Joined) -> str:
 
 
 def quality_time(joined: Joined, name: str) -> Figure | None:
-    """Loss against decode time, a point per model: the figure that a choice of N is made by."""
+    """Loss against decode time with a point per model, the figure for choosing N."""
     points = [
         row
         for row in joined.rows
@@ -98,7 +98,7 @@ def quality_time(joined: Joined, name: str) -> Figure | None:
 
 
 def quality_groups(joined: Joined, name: str) -> Figure | None:
-    """Loss against N, a line per method."""
+    """Loss against N with a line per method."""
     points = [row for row in joined.rows if row.score and row.score.loss is not None and row.groups]
     if not points:
         return None
@@ -119,7 +119,7 @@ def quality_groups(joined: Joined, name: str) -> Figure | None:
 
 
 def _bars(rows: Sequence[Row]) -> str:
-    """What the vertical bars are, if there are any."""
+    """A sentence on the vertical bars, if there are any."""
     return (
         " Vertical bars: one standard error."
         if any(row.score and row.score.loss_error is not None for row in rows)
@@ -136,9 +136,7 @@ def _quality_series(
     *,
     noted: bool = True,
 ) -> object:
-    """One method's losses with their errors; models of the same N stand one above the other, joined to the next by a
-    line.
-    """
+    """Draw one method's losses with their errors, joined by a line if every N has one model."""
     found = [
         (x, row.score.loss, row)
         for row in rows
@@ -159,7 +157,7 @@ def _quality_series(
 
 
 def recovery(runs: Sequence[Run], name: str) -> Figure | None:
-    """Evaluation loss over the tokens of uptraining, and the source's."""
+    """Evaluation loss over the tokens of uptraining, with the source's loss."""
     drawable = [run for run in runs if run.curve]
     if not drawable:
         return None
@@ -208,9 +206,7 @@ def _tokens(value: float, place: int) -> str:
 
 
 def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name: str) -> Figure | None:
-    """Decode time and K/V bytes per token against N, with a line per benchmark, batch and context; bytes may come from
-    shapes alone.
-    """
+    """Decode time and K/V bytes per token against N with a line per benchmark, batch and context."""
     rows = [row for joined in tables for row in joined.rows]
     shapes = dict.fromkeys(origin for joined in tables for origin in joined.shapes)
     timed = _settings(benchmarks, lambda timing: timing.decode)
@@ -248,7 +244,7 @@ def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name:
 
 
 def _times(axes: Any, timed: Sequence[tuple[str, Sequence[Timing]]]) -> list[Any]:
-    """Draws decode times with their spread; returns the lines for a legend."""
+    """Draw decode times with their spread, and return the lines for the legend."""
     lines = []
     for number, (label, timings) in enumerate(timed):
         points = [(timing.groups, timing.decode) for timing in timings if timing.decode is not None]
@@ -266,7 +262,7 @@ def _times(axes: Any, timed: Sequence[tuple[str, Sequence[Timing]]]) -> list[Any
 def _bytes(
     axes: Any, sized: Sequence[tuple[str, Sequence[Timing]]], computed: Mapping[str, set[tuple[int, float]]]
 ) -> list[Any]:
-    """Draws the bytes of a token, of live caches and from shapes; returns the lines for a legend."""
+    """Draw the bytes of a token, from live caches and from shapes, and return the lines for the legend."""
     lines = []
     for number, (steps, labels) in enumerate(_alike(sized).items()):
         label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} alike"
@@ -281,7 +277,7 @@ def _bytes(
 
 
 def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | None]) -> list[tuple[str, list[Timing]]]:
-    """A series per benchmark, batch and context, by rising N, of those timings that have the figure."""
+    """A series per benchmark, batch and context, in ascending order of N, of the timings that have the value."""
     found = []
     names = told_apart(benchmark.origin.path.with_suffix("") for benchmark in benchmarks)
     for benchmark in benchmarks:
@@ -299,9 +295,7 @@ def _settings(benchmarks: Sequence[Benchmark], of: Callable[[Timing], float | No
 
 
 def _alike(sized: Sequence[tuple[str, Sequence[Timing]]]) -> dict[tuple[drawing.Point, ...], list[str]]:
-    """Bytes by N and the labels of those series that have just these: a cache of any length takes the same per
-    token.
-    """
+    """The labels of the series with equal bytes by N, since a cache of any length takes the same bytes per token."""
     found: dict[tuple[drawing.Point, ...], list[str]] = {}
     for label, timings in sized:
         points = tuple((timing.groups, timing.kv_bytes) for timing in timings if timing.kv_bytes is not None)

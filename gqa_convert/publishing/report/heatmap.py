@@ -1,4 +1,4 @@
-"""Merge errors of all layers as a heat map."""
+"""Heat maps of the merge errors of all layers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ _PARTS = {
     "v": "values",
     "value": "values",
 }
-"""Last parts of names, as a reader would call them."""
+"""Readable words for the last parts of tensor names."""
 _DARK_FROM = 0.65
-"""Share of the highest error from which numbers are written in the colour of the ground."""
+"""Share of the highest error from which numbers are written in the background colour."""
 _STEPS = 24
 
 Columns = dict[str, dict[str, dict[str, float]]]
@@ -74,13 +74,13 @@ def _draw(
         drawn = drawing.svg(figure)
     caption = (
         f"Relative error (rms) of every attention layer by conversion of {source}: {_meaning(table)}. "
-        f"Full colour is {highest:.3g}; errors of different parts or methods measure different things and compare within a column."
+        f"Full colour is {highest:.3g}. Compare errors within a column only: different parts and methods measure different errors."
     )
     return Figure(name, "Merge error by layer", caption, origins, drawn)
 
 
 def _table(conversions: Sequence[Conversion], inspections: Sequence[Inspection]) -> tuple[Columns, tuple[Any, ...]]:
-    """Errors by part, column and module; a trained copy of a conversion has the same and no column of its own."""
+    """Errors by part, column and module; an uptrained copy of a conversion has the same errors and no separate column."""
     table: Columns = {}
     origins = []
     sources = [(f"N = {each.groups}", each.method, each.errors, each.origin) for each in conversions if each.errors]
@@ -107,7 +107,7 @@ def _table(conversions: Sequence[Conversion], inspections: Sequence[Inspection])
 
 
 def split_name(tensor: str) -> tuple[str, str]:
-    """The attention module of a tensor, or of `module.part`, and what it is of it."""
+    """The attention module and the part that a tensor's name, or `module.part`, names."""
     stem, _, last = tensor.rpartition(".")
     suffix = ""
     if last in ("weight", "bias"):
@@ -117,7 +117,7 @@ def split_name(tensor: str) -> tuple[str, str]:
 
 
 def layer_labels(modules: Sequence[str]) -> list[str]:
-    """What tells each module from the others: the numbers that vary, and the words that differ."""
+    """Labels of modules: the numbers and the words in which their names differ."""
     parts = [re.split(r"\.", module) for module in modules]
     patterns = {tuple("#" if part.isdigit() else part for part in each) for each in parts}
     shared = set.intersection(*(set(pattern) for pattern in patterns))
@@ -186,7 +186,7 @@ def _rows(axes: Any, labels: Sequence[str], count: int) -> None:
 
 
 def _scale(axes: Any, highest: float) -> None:
-    """What a colour stands for."""
+    """Draw the colour scale."""
     from matplotlib.patches import Rectangle
 
     for step in range(_STEPS):

@@ -1,4 +1,4 @@
-"""Makes a report: what was found, joined, drawn and written."""
+"""Makes a report: finds results, joins them, draws figures and writes the pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,13 @@ HTML, MARKDOWN, FIGURE = "report.html", "report.md", "report-{}.svg"
 def make_report(
     folders: Sequence[str | Path], out: str | Path | None = None, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Tables and plots from the JSON of convert, uptrain, evaluate and benchmark.
+    """Make tables and plots from the JSON of convert, uptrain, evaluate and benchmark.
 
     Args:
-        folders: to look into, four levels deep; a JSON file may be named itself.
+        folders: to search, four levels deep; a JSON file may be named directly.
         out: the folder for `report.html`, `report.md` and `report-*.svg`; by default `report` in the first folder, or
-            beside it
-            where that is a checkpoint or a file.
-        overwrite: rename files of these names that no report has made (`report.html.old`), rather than refuse.
+            beside it if that is a checkpoint or a file.
+        overwrite: rename files of these names that `report` did not write (to `report.html.old`), rather than refuse.
 
     Returns:
         `out`, `html` and `markdown`; `figures`, each with its `name`, `title` and `file`; `missing`, figures that could
@@ -46,7 +45,7 @@ def make_report(
         MissingExtraError: matplotlib is not installed.
     """
     if not folders:
-        raise OptionError("no folder was named: name one with what convert, uptrain, evaluate or benchmark wrote")
+        raise OptionError("there is no folder: name one with results of convert, uptrain, evaluate or benchmark")
     check_matplotlib("report")
     places = [local_path(folder) for folder in folders]
     material = find(places)
@@ -85,7 +84,7 @@ def make_report(
 
 
 def _default(first: Path) -> Path:
-    """A folder of its own: in a run's folder, and never in a checkpoint, which is published as it is."""
+    """The default folder: within a run's folder, but not within a checkpoint, which is published as a whole."""
     if first.is_file() or (first / "config.json").is_file():
         place = first.resolve()
         return place.parent / f"{place.stem if first.is_file() else place.name}-report"
@@ -93,18 +92,17 @@ def _default(first: Path) -> Path:
 
 
 def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
-    """Write all files, each of which is never seen half-written, the page last; figures of an earlier report that are
-    no more are removed.
+    """Write each file in one step, the page last, and remove figures of an earlier report that this one lacks.
 
     Raises:
-        OutputError: the folder can't be written, or files of others stand there.
+        OutputError: the folder can't be written, or holds files of these names that `report` did not write.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
         foreign = [name for name in contents if (target / name).exists() and not _ours(target / name)]
         if foreign and not overwrite:
             raise OutputError(
-                f"{target / foreign[0]} exists and no report made it: name another folder with --out, or let --overwrite rename it"
+                f"{target / foreign[0]} exists and report did not write it: name another folder with --out, or rename the file with --overwrite"
             )
         for name in foreign:
             set_aside(target / name)
@@ -120,7 +118,7 @@ def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
 
 
 def _ours(path: Path) -> bool:
-    """Whether a report made the file."""
+    """Whether `report` wrote the file."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -128,7 +126,7 @@ def _ours(path: Path) -> bool:
 
 
 def draw_all(material: Material, tables: Sequence[Joined]) -> tuple[list[Figure], list[Missing]]:
-    """All figures for which there are numbers, and what the others need."""
+    """The figures for which there are results, and what the others need."""
     figures: list[Figure | None] = []
     for number, joined in enumerate(tables, 1):
         several = len(tables) > 1
@@ -152,7 +150,7 @@ def _missing(drawn: set[str], material: Material) -> list[Missing]:
     advice = {
         "Quality against time": f"run {' and '.join(wanted)}"
         if wanted
-        else "time an N of a model that was evaluated, or evaluate one that was timed",
+        else "benchmark an N of a model that was evaluated, or evaluate a model that was timed",
         "Quality against groups": f"run {evaluate}"
         if not material.evaluations
         else "no model with a finite loss has a known N",

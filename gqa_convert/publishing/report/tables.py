@@ -1,4 +1,4 @@
-"""The tables of a report, as text cells that HTML and Markdown share."""
+"""The tables of a report as cells of text, for HTML and Markdown."""
 
 import shlex
 from collections.abc import Sequence
@@ -135,7 +135,7 @@ def _tasks(material: Material) -> Table:
         Column("metric", words=True),
         Column("value"),
     )
-    return Table("tasks", "Tasks", "By lm-eval, as it states them.", header, tuple(dict.fromkeys(rows)), origins)
+    return Table("tasks", "Tasks", "The metrics of lm-eval, unchanged.", header, tuple(dict.fromkeys(rows)), origins)
 
 
 def _times(material: Material) -> Table:
@@ -258,7 +258,7 @@ def _conversions(material: Material) -> Table:
 
 
 def provenance_of(origins: Sequence[Origin]) -> list[tuple[str, str, str]]:
-    """Command, machine and file of each origin; those that agree in command and machine stand together."""
+    """Command, machine and files of the origins, grouped by command and machine."""
     found: dict[tuple[str, str], list[str]] = {}
     for origin in origins:
         key = (origin.command or "", origin.machine or "not recorded")

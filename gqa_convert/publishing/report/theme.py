@@ -1,7 +1,5 @@
-"""Colours: placeholders that matplotlib draws with, and what stands for them on light and dark ground.
-
-The hues of the series differ in lightness too and stay apart for colour-blind readers; markers and labels say the same
-without colour.
+"""Colours: placeholders for matplotlib, and the colours that replace them on a light and on a dark background. The
+series also differ in lightness, for colour-blind readers, and in their markers.
 """
 
 import re
@@ -39,8 +37,8 @@ def variables(*, dark: bool) -> str:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """An SVG element for a page: colours are CSS variables, and ids begin with `prefix`, so that figures of one page do
-    not meet.
+    """An SVG element for a page: colours are CSS variables, and ids begin with `prefix`, so that those of several
+    figures differ.
     """
 
     def adapt(tag: str) -> str:
@@ -53,7 +51,7 @@ def inline(svg: str, prefix: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """An SVG file to stand on white ground."""
+    """An SVG file for a white background."""
     return _in_tags(svg, lambda tag: _COLOUR.sub(lambda match: _LIGHT.get(match[0], match[0]), tag))
 
 
@@ -61,5 +59,5 @@ _COLOUR = re.compile("#0101[01][0-9]")
 
 
 def _in_tags(svg: str, change: Callable[[str], str]) -> str:
-    """Change tags and leave text alone: it holds names that may look like anything."""
+    """Change the tags of an SVG and leave its text unchanged, since names may contain anything."""
     return re.sub("<[^>]*>", lambda match: change(match[0]), svg)
