@@ -343,7 +343,7 @@ def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path, mon
     refused(OptionError, "--max-loss-increase -1 is not a loss", calibration="x", max_loss_increase=-1)
     refused(OptionError, "ends in '.gif'", plot=tmp_path / "a.gif")
     refused(OptionError, "there is no folder", plot=tmp_path / "none" / "a.png")
-    refused(DataError, "one block, found no second", planted[0], calibration=str(planted[1]), calibration_tokens=LENGTH)
+    refused(DataError, "one block and none left", planted[0], calibration=str(planted[1]), calibration_tokens=LENGTH)
     alone = write_llama(
         tmp_path / "mqa",
         arrays=llama_arrays(layers=1, heads=1),
