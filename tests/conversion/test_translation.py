@@ -319,7 +319,7 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
 
 def test_no_modelling_file_where_none_is_needed(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
-    with pytest.raises(OptionError, match="leave it out"):
+    with pytest.raises(OptionError, match="leave the option out"):
         make_plan(open_checkpoint(tmp_path / "llama"), 3, native=False)
     assert make_plan(open_checkpoint(tmp_path / "llama"), 3, native=True).route == "native"
 
@@ -648,10 +648,10 @@ def test_damaged_sources(tmp_path: Path) -> None:
             ConfigError,
             "is none that a gpt_neox checkpoint with 3 layers has",
         ),
-        ({}, (key,), ConfigError, "is missing beside its siblings"),
+        ({}, (key,), ConfigError, "is missing: the checkpoint is incomplete"),
         ({}, ("embed_out.weight",), ConfigError, "embed_out.weight is missing"),
         ({}, ("gpt_neox.embed_in.weight",), ConfigError, "holds no tensor gpt_neox.embed_in.weight"),
-        ({}, ("gpt_neox.layers.1.attention.query_key_value.bias",), ConfigError, "is missing beside its siblings"),
+        ({}, ("gpt_neox.layers.1.attention.query_key_value.bias",), ConfigError, "is missing: the checkpoint is incomplete"),
         ({key: array[:-1]}, (), ConfigError, "has shape"),
         ({key: array.astype(np.int8)}, (), UnsupportedFormatError, "has type I8"),
         ({key: damaged}, (), NonFiniteError, "holds NaN or Inf"),
