@@ -651,7 +651,12 @@ def test_damaged_sources(tmp_path: Path) -> None:
         ({}, (key,), ConfigError, "is missing: the checkpoint is incomplete"),
         ({}, ("embed_out.weight",), ConfigError, "embed_out.weight is missing"),
         ({}, ("gpt_neox.embed_in.weight",), ConfigError, "holds no tensor gpt_neox.embed_in.weight"),
-        ({}, ("gpt_neox.layers.1.attention.query_key_value.bias",), ConfigError, "is missing: the checkpoint is incomplete"),
+        (
+            {},
+            ("gpt_neox.layers.1.attention.query_key_value.bias",),
+            ConfigError,
+            "is missing: the checkpoint is incomplete",
+        ),
         ({key: array[:-1]}, (), ConfigError, "has shape"),
         ({key: array.astype(np.int8)}, (), UnsupportedFormatError, "has type I8"),
         ({key: damaged}, (), NonFiniteError, "holds NaN or Inf"),
