@@ -13,8 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 EXPECTED_SKIPS = (
-    "could not import 'lm_eval'",  # the extra `tasks`, which `dev` leaves out for its size
-    "root may write everywhere",
     "only root may mount file systems",
     "tmpfs can't be mounted here",
     "peak memory is read where Linux has it",

@@ -107,7 +107,6 @@ def test_a_task_of_ones_own_with_lm_eval_itself(tmp_path: Path) -> None:
     """Each question is the first words of a text, and its answers are what the model finds likely and unlikely to
     follow.
     """
-    pytest.importorskip("lm_eval")
     import torch
     from transformers import AutoModelForCausalLM
 
