@@ -24,8 +24,9 @@ from gqa_convert.checkpoint.headers import Header, build_header, parse_header
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.conversion.translation.description import Translation
 from gqa_convert.conversion.translation.rows import RowTranslator
-from gqa_convert.conversion.translation.tensors import Translation, translate_tensors
+from gqa_convert.conversion.translation.tensors import translate_tensors
 from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFormatError
 from gqa_convert.families.source_sizes import read_dimensions, read_rotary
 from gqa_convert.families.target_architectures import NoTargetArchitecture, TargetArchitecture

@@ -22,7 +22,6 @@ from gqa_convert.errors import (
     CorruptCheckpointError,
     GQAConvertError,
     OptionError,
-    OutputError,
     PublishError,
     ReportError,
 )

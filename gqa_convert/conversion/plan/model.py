@@ -6,7 +6,7 @@ from typing import Any
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.group_counts import merging_counts
-from gqa_convert.conversion.translation.tensors import TranslatedTensor
+from gqa_convert.conversion.translation.description import TranslatedTensor
 from gqa_convert.families.engines import listed_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Role

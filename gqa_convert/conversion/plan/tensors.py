@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.model import OutputShard, OutputTensor, Piece, TensorChange
-from gqa_convert.conversion.translation.tensors import TranslatedTensor, translate_tensors
+from gqa_convert.conversion.translation.description import TranslatedTensor
+from gqa_convert.conversion.translation.tensors import translate_tensors
 from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import Role, Section

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.conversion.translation.tensors import Rows, Run, Shift, TranslatedTensor
+from gqa_convert.conversion.translation.description import Rows, Run, Shift, TranslatedTensor
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, pool, standard_deviation
 
