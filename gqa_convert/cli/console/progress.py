@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, plain lines or nothing elsewhere."""
+"""Progress on stderr: bars on a terminal, elsewhere a plain line every 30 seconds."""
 
 import sys
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from .pace import SECONDS, Pace, ProgressLines
 from .screen import stderr_console
 
 if TYPE_CHECKING:
@@ -14,11 +15,31 @@ if TYPE_CHECKING:
     from gqa_convert.training.metrics import StepReport
 
 
+def _say(line: str) -> None:
+    """Print a line on stderr; a closed terminal or a broken pipe does not end the work."""
+    with suppress(OSError):
+        stderr_console().print(line, soft_wrap=True)
+
+
+def _lines() -> ProgressLines:
+    return ProgressLines(_say)
+
+
 @contextmanager
 def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar in bytes with rate and time left, or nothing if stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+    """Show a bar in bytes with rate and time left, or lines if stderr is not a terminal."""
+    if quiet:
         yield lambda nbytes: None
+        return
+    if not sys.stderr.isatty():
+        lines, done = _lines(), 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            lines.advance(label, done, total)
+
+        yield count
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -58,10 +79,12 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
     )
     with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
         tasks: list[TaskID] = []
+        lines = ProgressLines((lambda line: None) if sys.stderr.isatty() else _say)
 
         def advance(done: int, total: int, record: dict[str, Any]) -> None:
             if "kl_step" in record:
                 steps, all_steps = record["kl_step"]
+                lines.advance("all layers together", steps, all_steps)
                 if len(tasks) < 2:
                     tasks.append(progress.add_task("all layers together", total=all_steps))
                 progress.update(tasks[-1], completed=steps, visible=steps < all_steps)
@@ -85,9 +108,12 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
 
 @contextmanager
 def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one bar per stage of the work with its time left, or nothing if stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+    """Show one bar per stage of the work with its time left, or lines if stderr is not a terminal."""
+    if quiet:
         yield lambda stage, done, total: None
+        return
+    if not sys.stderr.isatty():
+        yield _lines().advance
         return
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -109,14 +135,12 @@ class TrainingScreen:
     A closed terminal or a broken pipe does not end the run.
     """
 
-    _SECONDS = 30.0
-
     def __init__(self, bars: "Progress | None", *, quiet: bool) -> None:
         self._bars, self._quiet = bars, quiet
         self._console = stderr_console() if bars is None else bars.console
         self._tasks: dict[str, TaskID] = {}
-        self._paces: dict[str, tuple[float, int]] = {}
-        self._shown = -self._SECONDS
+        self._paces: dict[str, Pace] = {}
+        self._shown = -SECONDS
 
     def say(self, message: str) -> None:
         if not self._quiet:
@@ -139,20 +163,13 @@ class TrainingScreen:
         text = "  ".join(filter(None, [*parts, self._left("steps", step, steps)]))
         if line.evaluation_loss is not None:
             self.say(f"step {step:,}: evaluation loss {line.evaluation_loss:.4f}")
-        if self._bars is None and (time.monotonic() - self._shown > self._SECONDS or step == steps):
+        if self._bars is None and (time.monotonic() - self._shown > SECONDS or step == steps):
             self._shown = time.monotonic()
             self.say(f"step {step:,} of {steps:,} ({step / steps:.1%})  {text}")
         self._advance("uptraining", step, steps, text)
 
     def _left(self, what: str, done: int, total: int) -> str:
-        """Return the time left at the pace of this process; work of an earlier, interrupted process does not count."""
-        began, first = self._paces.setdefault(what, (time.monotonic(), done))
-        if not first < done < total:
-            return ""
-        seconds = round((time.monotonic() - began) / (done - first) * (total - done))
-        days, hours = divmod(seconds // 3600, 24)
-        clock = f"{hours}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        return f"{days} d {clock} left" if days else f"{clock} left"
+        return self._paces.setdefault(what, Pace()).left(done, total)
 
     def _advance(self, label: str, done: int, total: int, text: str) -> None:
         if self._bars is None:
