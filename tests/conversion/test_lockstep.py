@@ -396,8 +396,11 @@ def test_weights_left_in_the_files_are_read_wherever_they_are_used(name: str, tm
     there = open_model(case.save(tmp_path), memory_limit=0)
     before = [parameter.is_meta for parameter in there.parameters()]
     assert all(before) or name == "marian"
-    # Kernels may round otherwise where a mapped weight is aligned otherwise: seen with Jamba's scan on one processor.
-    torch.testing.assert_close(case.logits(there), case.logits(), rtol=1e-5, atol=1e-5)
+    found, expected = case.logits(there), case.logits()
+    if name == "jamba":  # two copies of one Jamba in memory differ by as much on some processors: its scan rounds
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(found, expected)
     assert [parameter.is_meta for parameter in there.parameters()] == before
 
 
