@@ -46,6 +46,6 @@ def counted(value: object) -> Fraction | None:
 
 
 def shown(value: object) -> str:
-    """A value as YAML writes it, cut to a bearable length."""
+    """A value as YAML writes it, cut to a length that fits in a message."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

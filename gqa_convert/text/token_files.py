@@ -205,7 +205,7 @@ def _write(path: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> None:
 
 
 def _sweep(cache: Path, own: str | None) -> None:
-    """Remove what killed processes left: parts of the file whose lock the caller holds, and of those that nobody
+    """Remove what killed processes left: parts of the file whose lock the caller holds, and of those that no process
     locks.
     """
     for part in cache.glob("*.part"):

@@ -31,7 +31,7 @@ def packed_attention_mask(document_ids: Tensor, window: int | None = None) -> Te
 
 
 def model_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What to call a model with for a batch of packed documents, or for any other batch, which is left as it is.
+    """What to call a model with for a batch of packed documents, or for any other batch, which is left unchanged.
 
     Args:
         model: a model of transformers, not wrapped.

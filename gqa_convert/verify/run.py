@@ -40,7 +40,7 @@ def verify_checkpoint(
         max_text_tokens: measure only on the first tokens of the text.
         seed: of the random tokens that the models run on.
         on_check: called as each check ends.
-        progress: called as work goes on.
+        progress: called with the progress of the work.
 
     Returns:
         A report. Damage to `out` of any kind is a failed check in it.

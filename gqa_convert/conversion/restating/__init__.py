@@ -1,1 +1,1 @@
-"""Checkpoints of types that load by code of their own, rewritten exactly as checkpoints of stock types."""
+"""Rewrites checkpoints that load by custom code exactly as checkpoints of stock types."""

@@ -1,4 +1,4 @@
-"""config.json of a stock type, from that of a type with code of its own. Data in, data out; every default is that of
+"""config.json of a stock type, from that of a type with custom code. Data in, data out; every default is that of
 the type's own code.
 """
 
@@ -15,11 +15,11 @@ Reader = Callable[[Config], Config]
 _IGNORED = frozenset(
     {"auto_map", "attn_implementation", "_attn_implementation", "flash_attn", "flash_rotary", "fused_dense"}
 )
-"""Keys that steer code of a checkpoint's own, and must not reach a stock class."""
+"""Keys that configure a checkpoint's custom code and must not reach a stock class."""
 
 
 class Settings:
-    """A config of which every key that is asked for is taken, and the rest stays as it is."""
+    """A config from which known keys are taken one by one; the rest is kept unchanged."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -66,7 +66,7 @@ def _not_stock(what: str) -> UnsupportedFamilyError:
 
 
 def _heads(settings: Settings, key: str = "num_attention_heads", hidden_key: str = "hidden_size") -> tuple[int, int]:
-    """Model width and query heads."""
+    """hidden_size and the number of query heads."""
     hidden, heads = settings.count(hidden_key), settings.count(key)
     if hidden % heads:
         raise ConfigError(f"config.json has {heads} heads, which do not divide a width of {hidden}: repair the config")
@@ -74,14 +74,14 @@ def _heads(settings: Settings, key: str = "num_attention_heads", hidden_key: str
 
 
 def _positions(theta: float, scaling: Config | None = None, factor: float | None = None) -> Config:
-    """Rotary positions in the words of old and new clients."""
+    """Rotary positions under the keys of old and new clients."""
     partial = {} if factor is None else {"partial_rotary_factor": factor}
     parameters = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": theta} | partial
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters} | partial
 
 
 def _scaling(settings: Settings) -> Config | None:
-    """Linear and dynamic scaling, which the types' own code and stock classes compute by one formula."""
+    """Linear and dynamic scaling, which custom code and stock classes compute by the same formula."""
     stated = settings.take("rope_scaling")
     if stated is None:
         return None
@@ -93,7 +93,7 @@ def _scaling(settings: Settings) -> Config | None:
 
 
 def _dense(settings: Settings, **fixed: Any) -> Config:
-    """What Llama and its relatives call by the same names."""
+    """The keys that Llama and its relatives share."""
     hidden, heads = _heads(settings)
     settings.take("head_dim")  # the types' own code has hidden_size / heads
     kv_heads = settings.take("num_key_value_heads")
@@ -116,11 +116,11 @@ def _dense(settings: Settings, **fixed: Any) -> Config:
 
 
 def _all_heads(settings: Settings) -> None:
-    """Refuse a K/V-head count in a type whose own code has none."""
+    """Refuse a K/V-head count in a type whose custom code has none."""
     stated, heads = settings.take("num_key_value_heads"), settings.take("num_attention_heads")
     if stated is not None and stated != heads:
         raise ConfigError(
-            f"config.json has num_key_value_heads = {stated!r}, which this type's own code does not read: remove the key"
+            f"config.json has num_key_value_heads = {stated!r}, which this type's custom code does not read: remove the key"
         )
 
 
@@ -336,7 +336,7 @@ def from_phi_msft(config: Config) -> Config:
 
 
 def from_refined_web(config: Config) -> Config:
-    """Falcon as it was first published: `RefinedWeb` is the architecture of the 40B, `RefinedWebModel` that of the 7B
+    """Falcon as first published: `RefinedWeb` is the architecture of the 40B, `RefinedWebModel` that of the 7B
     and the 1B.
     """
     settings = Settings(config)

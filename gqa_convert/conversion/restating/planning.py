@@ -1,4 +1,4 @@
-"""From the headers of a checkpoint with code of its own to the files of the stock checkpoint: where every byte comes
+"""From the headers of a checkpoint with custom code to the files of the stock checkpoint: where every byte comes
 from.
 """
 
@@ -55,7 +55,7 @@ class StockPlan:
 
 
 def plan_stock(checkpoint: Checkpoint) -> StockPlan:
-    """Plan how a checkpoint with code of its own becomes one of a stock type.
+    """Plan how a checkpoint with custom code becomes one of a stock type.
 
     Args:
         checkpoint: the opened source. Of its own code only a class name is looked for; none of it runs.
@@ -70,9 +70,7 @@ def plan_stock(checkpoint: Checkpoint) -> StockPlan:
     record = RESTATED.get(model_type) if isinstance(model_type, str) else None
     if record is None:
         find_family(model_type)  # a type that is refused has a better explanation
-        raise UnsupportedFamilyError(
-            f"model type {model_type} has no code of its own to be rid of: convert it as it is"
-        )
+        raise UnsupportedFamilyError(f"model type {model_type} loads without custom code: convert it directly")
     names = dict(record.classes)
     architectures = config.get("architectures") or [record.classes[0][0]]
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in names:
@@ -122,7 +120,7 @@ def _notes(checkpoint: Checkpoint, record: Restated) -> list[str]:
         tokens = checkpoint.config.get(record.alike_up_to)
         if isinstance(tokens, int):
             notes.append(
-                f"the same up to {tokens:,} tokens; beyond them its own code scales positions by the length of the text"
+                f"the same up to {tokens:,} tokens; beyond them its custom code scales positions by the length of the text"
             )
     return notes
 
@@ -145,7 +143,7 @@ def _whole(name: str, number: int, entry: TensorEntry) -> OutputTensor:
 
 
 class _Restater:
-    """Finds every tensor that the stock class has among those of the source, and none may be left over."""
+    """Finds every tensor of the stock class among those of the source. A tensor left over is an error."""
 
     def __init__(self, checkpoint: Checkpoint, record: Restated, stock: dict[str, Any], *, unit_head: bool) -> None:
         self.record, self.stock, self.unit_head = record, stock, unit_head
@@ -223,7 +221,7 @@ class _Restater:
     def _check_numbers(self, name: str, entry: TensorEntry) -> None:
         if entry.dtype not in DTYPES or len(entry.shape) != 2:
             raise UnsupportedFormatError(
-                f"{name} has type {entry.dtype}, which can't be computed with: save the model in one float type"
+                f"{name} has type {entry.dtype}, which has no arithmetic here: save the model in one float type"
             )
 
     def _fused(self, module: Module, own_base: str, stock_base: str) -> None:
@@ -240,7 +238,7 @@ class _Restater:
             if entry.shape != (rows, *columns):
                 raise ConfigError(
                     f"tensor {name} has shape {list(entry.shape)} where {[rows, *columns]} belongs for {heads} query heads and {kv_heads} "
-                    f"K/V heads of width {width}: the config and the weights do not belong together"
+                    f"K/V heads of head_dim {width}: the config and the weights do not belong together"
                 )
             row_bytes = entry.nbytes // rows
             for section, part in zip(cut, ("q_proj", "k_proj", "v_proj"), strict=True):

@@ -1,4 +1,4 @@
-"""One record per model type that loads by code of its own and computes what a stock type computes. Data only."""
+"""One record per model type that loads by custom code and computes what a stock type computes. Data only."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -47,7 +47,7 @@ class Restated:
     """A class in the source's code, and the vocabulary size of the models that have it where no code is there to look
     at: the rows of its output projection are scaled to length one whenever it is used."""
     alike_up_to: str | None = None
-    """Key of the source's config with the number of tokens beyond which its own code computes something else."""
+    """Key of the source's config with the number of tokens beyond which its custom code computes something else."""
 
     @property
     def stock(self) -> str:

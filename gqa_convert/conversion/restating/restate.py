@@ -1,4 +1,4 @@
-"""Writes a checkpoint with code of its own as a checkpoint of a stock type that computes the same; the folder appears
+"""Writes a checkpoint with custom code as a checkpoint of a stock type that computes the same; the folder appears
 whole or not at all.
 """
 

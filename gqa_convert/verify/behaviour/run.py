@@ -35,7 +35,7 @@ def check_behaviour(
         stored: what the checks on stored data found. Without a geometry, OUT is only loaded.
         seed: of the random tokens.
         max_text_tokens: tokens of the text that are read at most.
-        progress: called as work goes on.
+        progress: called with the progress of the work.
     """
     if not inputs.runs:
         runner.check("behaviour", lambda: _not_run(inputs.family.model_type))

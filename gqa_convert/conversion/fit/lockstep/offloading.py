@@ -92,7 +92,7 @@ class OffloadedWeights:
                     inner._parameters.let_go()
 
     def release(self) -> None:
-        """Let all weights go; those that a waiting pass is in the midst of using are read again as it goes on."""
+        """Drop all weights; a paused pass that still uses one reads it again when it resumes."""
         for module in self._loaded.values():
             module._parameters.let_go()
         self._loaded.clear()
