@@ -7,9 +7,9 @@ model, batches and optimizer.
 
 Every round gives each contender the same number of optimizer steps, in an order that alternates; the first round warms
 up and does not count. The figure to read is the ratio within a round, as a median with its range. All contenders have a
-model of their own, from the same
-random weights: fused AdamW, gradients clipped to norm 1, and the bare loop does nothing else but forward,
-cross-entropy, backward and step on tensors that are there already. The Trainer logs nothing and saves nothing.
+model of their own, from the same random weights: fused AdamW, gradients clipped to norm 1, and the bare loop does
+nothing else but forward, cross-entropy, backward and step on tensors that are there already. The Trainer logs nothing
+and saves nothing.
 """
 
 import argparse

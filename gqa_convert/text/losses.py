@@ -97,9 +97,8 @@ def compress(teacher: Tensor, top_k: int, temperature: float = 1.0, vocabulary: 
 
     The tokens outside the k likeliest are one outcome, whose probability is kept. The divergence is then that of a
     coarser question: never above the full one, growing with k up to it, and zero with zero gradient where student and
-    teacher are equal. Renormalising the k
-    instead would not do: against the student's full distribution its least value is at a student without a tail, and
-    against the student's renormalised one the tail may grow unpunished.
+    teacher are equal. Renormalising the k instead would not do: against the student's full distribution its least value
+    is at a student without a tail, and against the student's renormalised one the tail may grow unpunished.
 
     Args:
         teacher: [b, L, V], logits.
@@ -139,8 +138,7 @@ def combined_loss(
         temperature: of the divergence.
         top_k: as in `kl_loss`, for uncompressed teachers.
         overwrite: let the gradient take the place of the logits, which are then lost, as soon as this function returns,
-            and allow a
-            single backward pass: the loss then needs no memory of the logits' size.
+            and allow a single backward pass: the loss then needs no memory of the logits' size.
 
     Returns:
         Sums over the positions with a label, and their number, in float32.

@@ -36,8 +36,7 @@ def model_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     Args:
         model: a model of transformers, not wrapped.
         batch: input_ids and whatever else the forward pass takes [b, L]; with document_ids, documents are kept apart
-            and position_ids count
-            within each.
+            and position_ids count within each.
 
     Returns:
         Without document_ids, and with the masks that the model needs.

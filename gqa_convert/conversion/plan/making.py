@@ -45,8 +45,7 @@ def make_plan(
             and has one, or
             (False) add a modelling file; by default the former wherever there is such a class.
         max_shard_size: split the output anew into files of at most so many bytes of tensors; without it every input
-            file has
-            one output file of the same name.
+            file has one output file of the same name.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.

@@ -10,8 +10,7 @@ def draw_errors(result: InspectionFile, path: Path) -> None:
     """Draw a panel for keys and one for values, with a row per layer and a column per number of groups.
 
     The heat map of a report (`publishing.report.heatmap`) compares conversions with one another in SVG elements that
-    the
-    page styles and tests read; only `MOST_LABELLED` is common to both.
+    the page styles and tests read; only `MOST_LABELLED` is common to both.
 
     Args:
         result: of the inspection.

@@ -58,8 +58,7 @@ def score(
         count: n, of all tokens.
         numbers: which batches; all unless stated.
         reference: a model with the same tokens; where the two have logits for different numbers of tokens, those that
-            both have are
-            compared, each distribution being the one given that the token is one of them.
+            both have are compared, each distribution being the one given that the token is one of them.
         progress: called after each batch with the number of tokens that it scored.
     """
     loss = np.zeros(count, np.float32)
