@@ -35,6 +35,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+@pytest.fixture(autouse=True)
+def environment_restored() -> Iterator[None]:
+    """A variable that the code under test or a library sets (lm-eval does on import) ends with the test that set it."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def modeling_files_registered() -> Iterator[None]:
     """Results with a modelling file load from the package's copy of it, and no test waits for `fsync`."""

@@ -1,6 +1,7 @@
 """The structure of the test tree."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,10 @@ def test_another_environment_needs_a_new_interpreter(monkeypatch: pytest.MonkeyP
     assert run_python("-c", code).stdout.endswith(" True\n")
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert run_python("-c", code).stdout == "/elsewhere False\n"
+
+
+@pytest.mark.parametrize("value", ["set", "left"])
+def test_a_variable_ends_with_its_test(value: str) -> None:
+    if value == "set":
+        os.environ["HF_OF_ANOTHER_TEST"] = value
+    assert os.environ.get("HF_OF_ANOTHER_TEST", "left") == value
