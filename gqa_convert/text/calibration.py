@@ -1,8 +1,8 @@
 """Calibration text as a model's input: batches of blocks drawn from all parts of the text.
 
-The blocks are what uptraining would train on: documents one after the other, each closed by end-of-text, and for
-encoder-decoders with sentinels T5's span corruption. Other encoder-decoders read a block and write the same one, as in
-denoising without noise.
+The blocks are those that uptraining would train on: concatenated documents, each closed by end-of-text, with T5's span
+corruption for encoder-decoders that have sentinel tokens. Other encoder-decoders read a block and predict the same
+block, as in denoising without noise.
 """
 
 import hashlib
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 _PER_HIDDEN = 50
 _PER_SMALL_HIDDEN = 500
 _SMALL_TOKENS = 102_400
-"""Up to this many, small models get more tokens per hidden dimension."""
+"""The limit up to which small models get more tokens per hidden dimension."""
 
 _OVERSAMPLING = 16
-"""How many times the tokens asked for are made of a text that is larger still."""
+"""From a text that is larger, this many times the requested number of tokens is tokenised before blocks are drawn."""
 
 _CHARACTERS = 4
-"""Of a token, about; a text that turns out to have fewer tokens is read again."""
+"""The estimated characters per token. If the text yields fewer tokens than estimated, a larger share of it is read."""
 
 _WHOLE = 1 << 22
-"""Bytes of files that are tokenised whatever number of tokens is asked for."""
+"""The size in bytes up to which files are tokenised in full, regardless of the number of tokens requested."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Calibration:
 
     Attributes:
         batches: keyword arguments of the model's forward pass, int64 tensors on the CPU. `input_ids` [b, L] for causal
-            models; for encoder-decoders also `decoder_input_ids` and `labels` [b, Ld], the labels being what the decoder is to
-            predict at each place (not shifted). The blocks of a batch are equally long, and none is padded, so no mask
-            is needed; a short text ends in a shorter block, which forms a separate batch.
-        tokens: tokens of text in all blocks together.
-        sequence_length: tokens of a block on the side that reads it; the longest one's.
-        digest: SHA-256 over the token ids and what they were made with; with the same one, the batches are the same.
-        description: for reports: what was read.
+            models; for encoder-decoders also `decoder_input_ids` and `labels` [b, Ld], `labels` being the tokens to
+            predict at each position (not shifted). The blocks of a batch are equally long, and none is padded, so no
+            mask is needed; a short text ends in a shorter block, which forms its own batch.
+        tokens: the number of text tokens in all blocks.
+        sequence_length: the input tokens of the longest block.
+        digest: SHA-256 over the token ids and the settings; equal digests mean equal batches.
+        description: a description of the text, for reports.
         warning: a message for the user, or None.
-        held_out: batches like `batches`, of other blocks of the text, to judge by; none where the text has no more.
+        held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
     """
 
     batches: "list[dict[str, Tensor]]"
@@ -90,7 +90,7 @@ def calibration_tokens_for(config: Any) -> int:
     costs little. T5 and its relatives get twice as many, because their decoders see a fifth of the text.
 
     Args:
-        config: what config.json holds, or a transformers config.
+        config: the content of config.json, or a transformers config.
 
     Raises:
         ConfigError: it states no hidden_size.
@@ -120,50 +120,49 @@ def calibration_batches(
     batch_tokens: int = 4096,
     held_out_tokens: int = 0,
 ) -> Calibration:
-    """Blocks of text for a model, drawn without replacement from all over the text; a text that has no more is used
-    whole.
+    """Draw blocks of text for a model from the whole text without replacement; a text with no more tokens is used in
+    full.
 
-    Files of up to 4 MiB, or of 64 characters per token asked for, are tokenised whole. Of larger ones, documents (or
-    parts of long ones) spread evenly over the text are taken up to that size, each as a document of its own. Of a
-    dataset on the Hub the first 16 tokens per token asked for are streamed, and kept in the token cache.
+    Files of up to 4 MiB, or of up to 64 characters per requested token, are tokenised in full. From larger files,
+    documents (or parts of long ones) are taken at even intervals up to that size, each as a separate document. From a
+    Hub dataset, 16 tokens per requested token are streamed from its beginning and kept in the token cache.
 
     Args:
-        model_folder: a local checkpoint with its tokenizer; its weights are not looked at.
+        model_folder: a local checkpoint with its tokenizer; its weights are not read.
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`; or, as in a recipe's `data`, a
-            mapping with further keys such as `text_field` and `split`. Its weight has no meaning here.
-        tokens: of text; rounded up to whole blocks.
-        seed: of the choice of blocks, of their order and of the corruption.
-        sequence_length: tokens of a block (of the encoder's input for span corruption); by default the model's context
-            up to 2048,
-            and 512 for span corruption.
-        batch_tokens: tokens of a batch, at most, unless a block has more.
-        held_out_tokens: of other blocks, to judge by; rounded up to whole blocks. They do not change which the others
-            are.
+            mapping with further keys such as `text_field` and `split`. Its weight is ignored.
+        tokens: the number of text tokens, rounded up to whole blocks.
+        seed: determines the choice of blocks, their order and the corruption.
+        sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
+            length, at most 2048, or 512 for span corruption.
+        batch_tokens: the most tokens in a batch, unless a single block has more.
+        held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
+            other blocks are drawn.
 
     Raises:
-        OptionError: a number makes no sense, or the model's encoder reads no text.
-        DataError: the text or the tokenizer can't be read, or does not suit the model; or there are fewer than 2
+        OptionError: a number is out of range, or the model's encoder does not read text.
+        DataError: the text or the tokenizer can't be read or does not fit the model, or the text has fewer than 2
             tokens.
     """
     config = read_config(model_folder)
     if tokens < 1:
-        raise OptionError(f"calibration on {tokens} tokens was asked for, expected a number above 0")
+        raise OptionError(f"calibration_tokens is {tokens}, expected a number above 0")
     if batch_tokens < 1:
-        raise OptionError(f"batches of {batch_tokens} calibration tokens were asked for, expected a number above 0")
+        raise OptionError(f"batch_tokens is {batch_tokens}, expected a number above 0")
     if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
         raise OptionError(
-            f"calibration needs text that the encoder reads, and that of {config.get('model_type')} reads sound: "
+            f"calibration needs an encoder that reads text, and the encoder of {config.get('model_type')} reads audio: "
             "use a method without calibration"
         )
     tokenizer = usable_tokenizer(model_folder)
     blocks = _Blocks(model_folder, config, tokenizer, sequence_length, seed)
-    wanted = -(-tokens // blocks.raw)
+    needed = -(-tokens // blocks.raw)
     encoder = TextEncoder(tokenizer, closed=blocks.kind != "spans")
-    label, text = _tokens(source, encoder, wanted * blocks.raw)
+    label, text = _tokens(source, encoder, needed * blocks.raw)
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
-    cuts = _cuts(len(text), blocks.raw, wanted, seed)
-    held_out = _cuts(len(text), blocks.raw, -(-held_out_tokens // blocks.raw), seed, after=wanted)
+    cuts = _cuts(len(text), blocks.raw, needed, seed)
+    held_out = _cuts(len(text), blocks.raw, -(-held_out_tokens // blocks.raw), seed, after=needed)
     rows = max(1, batch_tokens // blocks.length)
     made, other = (
         [blocks.batch(text, starts, length) for starts, length in _batched(each, rows)] for each in (cuts, held_out)
@@ -177,19 +176,19 @@ def calibration_batches(
     )
     warning = None
     if used < tokens:
-        warning = f"{label} gave {used} calibration tokens and {tokens} were asked for: all of it is used, more text may give a better merge"
+        warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
     digest = _digest([blocks.kind, blocks.length, seed, batch_tokens, tokens], [batch for batch, _ in made])
     batches, judges = ([_tensors(batch) for batch, _ in each] for each in (made, other))
     return Calibration(batches, used, length, digest, description, warning, judges)
 
 
 class _Blocks:
-    """What a model's blocks are, and how batches of them are made.
+    """The kind and size of a model's blocks; makes batches of them.
 
     Attributes:
-        kind: causal, shifted (the decoder gets what the encoder gets) or spans (T5's span corruption).
-        length: tokens of a block, on the side that reads it.
-        raw: tokens of text in it.
+        kind: causal, shifted (the decoder predicts the encoder's input) or spans (T5's span corruption).
+        length: the input tokens of a block.
+        raw: the tokens of text in a block.
     """
 
     WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}  # noqa: RUF012
@@ -203,15 +202,15 @@ class _Blocks:
         context = stated_positions(config)
         self.length = length or min(SPAN_LENGTH if self.kind == "spans" else LONGEST, block_length(config))
         if length is not None and length < 2:
-            raise OptionError(f"calibration blocks of {length} tokens were asked for, expected at least 2")
+            raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
         if context is not None and self.length > context:
             raise OptionError(
-                f"calibration blocks of {length} tokens were asked for, and the model has positions for {context}: lower it"
+                f"the calibration sequence length is {length} tokens, and the model has positions for {context}: lower it"
             )
         self.raw = self._sampler(self.length).raw_tokens if self.kind == "spans" else self.length
 
     def batch(self, text: npt.NDArray[Any], starts: Sequence[int], length: int) -> tuple[dict[str, Integers], int]:
-        """Blocks of `length` tokens of text from these places on, and how many tokens of text are in them all."""
+        """A batch of blocks of `length` text tokens that begin at these positions, and the number of text tokens in it."""
         if self.kind == "spans":
             sampler = self._sampler(self._input_length(length))
             places = [(_Text(text), SpanCut(start, 0)) for start in starts]
@@ -229,13 +228,13 @@ class _Blocks:
         return make_sampler(self._tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=self._start)
 
     def _input_length(self, raw: int) -> int:
-        """The longest encoder input that needs no more tokens of text than that."""
+        """The length of the longest encoder input that needs at most this many tokens of text."""
         shapes = ((length, shape_for(T5[0], length)) for length in range(min(self.length, raw + 2), 2, -1))
         return next(length for length, shape in shapes if shape is not None and shape.raw <= raw)
 
 
 class _Text:
-    """Tokens in memory, as far as a sampler needs a `TokenSource`."""
+    """Tokens in memory, with the part of the `TokenSource` interface that samplers use."""
 
     def __init__(self, tokens: npt.NDArray[Any]) -> None:
         self._tokens = tokens
@@ -244,19 +243,19 @@ class _Text:
         return self._tokens[start : start + count]
 
 
-def _cuts(size: int, length: int, wanted: int, seed: int, *, after: int = 0) -> dict[int, int]:
-    """Where the blocks begin and how long they are, in the order of their use.
+def _cuts(size: int, length: int, count: int, seed: int, *, after: int = 0) -> dict[int, int]:
+    """The first token and the length of each block, in the order in which the blocks are used.
 
     Args:
-        size: tokens of the text.
-        length: tokens of a block.
-        wanted: how many blocks.
-        seed: of their choice and order.
-        after: so many others; whole blocks only.
+        size: the number of tokens in the text.
+        length: the tokens per block.
+        count: the number of blocks.
+        seed: determines their choice and order.
+        after: how many blocks of the order to skip; if not 0, only whole blocks are returned.
     """
     whole, rest = divmod(size, length)
-    order = [length * permuted(number, whole, mix(seed, 2)) for number in range(after, min(whole, after + wanted))]
-    if not after and whole < wanted:
+    order = [length * permuted(number, whole, mix(seed, 2)) for number in range(after, min(whole, after + count))]
+    if not after and whole < count:
         return dict.fromkeys(order, length) | ({whole * length: rest} if rest > 1 else {})
     offset = mix(seed, 1) % (rest + 1)
     return dict.fromkeys((offset + start for start in order), length)
@@ -269,31 +268,31 @@ def _batched(cuts: dict[int, int], rows: int) -> Iterator[tuple[list[int], int]]
         yield from ((starts[first : first + rows], length) for first in range(0, len(starts), rows))
 
 
-def _tokens(source: Any, encoder: TextEncoder, wanted: int) -> tuple[str, npt.NDArray[Any]]:
-    """What the source is called, and tokens of it: at least `wanted`, if there are as many."""
+def _tokens(source: Any, encoder: TextEncoder, count: int) -> tuple[str, npt.NDArray[Any]]:
+    """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
     text = open_source(as_source(str(source) if isinstance(source, Path) else source), default_cache())
     if isinstance(text, FileText):
-        return text.label, _file_tokens(text, encoder, wanted)
+        return text.label, _file_tokens(text, encoder, count)
     assert isinstance(text, HubText)
     stream = GrowingFile(text, encoder, default_cache(), writes=True)
     try:
-        size, _ = stream.size(_OVERSAMPLING * wanted)
-        return f"{text.label}@{text.commit[:12]}", stream.read(0, min(size, _OVERSAMPLING * wanted))
+        size, _ = stream.size(_OVERSAMPLING * count)
+        return f"{text.label}@{text.commit[:12]}", stream.read(0, min(size, _OVERSAMPLING * count))
     finally:
         stream.close()
 
 
-def _file_tokens(text: FileText, encoder: TextEncoder, wanted: int) -> npt.NDArray[Any]:
-    share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * wanted) / max(1, text.total_bytes))
+def _file_tokens(text: FileText, encoder: TextEncoder, count: int) -> npt.NDArray[Any]:
+    share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
     while True:
         tokens = _encoded(text if share == 1 else _thinned(text, share), encoder)
-        if share == 1 or len(tokens) >= wanted:
+        if share == 1 or len(tokens) >= count:
             return tokens
-        share = min(1.0, 8 * share)  # most of the bytes were no text, but other fields of its rows
+        share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows
 
 
 def _thinned(pieces: Iterable[Piece], share: float) -> Iterator[Piece]:
-    """A share of the characters, spread evenly; each piece is a document of its own, as its neighbours may be
+    """An evenly spread share of the characters; each piece is a separate document, because its neighbours may be
     missing.
     """
     seen = kept = 0
@@ -324,28 +323,28 @@ def usable_tokenizer(folder: Path) -> Any:
         first = next((line.strip() for line in str(problem).splitlines() if line.strip()), "")
         raise DataError(
             f"{folder} has no tokenizer that transformers can load ({type(problem).__name__}: {first[:200]}): copy the tokenizer's files "
-            "from where the model comes from"
+            "from the model's repository"
         ) from problem
-    # for some model types transformers makes up a tokenizer without a vocabulary if there are no files
+    # for some model types transformers creates a tokenizer without a vocabulary if the files are missing
     names = {"tokenizer.json", "tokenizer.model", *getattr(tokenizer, "vocab_files_names", {}).values()}
     if not any((folder / name).is_file() for name in names):
         raise DataError(
-            f"{folder} has no tokenizer, found none of {', '.join(sorted(names))}: copy them from where the model comes from"
+            f"{folder} has no tokenizer; none of these files was found: {', '.join(sorted(names))}: copy them from the model's repository"
         )
     return tokenizer
 
 
 def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Integers], int]], folder: Path) -> None:
-    """Refuse tokens that the model has no embedding for; a tokenizer may have more of them than the text uses.
+    """Refuse text with tokens that the model has no embedding for. Only the tokens in the text are checked.
 
     Raises:
-        DataError: there is one.
+        DataError: the text has such a token.
     """
     size = stated_count(config, VOCABULARY_KEYS)
     largest = max(int(ids.max()) for batch, _ in made for ids in batch.values())
     if size is not None and largest >= size:
         raise DataError(
-            f"the tokenizer in {folder} makes the token {largest}, and the model has a vocabulary of {size}: "
+            f"the tokenizer in {folder} produces token {largest}, and the model has a vocabulary of {size}: "
             "copy the tokenizer that belongs to it"
         )
 

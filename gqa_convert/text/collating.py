@@ -1,4 +1,4 @@
-"""Batches for encoder-decoders out of texts of different lengths.
+"""Collates texts of different lengths into batches for encoder-decoders.
 
 Shape legend: b rows, Le tokens of the longest encoder input, Ld tokens of the longest target.
 """
@@ -13,12 +13,12 @@ from gqa_convert.text.order import Integers
 
 
 class DecoderInput(NamedTuple):
-    """How a decoder's input follows from its targets.
+    """How a decoder's input is derived from its targets.
 
     Attributes:
-        start: the token that it begins with.
-        pad: the token that fills what is shorter than the longest of a batch.
-        last_first: begin with the target's last token instead of `start`, as mBART does.
+        start: the first token of the input.
+        pad: the padding token.
+        last_first: whether the input begins with the target's last token instead of `start`, as for mBART.
     """
 
     start: int
@@ -27,16 +27,16 @@ class DecoderInput(NamedTuple):
 
 
 def collated(sources: Sequence[Integers], targets: Sequence[Integers], decoder: DecoderInput) -> dict[str, Integers]:
-    """Texts padded at their ends to the longest of the batch.
+    """Pad texts on the right to the longest of the batch.
 
     Args:
         sources: tokens for the encoder, [b] of different lengths.
-        targets: tokens that the decoder is to write, [b] of different lengths, none of them empty.
-        decoder: how its input is made of them.
+        targets: tokens for the decoder to predict, [b] of different lengths, none of them empty.
+        decoder: how its input is derived from the targets.
 
     Returns:
-        `input_ids` [b, Le]; `labels` [b, Ld], IGNORED where a target has ended; `decoder_input_ids` [b, Ld], the
-        targets one later; and `attention_mask` [b, Le], unless no source is shorter than another.
+        `input_ids` [b, Le]; `labels` [b, Ld], IGNORED behind the end of a target; `decoder_input_ids` [b, Ld], the
+        targets shifted right by one; and `attention_mask` [b, Le] if the sources differ in length.
     """
     longest, longest_target = (max(len(text) for text in side) for side in (sources, targets))
     inputs, mask = np.full((len(sources), longest), decoder.pad, np.int64), np.zeros((len(sources), longest), np.int64)

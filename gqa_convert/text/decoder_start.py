@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads first."""
+"""The first token of the decoder's input."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from gqa_convert.text.tokenizing import end_of_text
 
 
 def decoder_start(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> int:
-    """What the decoder's input begins with: as the checkpoint says, or else the padding token for T5, or else
+    """The first token of the decoder's input: the one that the checkpoint states, else the padding token for T5, else
     end-of-text.
 
     Raises:
-        DataError: the checkpoint does not say, and the tokenizer has no end-of-text token.
+        DataError: the checkpoint states none, and the tokenizer has no end-of-text token.
     """
     try:
         generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))

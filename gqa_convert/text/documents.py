@@ -9,17 +9,17 @@ PAIR_KEYS = "`source_field` and `target_field`"
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one."""
+    """A document, or a part of a long document."""
 
     text: str
     last: bool = True
 
 
 def row_pieces(row: Mapping[str, Any], text_field: str, where: str) -> list[Piece]:
-    """The document in a row; none if it is empty or null.
+    """The document in a row, as pieces; no pieces if it is empty or null.
 
     Raises:
-        DataError: the row has no such field, or it is no text.
+        DataError: the row has no such field, or the field is not text.
     """
     if text_field not in row:
         raise no_field(where, text_field, list(row))
@@ -41,7 +41,7 @@ def no_field(where: str, text_field: str, names: Sequence[str]) -> DataError:
 
 
 def pair_columns(where: str, fields: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The columns that hold the fields of pairs, each once; `translation.en` is in the column `translation`.
+    """The distinct columns that hold the fields of pairs; the column of `translation.en` is `translation`.
 
     Raises:
         DataError: there is no such column.
@@ -57,7 +57,7 @@ def pair_columns(where: str, fields: Sequence[str], names: Sequence[str]) -> lis
 
 
 def well_formed(text: str) -> str:
-    """The text, with half of a surrogate pair, which JSON can say and UTF-8 can't, replaced."""
+    """The text with lone surrogates replaced, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,4 @@
-"""What a tokenizer puts around the texts of an encoder-decoder: marks of their beginning, their end and their
-language.
-"""
+"""The special tokens that a tokenizer puts around the texts of an encoder-decoder: beginning, end and language."""
 
 from typing import Any, NamedTuple
 
@@ -15,24 +13,24 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of special tokens."""
         return len(self.before) + len(self.after)
 
 
 Languages = tuple[str | None, str | None]
-"""Of the source and of the target, as the tokenizer writes them."""
+"""The languages of source and target, in the tokenizer's notation."""
 
 
 def speak(tokenizer: Any, languages: Languages) -> None:
-    """Tell a tokenizer the languages of the texts that come next.
+    """Set the source and target languages of a tokenizer.
 
     Raises:
-        DataError: it marks languages and none are named, or one that it does not know; or it marks none.
+        DataError: the tokenizer marks languages and none or an unknown one is given, or it marks none and one is given.
     """
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
         if languages != (None, None):
             raise DataError(
-                f"the tokenizer marks no languages, and the data source names {languages[0] or languages[1]!r}: remove source_language and "
+                f"the tokenizer does not mark languages, and the data source names {languages[0] or languages[1]!r}: remove source_language and "
                 "target_language"
             )
         return
@@ -54,20 +52,20 @@ def speak(tokenizer: Any, languages: Languages) -> None:
 def _unknown(tokenizer: Any, language: object) -> DataError:
     known = list(getattr(tokenizer, "lang_code_to_id", None) or ())[:5]
     example = f", such as {', '.join(known)}" if known else ""
-    return DataError(f"the tokenizer does not know the language {language!r}: write it as the tokenizer does{example}")
+    return DataError(f"the tokenizer does not know the language {language!r}: use the tokenizer's notation{example}")
 
 
 def frames_of(tokenizer: Any, languages: Languages) -> tuple[Frame, Frame]:
-    """What stands around sources and targets.
+    """The special tokens around sources and around targets.
 
-    A target ends with end-of-text even where the tokenizer would not write it, as a decoder must learn to stop.
+    A target ends with end-of-text even if the tokenizer does not add it, because a decoder must learn to stop.
 
     Args:
         tokenizer: a transformers tokenizer.
         languages: of source and target; None where the tokenizer marks none.
 
     Raises:
-        DataError: as `speak`.
+        DataError: see `speak`.
     """
     speak(tokenizer, languages)
     source, target = frame_around(tokenizer, "text"), frame_around(tokenizer, "text_target")
@@ -78,14 +76,14 @@ def frames_of(tokenizer: Any, languages: Languages) -> tuple[Frame, Frame]:
 
 
 def frame_around(tokenizer: Any, argument: str) -> Frame:
-    """What a tokenizer puts around a text, in the languages that it was told last.
+    """The special tokens that a tokenizer puts around a text, for the languages set last.
 
     Args:
         tokenizer: a transformers tokenizer.
-        argument: `text` for what is read, `text_target` for what is to be written.
+        argument: `text` for sources, `text_target` for targets.
 
     Raises:
-        DataError: the text's own tokens change with it.
+        DataError: the tokens of the text itself change when special tokens are added.
     """
     whole, bare = (
         list(

@@ -29,17 +29,17 @@ class HubText:
     text_field: str
 
     def identity(self) -> list[Any]:
-        """What the documents depend on, for a key: plain data."""
+        """Everything that the documents depend on, as plain data for a cache key."""
         return ["hub", self.label, self.commit, self.name, self.split, self.text_field]
 
     def rows(self, fields: Sequence[str] = ()) -> Iterable[Mapping[str, Any]]:
         """The rows, as `datasets` streams them.
 
         Args:
-            fields: those of pairs; without any, the column of the text.
+            fields: the fields of pairs; if empty, the text column is read.
 
         Raises:
-            DataError: there is no such dataset, configuration or split, or it has no such column.
+            DataError: the dataset, configuration, split or column does not exist.
         """
         import datasets
 
@@ -61,10 +61,10 @@ class HubText:
 
 
 def numbered_rows(text: HubText, fields: Sequence[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each row is, and the row, from the first to the last.
+    """The location of each row, for messages, and the row, in order.
 
     Raises:
-        DataError: as `HubText.rows`, or the stream broke off.
+        DataError: see `HubText.rows`; or the stream was interrupted.
     """
     number = 0
     try:
@@ -75,21 +75,21 @@ def numbered_rows(text: HubText, fields: Sequence[str] = ()) -> Iterator[tuple[s
     except Exception as problem:
         reason = str(problem) or type(problem).__name__
         raise DataError(
-            f"{text.label} broke off after {number} rows ({reason}): check the network, and run it again"
+            f"the stream of {text.label} was interrupted after {number} rows ({reason}): check the network and run the command again"
         ) from problem
 
 
 def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool) -> str:
-    """The commit of a dataset's revision; where the Hub can't be reached, the one it was the last time.
+    """The commit of a dataset's revision, or the last known one if the Hub can't be reached.
 
     Args:
         dataset: its id.
         revision: branch, tag or commit.
         memory: the folder that remembers commits.
-        ask: ask the Hub even if a commit is remembered.
+        ask: query the Hub even if a commit is remembered.
 
     Raises:
-        DataError: there is no such dataset or revision, or the Hub can't be asked.
+        DataError: the dataset or revision does not exist, or the Hub can't be reached and no commit is known.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -108,16 +108,16 @@ def commit_of(dataset: str, revision: str | None, memory: Path, *, ask: bool) ->
         ) from None
     except RepositoryNotFoundError:
         raise DataError(
-            f"{dataset} is neither a file here nor a dataset on the Hub that you may read: check the name, or log in"
+            f"{dataset} is neither a local file nor a Hub dataset that you can access: check the name, or log in"
         ) from None
     except Exception as problem:
         if known.is_file():
             return known.read_text(encoding="utf-8").strip()
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise DataError(
-            f"{dataset} is no file here, and the Hub can't be asked for a dataset of this name ({reason}): check the path or the network"
+            f"{dataset} is not a local file, and the Hub could not be reached to look for a dataset of this name ({reason}): check the path or the network"
         ) from problem
-    with suppress(OSError):  # only a later run without a network would miss it
+    with suppress(OSError):  # only a later offline run needs it
         memory.mkdir(parents=True, exist_ok=True)
         known.write_text(commit, encoding="utf-8")
     return commit

@@ -1,7 +1,7 @@
-"""Samples of text infilling, as BART was trained (Lewis et al. 2020, section 2.2).
+"""Samples of text infilling, BART's pretraining objective (Lewis et al. 2020, section 2.2).
 
-30% of a block's tokens are taken out, in spans whose lengths are drawn from Poisson(3). Each span is replaced by a
-single mask token, and a span of length 0 puts one between two tokens. The decoder writes the whole block.
+30% of a block's tokens are removed in spans whose lengths are drawn from Poisson(3). Each span is replaced by a single
+mask token; a span of length 0 inserts one between two tokens. The decoder predicts the whole block.
 """
 
 import math
@@ -25,7 +25,7 @@ SHARE = Fraction(3, 10)
 MEAN_LENGTH = 3.0
 _BITS = 53
 _LONGEST = 40
-"""Longer spans have a probability below 2^-53."""
+"""The longest span drawn; longer ones have a probability below 2^-53."""
 _CUMULATIVE = np.array(
     [
         round(share * 2**_BITS)
@@ -35,26 +35,26 @@ _CUMULATIVE = np.array(
     ],
     np.uint64,
 )
-"""Of Poisson(3), as whole numbers: the same on every machine and in every version of NumPy."""
+"""The cumulative distribution of Poisson(3) as integers, identical on every machine and in every version of NumPy."""
 
 
 def noise_tokens(raw: int) -> int:
-    """How many tokens of a block are taken out."""
+    """The number of tokens removed from a block."""
     return max(1, round(raw * SHARE))
 
 
 def keys_needed(raw: int) -> int:
-    """Random numbers that the corruption of a block takes."""
+    """The number of random numbers that the corruption of a block uses."""
     return raw + 1 + 2 * noise_tokens(raw)
 
 
 def span_lengths(noise: int, most: int, keys: Keys) -> Integers:
-    """Lengths of spans that sum to `noise`, in the order in which they were drawn; the last one is cut to fit.
+    """Span lengths that sum to `noise`, in the order drawn; the last one is shortened to fit.
 
     Args:
-        noise: their sum.
-        most: how many there may be; spans of length 0 are left out where there would be more.
-        keys: random numbers; where they do not suffice, the last span takes the rest.
+        noise: the sum of the lengths.
+        most: the most spans; spans of length 0 are dropped if there would be more.
+        keys: random numbers; if they do not suffice, the last span takes the rest.
     """
     drawn = np.searchsorted(_CUMULATIVE, keys >> np.uint64(64 - _BITS), side="right")
     sums = np.cumsum(drawn)
@@ -65,7 +65,7 @@ def span_lengths(noise: int, most: int, keys: Keys) -> Integers:
 
 
 def infilled(raw: Integers, keys: Keys, mask: int) -> Integers:
-    """A block with its spans replaced; between two masks at least one token is left, so that no two spans are one.
+    """A block with its spans replaced by masks; at least one token remains between two masks, so that spans never join.
 
     Args:
         raw: [n] tokens.
@@ -73,10 +73,10 @@ def infilled(raw: Integers, keys: Keys, mask: int) -> Integers:
         mask: the token that stands for a span.
 
     Returns:
-        The tokens that the encoder reads: n minus those taken out, plus one for each span.
+        The encoder's input: n tokens minus the removed ones, plus one per span.
     """
     noise = noise_tokens(len(raw))
-    places = len(raw) - noise + 1  # before, between and behind the tokens that stay
+    places = len(raw) - noise + 1  # before, between and after the tokens that remain
     lengths = span_lengths(noise, places, keys[places:])
     gaps = np.argsort(keys[:places], kind="stable")[: len(lengths)]
     order = np.argsort(gaps)
@@ -89,10 +89,10 @@ def infilled(raw: Integers, keys: Keys, mask: int) -> Integers:
 
 
 def mask_token(tokenizer: Any) -> int:
-    """The token that stands for what was taken out.
+    """The mask token of a tokenizer.
 
     Raises:
-        DataError: the tokenizer has none.
+        DataError: the tokenizer has no mask token.
     """
     if tokenizer.mask_token_id is None:
         raise DataError("the tokenizer has no mask token, which text_infilling needs: use the objective pairs")
@@ -100,11 +100,11 @@ def mask_token(tokenizer: Any) -> int:
 
 
 class FramedTokens:
-    """A source's tokens, and what stands around a block of them in its language.
+    """A source's tokens, and the special tokens around a block of them in the source's language.
 
     Args:
         tokens: without special tokens.
-        frames: of what the encoder reads, and of what the decoder writes.
+        frames: the special tokens around the encoder's input and around the decoder's target.
     """
 
     def __init__(self, tokens: TokenSource, frames: tuple[Frame, Frame]) -> None:
@@ -112,16 +112,16 @@ class FramedTokens:
         self.grows = tokens.grows
         self.fingerprint = f"{tokens.fingerprint} {[list(frame) for frame in frames]}"
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:
-        """As `TokenSource.size`."""
-        return self._tokens.size(wanted)
+    def size(self, needed: int | None = None) -> tuple[int, bool]:
+        """See `TokenSource.size`."""
+        return self._tokens.size(needed)
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """As `TokenSource.read`."""
+        """See `TokenSource.read`."""
         return self._tokens.read(start, count)
 
     def close(self) -> None:
-        """As `TokenSource.close`."""
+        """See `TokenSource.close`."""
         self._tokens.close()
 
 
@@ -129,10 +129,10 @@ class InfillingSampler:
     """Blocks of `FramedTokens` with spans replaced by masks.
 
     Args:
-        length: of the decoder's text, special tokens included; the encoder's is shorter.
-        frame: how many special tokens stand around a text, at most.
+        length: tokens of the decoder's target, special tokens included; the encoder's input is shorter.
+        frame: the most special tokens around a text.
         mask: the token that stands for a span.
-        decoder: how the decoder's input is made.
+        decoder: how the decoder's input is derived.
 
     Raises:
         DataError: fewer than two tokens of text fit.
@@ -150,15 +150,15 @@ class InfillingSampler:
             )
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Cut:
-        """As `packing.cut`."""
+        """See `packing.cut`."""
         return cut(tokens, number, self.raw_tokens, key, grows=grows)
 
     def count(self, size: int) -> int:
-        """Blocks in an epoch."""
+        """The number of blocks in an epoch."""
         return block_count(size, self.raw_tokens)
 
     def first(self, tokens: TokenSource, limit: int) -> list[Cut]:
-        """Whole blocks that lie within the first tokens."""
+        """The number of whole blocks within the first tokens."""
         size, _ = tokens.size(limit)
         return [
             Cut(start, self.raw_tokens, None)
@@ -166,7 +166,7 @@ class InfillingSampler:
         ]
 
     def batch(self, places: Sequence[tuple[Any, Cut]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
-        """Corrupted blocks and what they were, as `collated` says."""
+        """A batch of corrupted blocks with the original blocks as targets; see `collated`."""
         sources, targets = [], []
         for (tokens, place), key in zip(places, keys, strict=True):
             raw = tokens.read(place.start, self.raw_tokens).astype(np.int64)

@@ -1,6 +1,6 @@
-"""What the labels of a batch mean."""
+"""The convention for the labels of a batch."""
 
 from typing import Final
 
 IGNORED: Final = -100
-"""The label of a position that has no part in the loss (transformers' and torch's convention)."""
+"""The label of positions that the loss ignores, as in PyTorch and transformers."""

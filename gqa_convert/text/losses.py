@@ -1,11 +1,10 @@
-"""Losses of uptraining as (sum, count) pairs, which add up over micro-batches and processes before one is divided by
-the other.
+"""Losses of uptraining as (sum, count) pairs, which are summed over micro-batches and processes before the division.
 
-Shape legend: b batch, L positions, V vocabulary, n = b * L, k outcomes of a compressed distribution, d hidden size.
+Shape legend: b batch, L positions, V vocabulary, n = b * L, k outcomes of a compressed distribution, d hidden_size.
 
-Logits are the largest tensors of a step. They are walked in chunks of a few rows, which stay in the cache of a CPU;
-sums and softmaxes are float32 (float64 for float64 logits), and the gradient is made on the way forward, so that each
-chunk is read once and the teacher's logits need not be kept for the way back.
+Logits are the largest tensors of a step. They are processed in chunks of a few rows, which fit a CPU's cache. Sums and
+softmaxes are float32 (float64 for float64 logits). The gradient is computed in the forward pass, so that each chunk is
+read once and the teacher's logits need not be kept for the backward pass.
 """
 
 from dataclasses import dataclass
@@ -19,24 +18,24 @@ from gqa_convert.errors import OptionError
 from gqa_convert.text.labels import IGNORED
 
 _CHUNK: Final = 1 << 18
-"""Logits that a thread of a CPU works on at a time: 1 MiB in float32."""
+"""The number of logits in a CPU thread's chunk: 1 MiB in float32."""
 _CHUNK_ON_ACCELERATOR: Final = 1 << 24
 _LEAST: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Next-token distributions as their k likeliest tokens and the probability of all others together."""
+    """Next-token distributions, reduced to the k likeliest tokens and the total probability of all others."""
 
     values: Tensor
-    """[b, L, k], log-probabilities."""
+    """[b, L, k], log-probabilities of the k likeliest tokens."""
     indices: Tensor
-    """[b, L, k], their tokens."""
+    """[b, L, k], ids of these tokens."""
     rest: Tensor
-    """[b, L], the probability of the other tokens."""
+    """[b, L], the total probability of the other tokens."""
     temperature: float
     vocabulary: int
-    """Tokens over which the probabilities were taken."""
+    """The number of tokens over which the probabilities were normalised."""
 
 
 class CombinedLoss(NamedTuple):
@@ -45,20 +44,20 @@ class CombinedLoss(NamedTuple):
     sum: Tensor
     count: Tensor
     lm: Tensor | None
-    """Without gradient, as `kl`: both are for the log."""
+    """The cross-entropy part. Like `kl` it has no gradient and is only logged."""
     kl: Tensor | None
 
 
 def lm_loss(logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats.
+    """Cross-entropy in nats, as (sum, count).
 
     Args:
         logits: [b, L, V].
-        labels: [b, L], the token to be predicted at each position (already shifted), or -100.
+        labels: [b, L], the token to predict at each position (already shifted), or -100.
         overwrite: see `combined_loss`.
 
     Returns:
-        Sum and number of the positions with a label, both float32.
+        The sum over the labelled positions and their number, both float32.
     """
     loss = combined_loss(logits, labels, overwrite=overwrite)
     return loss.sum, loss.count
@@ -77,14 +76,15 @@ def kl_loss(
 
     Args:
         student: [b, L, V], logits.
-        teacher: the same, or what `compress` made of them; gets no gradient.
-        labels: [b, L]; positions with -100 are left out.
+        teacher: logits [b, L, V] or the result of `compress`; receives no gradient.
+        labels: [b, L]; positions with -100 are ignored.
         temperature: T, which divides both logits.
-        top_k: compare these many of the teacher's likeliest tokens, and all others as one; see `compress`.
+        top_k: the number of the teacher's likeliest tokens to compare, all others being lumped together; see
+            `compress`.
         overwrite: see `combined_loss`.
 
     Returns:
-        Sum and number of the positions with a label, both float32.
+        The sum over the labelled positions and their number, both float32.
     """
     loss = combined_loss(
         student, labels, teacher, weight=1.0, temperature=temperature, top_k=top_k, overwrite=overwrite
@@ -93,18 +93,20 @@ def kl_loss(
 
 
 def compress(teacher: Tensor, top_k: int, temperature: float = 1.0, vocabulary: int | None = None) -> Compressed:
-    """The teacher's distributions in little memory, so that its logits can be freed.
+    """The teacher's distributions in compressed form, so that its logits can be freed.
 
-    The tokens outside the k likeliest are one outcome, whose probability is kept. The divergence is then that of a
-    coarser question: never above the full one, growing with k up to it, and zero with zero gradient where student and
-    teacher are equal. Renormalising the k instead would not do: against the student's full distribution its least value
-    is at a student without a tail, and against the student's renormalised one the tail may grow unpunished.
+    The tokens outside the k likeliest are lumped into one outcome, whose probability is kept. The divergence of the
+    lumped distributions never exceeds the full one, grows with k up to it, and is zero with zero gradient if student
+    and teacher are equal. Renormalising over the k tokens would not have these properties: compared with the student's
+    full distribution, the minimum is at a student without a tail; compared with the student's renormalised
+    distribution, the student's tail could grow unpenalised.
 
     Args:
         teacher: [b, L, V], logits.
-        top_k: k; V at most is used.
-        temperature: of the loss to come.
-        vocabulary: of the student: where the two are padded to different sizes, the part they share is compared.
+        top_k: k; capped at V.
+        temperature: the temperature of the loss.
+        vocabulary: the size of the student's vocabulary. If the two are padded to different sizes, the shared part is
+            compared.
     """
     _check_options(0.0, temperature, top_k)
     shared = min(teacher.shape[-1], vocabulary or teacher.shape[-1])
@@ -125,26 +127,26 @@ def combined_loss(
     top_k: int | None = None,
     overwrite: bool = False,
 ) -> CombinedLoss:
-    """(1 - weight) * `lm_loss` + weight * `kl_loss`, in one pass over the logits.
+    """Compute (1 - weight) * `lm_loss` + weight * `kl_loss` in one pass over the logits.
 
-    Vocabularies padded to different sizes are compared in the part that they share, both distributions being those
-    given that the token is in it.
+    Vocabularies padded to different sizes are compared in the part that they share; both distributions are conditioned
+    on it.
 
     Args:
         logits: [b, L, V], the student's.
-        labels: [b, L], next tokens, or -100 for positions that do not count.
+        labels: [b, L], next tokens, or -100 for positions to ignore.
         teacher: the teacher's logits [b, L, V], or compressed.
-        weight: of the divergence, from 0 (which leaves it out) to 1 (which leaves the cross-entropy out).
-        temperature: of the divergence.
-        top_k: as in `kl_loss`, for uncompressed teachers.
-        overwrite: let the gradient take the place of the logits, which are then lost, as soon as this function returns,
-            and allow a single backward pass: the loss then needs no memory of the logits' size.
+        weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
+        temperature: the temperature of the divergence.
+        top_k: see `kl_loss`; only for uncompressed teachers.
+        overwrite: write the gradient into the memory of the logits, which are lost when this function returns. The loss
+            then needs no extra memory of the logits' size, and only one backward pass is possible.
 
     Returns:
-        Sums over the positions with a label, and their number, in float32.
+        The sums over the labelled positions and their number, in float32.
 
     Raises:
-        OptionError: an option makes no sense, or the shapes do not fit together.
+        OptionError: an option is out of range, or the shapes do not match.
     """
     _check_options(weight, temperature, top_k)
     if weight == 0.0:
@@ -219,12 +221,13 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         source, target = (tensor.view(-1, gradient.shape[-1]) for tensor in (gradient, scaled))
         rows = _rows(source)
         for old, new in zip(source.split(rows), target.split(rows), strict=True):
-            new.copy_(old.to(scale.dtype) * scale)  # a scale of the logits' type would be rounded alike for all of them
+            # a scale in the logits' dtype would be rounded, with the same error for all of them
+            new.copy_(old.to(scale.dtype) * scale)
         return scaled, *[None] * 7
 
 
 class _Teacher:
-    """What the student's distributions are compared with, row by row."""
+    """The teacher's distributions, with which the student's are compared row by row."""
 
     def __init__(self, teacher: Tensor | Compressed, vocabulary: int, temperature: float, top_k: int | None) -> None:
         self.temperature, self.top_k = temperature, top_k
@@ -237,11 +240,11 @@ class _Teacher:
             self.logits = teacher.detach().reshape(-1, teacher.shape[-1])
 
     def divergence(self, log_q: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """KL [rows, 1], and its gradient [rows, V] with regard to the student's logits over the temperature.
+        """KL [rows, 1], and its gradient [rows, V] with respect to the student's logits divided by the temperature.
 
         Args:
             log_q: [rows, V], the student's log-probabilities.
-            part: which rows.
+            part: the rows to compare.
         """
         q = log_q.exp()
         if self.logits is None:
@@ -250,14 +253,14 @@ class _Teacher:
         if self.top_k is not None and self.top_k < self.shared:
             return _lumped_divergence(log_q, q, *_lump(log_p, self.top_k))
         p = log_p.exp()
-        least = torch.finfo(log_p.dtype).min / 2  # tokens without probability: 0 * (log 0 - log 0) is 0
+        least = torch.finfo(log_p.dtype).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
         terms = log_p.clamp_(min=least).sub_(log_q.clamp(min=least)).mul_(p)
         return terms.sum(-1, keepdim=True), q.sub_(p)
 
 
 def _lump(log_p: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest [rows, k] of log-probabilities [rows, V], their places, and the probability [rows, 1] of the
-    others.
+    """The k largest [rows, k] of the log-probabilities [rows, V], their indices, and the total probability [rows, 1] of
+    the rest.
     """
     values, indices = log_p.topk(min(top_k, log_p.shape[-1]), dim=-1)
     return values, indices, log_p.exp().scatter_(1, indices, 0.0).sum(-1, keepdim=True)
@@ -266,9 +269,7 @@ def _lump(log_p: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _lumped_divergence(
     log_q: Tensor, q: Tensor, values: Tensor, indices: Tensor, rest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """KL [rows, 1] over k + 1 outcomes, and its gradient as in `_Teacher.divergence`, which takes the place of q [rows,
-    V].
-    """
+    """KL [rows, 1] over k + 1 outcomes, and its gradient as in `_Teacher.divergence`, which overwrites q [rows, V]."""
     least = torch.finfo(log_q.dtype).min / 2
     values, rest = values.to(log_q.dtype), rest.to(log_q.dtype)
     p, head = values.exp(), q.gather(1, indices)
@@ -281,7 +282,7 @@ def _lumped_divergence(
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities at a temperature, float32 or float64, in memory of their own."""
+    """Log-probabilities at a temperature, in newly allocated float32 or float64 memory."""
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if temperature == 1.0:
         return logits.log_softmax(-1, dtype=exact)
@@ -289,18 +290,20 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _rows(logits: Tensor) -> int:
-    """Rows of logits [n, V] in a chunk."""
+    """The number of rows of logits [n, V] in a chunk."""
     size = _CHUNK * torch.get_num_threads() if logits.is_cpu else _CHUNK_ON_ACCELERATOR
     return max(1, size // int(logits.shape[-1]))
 
 
 def _check_options(weight: float, temperature: float, top_k: int | None) -> None:
     if not 0.0 <= weight <= 1.0:
-        raise OptionError(f"the divergence has weight {weight}: give 0 to 1, the rest is the language-model loss's")
+        raise OptionError(
+            f"the weight of the divergence is {weight}, expected 0 to 1 (the rest of 1 weights the language-model loss)"
+        )
     if not 0.0 < temperature < float("inf"):
-        raise OptionError(f"temperature is {temperature}: it divides the logits, and is above 0")
+        raise OptionError(f"temperature is {temperature}, expected a number above 0")
     if top_k is not None and top_k < 1:
-        raise OptionError(f"top_k is {top_k}: at least one token of the teacher's must be compared")
+        raise OptionError(f"top_k is {top_k}, expected at least 1")
 
 
 def _check_shapes(logits: Tensor, labels: Tensor, teacher: Tensor | Compressed | None, temperature: float) -> None:
@@ -319,5 +322,5 @@ def _check_shapes(logits: Tensor, labels: Tensor, teacher: Tensor | Compressed |
         shapes.append(teacher.shape[:-1])
     if any(shape != shapes[0] for shape in shapes):
         raise OptionError(
-            f"logits, labels and teacher are for {', '.join(str(list(shape)) for shape in shapes)} positions: give the same"
+            f"logits, labels and teacher are for {', '.join(str(list(shape)) for shape in shapes)} positions: they must be equal"
         )

@@ -1,4 +1,4 @@
-"""The training objectives: one record each, which says what models it suits and how its samples are made.
+"""The training objectives. Each is one record, which states the models it suits and how its samples are made.
 
 docs/adding-an-objective.md names every other file that a new objective touches.
 """
@@ -23,12 +23,12 @@ PAIRS: Final = "pairs"
 
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
-    """What a sampler is made with.
+    """The settings of a sampler.
 
     Attributes:
         tokenizer: a transformers tokenizer.
         length: `sequence_length`, in tokens.
-        document_mask: whether tokens attend to their own document only.
+        document_mask: whether tokens attend only to their own document.
         decoder_start: the first token of the decoder's input; None for the padding token.
         starts_with_last: whether the decoder's input starts with the target's last token instead.
     """
@@ -44,18 +44,18 @@ class SampleSettings:
         """The first token of the decoder's input.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such token.
         """
         start = self.tokenizer.pad_token_id if self.decoder_start is None else self.decoder_start
         if start is None:
             raise DataError(
-                "the tokenizer has no padding token, which the decoder's input begins with: set decoder_start_token_id in config.json"
+                "the tokenizer has no padding token for the decoder's input to begin with: set decoder_start_token_id in config.json"
             )
         return int(start)
 
     @property
     def decoder_input(self) -> "DecoderInput":
-        """How the decoder's input follows from a target."""
+        """How the decoder's input is derived from a target."""
         from gqa_convert.text.collating import DecoderInput
 
         start, pad = self.first_token, self.tokenizer.pad_token_id
@@ -71,12 +71,12 @@ class Objective:
         sampler: makes the sampler, from settings and the sources of text; None where the samples are pairs, whose
             sampler needs the tokenised pairs.
         target_length: the longest decoder side of a sample in tokens, from `sequence_length`; 0 without an encoder.
-        needs: what the tokenizer must have, for messages; empty for nothing.
-        suits: whether a tokenizer has it.
-        closes_documents: whether documents are tokenised with end-of-text behind each.
+        needs: what the tokenizer must have, as text for messages; empty if nothing.
+        suits: whether a tokenizer has what is needed.
+        closes_documents: whether each document is tokenised with end-of-text at its end.
         frames_blocks: whether the tokenizer's special tokens stand around each block.
-        masks_documents: whether `document_mask` is possible.
-        marks_languages: whether `source_language` has a meaning.
+        masks_documents: whether `document_mask` is supported.
+        marks_languages: whether `source_language` applies.
     """
 
     encoder_decoder: bool
@@ -128,7 +128,7 @@ def _has_sentinels(tokenizer: Any) -> bool:
 
 
 def _longest_span_target(denoisers: "Sequence[Denoiser]", length: int) -> int:
-    """The removed tokens, a sentinel per span, and end-of-text."""
+    """The length of a target: the removed tokens, a sentinel per span, and end-of-text."""
     from gqa_convert.text.spans import shape_for
 
     shapes = [shape_for(denoiser, length) for denoiser in denoisers]

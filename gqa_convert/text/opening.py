@@ -1,4 +1,4 @@
-"""A data source as the tokens that samples are cut from."""
+"""Opens data sources as the tokens that samples are cut from."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,27 +21,27 @@ class Opener(Protocol):
     """Opens the sources of one objective."""
 
     def make(self, source: Source) -> TokenSource:
-        """A source's tokens, made if need be."""
+        """A source's tokens, which are tokenised if they are not cached."""
 
     def find(self, source: Source) -> TokenSource:
-        """A source's tokens, which another process has made, or begun to make."""
+        """A source's tokens, which another process has tokenised or is tokenising."""
 
 
 def infilling_frames(tokenizer: Any, source: Source) -> tuple[Frame, Frame]:
-    """What stands around blocks of a source; what is read and what is written are in one language."""
+    """The special tokens around blocks of a source; encoder input and target are in the same language."""
     return frames_of(tokenizer, (source.source_language, source.source_language))
 
 
 class TextOpener:
-    """Running text: token files, and streams of the Hub.
+    """Opens running text as token files, and Hub datasets as streams.
 
     Args:
         tokenizer: a transformers tokenizer.
         folder: of the token files.
         progress: called while a file is tokenised.
         closed: end each document with end-of-text.
-        framed: say what stands around a block in the source's language.
-        shortest: tokens that a source must have.
+        framed: add the special tokens around a block in the source's language.
+        shortest: the fewest tokens that a source must have.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TextOpener:
 
 
 class PairOpener:
-    """Pairs, which are read to their end before they are used."""
+    """Opens pairs, which are read completely before they are used."""
 
     def __init__(self, tokenizer: Any, folder: Path, progress: Progress) -> None:
         self._tokenizer, self._folder, self._progress = tokenizer, folder, progress
@@ -101,7 +101,7 @@ class PairOpener:
 
     def _opened(self, source: Source, *, writes: bool) -> TokenSource:
         if source.source_field is None or source.target_field is None:
-            raise DataError(f"the objective is pairs, and {source.source} names no fields for them: add {PAIR_KEYS}")
+            raise DataError(f"the objective is pairs, and {source.source} does not name their fields: add {PAIR_KEYS}")
         text = open_source(source, self._folder, ask=writes)
         encoder = PairEncoder(self._tokenizer, source)
         path = pair_path(text, source, encoder, self._folder)
@@ -114,6 +114,4 @@ class PairOpener:
 
 
 def _not_there(label: str, folder: Path) -> DataError:
-    return DataError(
-        f"{label} has not been tokenised in {folder}, which is up to the first process of this machine: see its message"
-    )
+    return DataError(f"{label} was not tokenised into {folder} by the first process of this machine: see its message")

@@ -1,5 +1,5 @@
-"""Which part of which source a sample is: pure functions of numbers, the same on every machine and in every version of
-NumPy.
+"""Maps sample numbers to sources and blocks by pure integer functions, identical on every machine and in every version
+of NumPy.
 """
 
 import math
@@ -31,13 +31,13 @@ def mix(*numbers: int) -> int:
 
 
 def permuted(number: int, size: int, key: int) -> int:
-    """Where a permutation of 0..size-1 takes a number: a Feistel network over the next power of two, walked until it is
-    inside.
+    """The image of a number under a pseudorandom permutation of 0..size-1: a Feistel network over the next power of
+    two, with cycle walking.
 
     Args:
         number: 0 <= number < size.
-        size: of the permutation.
-        key: which permutation.
+        size: the size of the permutation.
+        key: selects the permutation.
     """
     if size < 2:
         return number
@@ -60,30 +60,31 @@ def _round_keys(key: int) -> list[int]:
 
 
 class Mixture:
-    """An endless order of sources: after n samples each was chosen within one of n times its weight, for every n.
+    """An endless order of sources: for every n, the number of times a source is chosen in n samples differs from n
+    times its weight by less than one.
 
-    The order repeats after the weights' common denominator, so that any place in it costs the same. Weights whose
-    denominator is above 65536 are rounded to multiples of 1/65536.
+    The order repeats after as many samples as the weights' common denominator, so that any position is found in
+    constant time. Weights with a denominator above 65536 are rounded to multiples of 1/65536.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         for weight in weights:
             if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
                 raise DataError(
-                    f"the weight of a data source is {weight}, expected a number above 0: leave out what is not wanted"
+                    f"the weight of a data source is {weight}, expected a number above 0: remove sources that should not be used"
                 )
         self.parts = _whole_parts([Fraction(str(weight)) for weight in weights])
         self.period = sum(self.parts)
         self._source, self._rank = _spread(self.parts)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and how many samples before it come from there."""
+        """The source of a sample, and the number of earlier samples from that source."""
         turns, place = divmod(index, self.period)
         source = int(self._source[place])
         return source, turns * self.parts[source] + int(self._rank[place])
 
     def samples_for(self, source: int, count: int) -> int:
-        """The samples after which `count` of them come from a source."""
+        """The number of samples after which `count` of them are from a source."""
         turns, rest = divmod(count, self.parts[source])
         if not rest:
             turns, rest = turns - 1, self.parts[source]
@@ -91,7 +92,7 @@ class Mixture:
 
 
 def _whole_parts(weights: list[Fraction]) -> list[int]:
-    """Whole numbers in the proportion of the weights, as small as possible and with a bounded sum."""
+    """The smallest whole numbers in the proportion of the weights, with a bounded sum."""
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]
     denominator = math.lcm(*(share.denominator for share in shares))
@@ -106,11 +107,11 @@ def _whole_parts(weights: list[Fraction]) -> list[int]:
 
 
 def _spread(parts: list[int]) -> tuple[Integers, Integers]:
-    """One period: the source at each place, and how many places before it have the same.
+    """One period of the order: the source at each position, and the number of earlier positions with that source.
 
-    Turn m of a source with share w may come from place floor(m / w) on and must come before ceil((m + 1) / w). Taking
-    the earliest deadline keeps all of them (it is the scheduling of periodic unit tasks on one processor), which bounds
-    the error by one.
+    Turn m of a source with share w is released at position floor(m / w) and due before ceil((m + 1) / w). Choosing the
+    earliest deadline first meets all deadlines, as in the scheduling of periodic unit tasks on one processor, which
+    bounds the error by one.
     """
     period = sum(parts)
     source, rank = np.zeros(period, np.int64), np.zeros(period, np.int64)

@@ -1,6 +1,6 @@
-"""Cuts token files into blocks of one length, in another order and from another offset in each epoch.
+"""Cuts token files into blocks of equal length, with a new order and a new offset in each epoch.
 
-The tokens are read as a circle, so that an offset loses none of them.
+The tokens are treated as circular, so that an offset loses none of them.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from gqa_convert.text.token_files import TokenSource
 
 
 class Cut(NamedTuple):
-    """A block's place.
+    """The location of a block.
 
     Attributes:
-        start: its first token.
-        fresh: how many of its tokens no earlier block of the epoch has.
-        size: the number of tokens in the source; None while it grows and the block is in its midst.
+        start: the position of its first token.
+        fresh: how many of its tokens are in no earlier block of the epoch.
+        size: the number of tokens in the source; None while the source grows and the block is not at its end.
     """
 
     start: int
@@ -30,19 +30,19 @@ class Cut(NamedTuple):
 
 
 def block_count(size: int, length: int) -> int:
-    """Blocks in an epoch; the last one may have tokens of the first."""
+    """The number of blocks in an epoch; the last one may overlap the first."""
     return -(-size // length)
 
 
 def cut(tokens: TokenSource, number: int, length: int, key: int, *, grows: bool) -> Cut:
-    """Where block `number` of a source lies, counted over all epochs.
+    """The location of block `number` of a source, counted over all epochs.
 
     Args:
-        tokens: the source.
-        number: of the block.
-        length: of the blocks.
-        key: of the source's orders and offsets.
-        grows: whether the first epoch must be read in order, because the source is not all there at the beginning.
+        tokens: the source's tokens.
+        number: the number of the block.
+        length: the tokens per block.
+        key: selects the source's orders and offsets.
+        grows: whether the first epoch is read in order, because the source is still being written.
     """
     size, complete = tokens.size((number + 1) * length + 1 if grows else None)
     if not complete:
@@ -57,37 +57,39 @@ def cut(tokens: TokenSource, number: int, length: int, key: int, *, grows: bool)
 
 
 class Sampler(Protocol):
-    """Makes samples of one objective out of tokens.
+    """Makes samples of one objective from tokens.
 
     Attributes:
-        shortest: tokens that a source must have.
+        shortest: the fewest tokens that a source must have.
     """
 
     shortest: int
 
     @property
     def raw_tokens(self) -> int | Fraction:
-        """Tokens of text in a sample, in the mean."""
+        """The mean number of text tokens in a sample."""
 
     @property
     def longest(self) -> tuple[int, int] | None:
-        """Tokens of the longest encoder input and target, where the data decide that and not the objective."""
+        """The tokens of the longest encoder input and target, if the data and not the objective determine them; else
+        None.
+        """
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should know about the data."""
+        """Messages about the data for the user."""
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Any:
-        """Where a sample of a source lies, as `cut` returns it."""
+        """The location of a sample in a source, as `cut` returns it."""
 
     def batch(self, places: Sequence[tuple[TokenSource, Any]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:
-        """The samples that lie there; each key stands for what is drawn at random."""
+        """The samples at these locations; the keys seed the random draws."""
 
     def count(self, size: int) -> int:
-        """Samples in an epoch of a source of this size."""
+        """The number of samples in an epoch of a source of this size."""
 
     def first(self, tokens: TokenSource, limit: int) -> list[Any]:
-        """Places of consecutive samples within a source's first tokens, whose number is `limit`."""
+        """The locations of consecutive samples within the first `limit` tokens of a source."""
 
 
 class CausalSampler:
@@ -107,22 +109,22 @@ class CausalSampler:
         self._eos, self._document_mask = eos, document_mask
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> Cut:
-        """As `cut`."""
+        """See `cut`."""
         return cut(tokens, number, self.raw_tokens, key, grows=grows)
 
     def batch(self, places: Sequence[tuple[TokenSource, Cut]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:  # noqa: ARG002
-        """As `causal_batch`."""
+        """See `causal_batch`."""
         rows = np.empty((len(places), self.raw_tokens + 1), np.int64)
         for row, (tokens, place) in zip(rows, places, strict=True):
             row[:] = tokens.read(place.start, len(row))
         return causal_batch(rows, [place for _, place in places], self._eos, document_mask=self._document_mask)
 
     def count(self, size: int) -> int:
-        """Blocks in an epoch."""
+        """The number of blocks in an epoch."""
         return block_count(size, self.raw_tokens)
 
     def first(self, tokens: TokenSource, limit: int) -> list[Cut]:
-        """Blocks that predict each of the first tokens but the very first once; the last one may be less than full."""
+        """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
         length = self.raw_tokens
         size, _ = tokens.size(limit + length + 1)
         scored = min(limit, size) - 1
@@ -133,13 +135,13 @@ def causal_batch(rows: Integers, cuts: Sequence[Cut], eos: int, *, document_mask
     """Samples for a causal language model.
 
     Args:
-        rows: [b, L + 1], the blocks' tokens and the one after them.
-        cuts: where they lie.
+        rows: [b, L + 1], the blocks' tokens and the token after each.
+        cuts: the locations of the blocks.
         eos: closes each document.
         document_mask: number the documents, for attention within each.
 
     Returns:
-        `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to learn), and with `document_mask`
+        `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict), and with `document_mask`
         also `position_ids` and `document_ids`, which count from 0 in each block: [b, L].
     """
     ids, labels = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:].copy()
@@ -148,7 +150,7 @@ def causal_batch(rows: Integers, cuts: Sequence[Cut], eos: int, *, document_mask
         row[fresh:] = IGNORED
         if (
             size is not None and start <= size - 1 < start + length
-        ):  # what follows the last token is the first, which nothing predicts
+        ):  # the token after the last is the first, which is not predicted
             row[size - 1 - start] = IGNORED
     batch = {"input_ids": ids, "labels": labels}
     if document_mask:
@@ -167,7 +169,7 @@ def check_size(tokens: TokenSource, needed: int, label: str) -> None:
     """Refuse a source that is shorter than one sample.
 
     Raises:
-        DataError: it has fewer tokens than that.
+        DataError: the source has too few tokens.
     """
     size, _ = tokens.size(needed)
     if size < needed:

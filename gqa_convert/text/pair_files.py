@@ -1,8 +1,8 @@
-"""Pairs on disk: tokenised once, mapped into memory, any pair at its number.
+"""Pairs on disk: tokenised once, mapped into memory, and accessible by number.
 
-Behind the header lie the tokens of all pairs, source and target in turn, with the special tokens around each, and then
-the places where each text ends. A dataset on the Hub is read to its end before the first pair is used: pairs are few
-beside running text.
+The header is followed by the tokens of all pairs, source and target alternately and with their special tokens, and then
+by the positions at which the texts end. A Hub dataset is read completely before the first pair is used, because pairs
+are few compared with running text.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ _TOKEN, _PLACE = np.dtype("<u4"), np.dtype("<u8")
 
 
 class PairEncoder:
-    """A tokenizer as the pairs of one source need it.
+    """A tokenizer configured for the pairs of one source.
 
     Attributes:
-        key: a hash of everything that the tokens depend on.
-        closing: special tokens that end a source and a target, which stay where a text is cut.
+        key: a hash of everything that determines the tokens.
+        closing: special tokens at the end of a source and of a target, which are kept if a text is truncated.
 
     Raises:
         DataError: the source's languages don't suit the tokenizer.
@@ -65,10 +65,10 @@ class PairEncoder:
 
 
 class PairFile:
-    """Tokenised pairs; as a `TokenSource`, of which a pair is the unit.
+    """Tokenised pairs, as a `TokenSource` whose unit is a pair.
 
     Attributes:
-        label: what the source is called.
+        label: the name of the source.
         left_out: rows with an empty text on either side.
     """
 
@@ -82,27 +82,25 @@ class PairFile:
         self._tokens = map_tokens(path, _TOKEN, header["tokens"], offset=HEADER)
         self._ends = map_tokens(path, _PLACE, 2 * self._count, offset=HEADER + _padded(header["tokens"]))
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
-        """How many pairs there are; they are all there."""
+    def size(self, needed: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
+        """The number of pairs, all of which are available."""
         return self._count, True
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Tokens from a place on."""
+        """Tokens from a position on."""
         return self._tokens[start : start + count]
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing; no thread runs in the background."""
 
     def lengths(self, longest: int | None = None) -> Integers:
-        """Tokens of each source and target, special tokens included, cut to a length: [pairs, 2]."""
+        """The length of each source and target in tokens, special tokens included, capped at a length: [pairs, 2]."""
         ends: Integers = np.concatenate([[0], self._ends]).astype(np.int64)
         lengths = (ends[1:] - ends[:-1]).reshape(-1, 2)
         return lengths if longest is None else np.minimum(lengths, longest)
 
     def pair(self, number: int, longest: int) -> list[Integers]:
-        """Source and target, each of at most `longest` tokens: what is cut off comes before the special tokens at the
-        end.
-        """
+        """Source and target, each truncated to `longest` tokens; the special tokens at the end are kept."""
         first = int(self._ends[2 * number - 1]) if number else 0
         middle, last = (int(end) for end in self._ends[2 * number : 2 * number + 2])
         texts = self._tokens[first:middle], self._tokens[middle:last]
@@ -113,11 +111,11 @@ class PairFile:
 
 
 def shortened(text: npt.NDArray[Any], longest: int, closing: int) -> npt.NDArray[Any]:
-    """A text's first tokens and the special ones that close it: [at most `longest`].
+    """A text truncated to its first tokens and the special tokens at its end: [at most `longest`].
 
     Args:
         text: tokens.
-        longest: how many stay.
+        longest: the most tokens to keep.
         closing: how many of the last ones are special.
     """
     closing = min(closing, longest)
@@ -125,18 +123,18 @@ def shortened(text: npt.NDArray[Any], longest: int, closing: int) -> npt.NDArray
 
 
 def _padded(tokens: int) -> int:
-    """Bytes of so many tokens, up to where a place may begin."""
+    """The bytes of so many tokens, rounded up to the alignment of the positions that follow."""
     return -(-tokens * _TOKEN.itemsize // _PLACE.itemsize) * _PLACE.itemsize
 
 
 def pair_path(text: FileText | HubText, source: Source, encoder: PairEncoder, cache: Path) -> Path:
-    """Where a source's pairs are."""
+    """The path of a source's pairs."""
     identity = [FORMAT, "pairs", text.identity(), source.source_field, source.target_field, encoder.key]
     return cache / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()}.pairs"
 
 
 def open_pair_file(path: Path, label: str) -> PairFile | None:
-    """The pairs in a file, or None if it is missing, truncated or no such file."""
+    """The pairs in a file, or None if it is missing, truncated or of another format."""
     header = read_header(path, lambda header: _padded(header["tokens"]) + 2 * header["pairs"] * _PLACE.itemsize)
     return None if header is None else PairFile(path, header, label)
 
@@ -144,10 +142,10 @@ def open_pair_file(path: Path, label: str) -> PairFile | None:
 def build_pair_file(
     text: FileText | HubText, source: Source, encoder: PairEncoder, path: Path, progress: Progress
 ) -> None:
-    """Tokenise the pairs of a source, unless that has been done.
+    """Tokenise the pairs of a source unless they are cached.
 
     Raises:
-        DataError: they can't be read, or there are none; or the cache can't be written.
+        DataError: the pairs can't be read, there are none, or the cache can't be written.
     """
     assert source.source_field is not None
     assert source.target_field is not None

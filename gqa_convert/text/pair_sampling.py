@@ -12,23 +12,23 @@ from gqa_convert.text.pair_files import PairFile
 
 
 class PairPlace(NamedTuple):
-    """Which pair of a source."""
+    """The number of a pair in a source."""
 
     number: int
 
 
 class PairSampler:
-    """Pairs, in another order each epoch, padded to the longest of their batch.
+    """Pairs in a new order each epoch, padded to the longest of their batch.
 
     Args:
-        length: tokens of either text, at most; longer ones are cut.
+        length: the most tokens of either text; longer texts are truncated.
         sources: the pairs, with the weight of each source.
-        decoder: how the decoder's input is made.
+        decoder: how the decoder's input is derived.
 
     Attributes:
-        raw_tokens: tokens of a pair, both texts together, in the mean over the sources by their weights.
+        raw_tokens: the mean number of tokens in both texts of a pair, over the sources by their weights.
         longest: tokens of the longest source and the longest target.
-        notes: what a user should know about the pairs.
+        notes: messages about the pairs for the user.
     """
 
     shortest = 1
@@ -44,29 +44,27 @@ class PairSampler:
             self.raw_tokens += Fraction(part, sum(parts)) * Fraction(int(lengths.sum()), len(lengths))
             longest = np.maximum(longest, lengths.max(axis=0))
             if cut := int((whole > length).any(axis=1).sum()):
-                self.notes.append(f"{cut} of the {len(whole)} pairs of {pairs.label} are cut to {length} tokens")
+                self.notes.append(f"{cut} of the {len(whole)} pairs of {pairs.label} are truncated to {length} tokens")
             if pairs.left_out:
-                self.notes.append(
-                    f"{pairs.left_out} rows of {pairs.label} are left out, where the source or the target is empty"
-                )
+                self.notes.append(f"{pairs.left_out} rows of {pairs.label} with an empty source or target are skipped")
         self.longest = int(longest[0]), int(longest[1])
 
     def cut(self, tokens: Any, number: int, key: int, *, grows: bool) -> PairPlace:  # noqa: ARG002
-        """As `packing.cut`."""
+        """See `packing.cut`."""
         count, _ = tokens.size()
         epoch, place = divmod(number, count)
         return PairPlace(permuted(place, count, mix(key, epoch, 2)))
 
     def count(self, size: int) -> int:
-        """Samples in an epoch: as many as pairs."""
+        """The number of samples in an epoch, which is the number of pairs."""
         return size
 
     def first(self, tokens: Any, limit: int) -> list[PairPlace]:
-        """The first pairs that come to so many tokens together, and one in any case."""
+        """The first pairs whose tokens add up to the limit, and at least one."""
         sums = np.cumsum(tokens.lengths(self._length).sum(axis=1))
         return [PairPlace(number) for number in range(max(1, int(np.searchsorted(sums, limit, side="right"))))]
 
     def batch(self, places: Sequence[tuple[Any, PairPlace]], keys: Sequence[tuple[int, int]]) -> dict[str, Integers]:  # noqa: ARG002
-        """Pairs, as `collated` says."""
+        """A batch of pairs; see `collated`."""
         texts = [tokens.pair(place.number, self._length) for tokens, place in places]
         return collated([source for source, _ in texts], [target for _, target in texts], self._decoder)

@@ -1,6 +1,4 @@
-"""Pairs of texts, one that an encoder reads and one that its decoder is to write: two fields of each row of a data
-source.
-"""
+"""Pairs of texts, one for the encoder and one for the decoder to predict, from two fields of each row of a data source."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,16 +17,15 @@ class Pair(NamedTuple):
 
 
 def pairs_of(text: FileText | HubText, fields: tuple[str, str]) -> Iterator[tuple[str, Pair]]:
-    """Where each row is, and the pair that it holds.
+    """The location of each row, for messages, and its pair.
 
     Args:
         text: JSON lines, Parquet files or a Hub dataset.
-        fields: that of the source texts, and that of the targets. `translation.en` is the field `en` of the object in
-            `translation`,
-            unless a field has that whole name.
+        fields: the field of the source texts and the field of the targets. `translation.en` is the field `en` of the
+            object in `translation`, unless a field has that full name.
 
     Raises:
-        DataError: the rows can't be read, lack a field or hold something else than text in it.
+        DataError: the rows can't be read, lack a field, or hold something other than text in it.
     """
     rows = numbered_rows(text, fields) if isinstance(text, HubText) else text.rows(fields)
     for where, row in rows:

@@ -1,4 +1,4 @@
-"""Training samples by number, which do not depend on the number of processes."""
+"""Training samples by number, independent of the number of processes."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from gqa_convert.text.token_files import Progress, TokenSource, default_cache
 
 
 class Samples:
-    """Training samples by number, from 0 on and without end, in another order each epoch.
+    """An endless list of training samples, numbered from 0, with a new order each epoch.
 
     A sample is a function of its number, the seed, the tokenizer and the data alone.
 
     Attributes:
-        tokens_per_sample: tokens of text that a sample uses up (in the mean, where samples differ).
-        fingerprint: a hash of the tokens, the objective and the seed; with the same one, samples are the same.
-        longest: tokens of the longest encoder input and target, where the data decide that; otherwise None.
+        tokens_per_sample: the text tokens that a sample consumes (the mean if samples differ).
+        fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal samples.
+        longest: the tokens of the longest encoder input and target if the data determine them; otherwise None.
         notes: messages about the data, for the user.
     """
 
@@ -47,7 +47,7 @@ class Samples:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples until every source has been read once; None while a stream has not ended."""
+        """The number of samples after which every source has been read once; None while a stream has not ended."""
         sizes = [tokens.size() for tokens in self._tokens]
         if not all(complete for _, complete in sizes):
             return None
@@ -55,7 +55,7 @@ class Samples:
         return max(self._mixture.samples_for(source, count) for source, count in enumerate(counts))
 
     def batch(self, indices: Sequence[int]) -> dict[str, Integers]:
-        """The samples of these numbers, as `causal_batch`, `SpanSampler.batch` and `collated` say."""
+        """The samples with these numbers; see `causal_batch`, `SpanSampler.batch` and `collated`."""
         places = []
         for index in indices:
             source, number = self._mixture.locate(index)
@@ -92,7 +92,7 @@ class EvaluationBlocks:
         return len(self._places)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Integers]:
-        """The blocks of these numbers, all below `len`."""
+        """The blocks with these numbers, all of them below `len`."""
         return self._sampler.batch([self._places[index] for index in indices], [(0, index) for index in indices])
 
 
@@ -111,25 +111,26 @@ def open_samples(
     wait: Callable[[], None] = lambda: None,
     progress: Progress = lambda label, done, total: None,
 ) -> Samples:
-    """Training samples; what has not been tokenised yet is tokenised by the local main process while the others wait.
+    """Open training samples. The local main process tokenises what is not cached while the others wait.
 
     Args:
         sources: strings, mappings or `Source` objects.
         tokenizer: a transformers tokenizer.
         objective: one of OBJECTIVES.
-        sequence_length: tokens of a causal block, of the encoder's input in span corruption, of the decoder's text in
-            text infilling, and of either text of a pair at most.
-        seed: of the order and the corruption.
+        sequence_length: the tokens of a causal block, of the encoder's input in span corruption, or of the decoder's
+            target in text infilling; for pairs, the most tokens of either text.
+        seed: determines the order and the corruption.
         document_mask: number the documents of causal blocks, for attention within each.
-        decoder_start: what the decoder's input begins with; the padding token by default, as for T5.
-        starts_with_last: in text infilling and pairs it begins with the target's last token instead, as for mBART.
+        decoder_start: the first token of the decoder's input; by default the padding token, as for T5.
+        starts_with_last: for text infilling and pairs: whether the decoder's input begins with the target's last token
+            instead, as for mBART.
         cache: folder of the token files; by default one for all of the user's runs.
         is_local_main: whether this is the one process of this machine that writes to the cache.
         wait: a barrier of the processes of this machine; called exactly once, also before an error is raised.
         progress: called with the source, the bytes tokenised and their total.
 
     Raises:
-        DataError: the text can't be found or read, is too short, or does not suit the tokenizer; or the cache can't be
+        DataError: the text can't be found or read, is too short, or does not fit the tokenizer; or the cache can't be
             written.
     """
     settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
@@ -152,8 +153,8 @@ def evaluation_blocks(
     wait: Callable[[], None] = lambda: None,
     progress: Progress = lambda label, done, total: None,
 ) -> EvaluationBlocks:
-    """Consecutive blocks of the first `tokens` tokens of the data, shared among the sources by weight; otherwise as
-    `open_samples`.
+    """Open consecutive blocks of the first `tokens` tokens of the data, divided among the sources by weight. The other
+    arguments are those of `open_samples`.
     """
     settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start, starts_with_last)
     opened, sampler, stated = _open(sources, objective, settings, cache, is_local_main, wait, progress)
@@ -172,7 +173,7 @@ def _open(
     wait: Callable[[], None],
     progress: Progress,
 ) -> tuple[list[tuple[TokenSource, float]], Sampler, str]:
-    """The tokens and weight of each source, the sampler, and a text that stands for the settings."""
+    """The tokens and weight of each source, the sampler, and a text that identifies the settings."""
     folder = default_cache() if cache is None else cache
     try:
         given = [as_source(source) for source in ([sources] if isinstance(sources, str) else sources)]
@@ -207,23 +208,25 @@ def _open(
 
 
 def _checked(objective: str, settings: SampleSettings) -> Objective:
-    """The record of an objective that is possible with these settings."""
+    """The record of an objective, checked against the settings."""
     if objective not in OBJECTIVES:
         raise DataError(f"there is no objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if settings.length < 1:
         raise DataError(f"sequence_length is {settings.length}, expected a number above 0")
     if settings.document_mask and not OBJECTIVES[objective].masks_documents:
-        raise DataError(f"document_mask is for the objective causal, and this is {objective}: leave it out")
+        raise DataError(
+            f"document_mask needs the objective causal, and the objective is {objective}: remove document_mask"
+        )
     return OBJECTIVES[objective]
 
 
 def make_sampler(
     tokenizer: Any, objective: str, sequence_length: int, *, document_mask: bool, decoder_start: int | None
 ) -> Sampler:
-    """The sampler of an objective on running text whose samples do not depend on the source.
+    """The sampler of an objective on running text, for objectives whose samples do not depend on the source.
 
     Raises:
-        DataError: the tokenizer lacks a token that the objective needs, or the lengths make no sense.
+        DataError: the tokenizer lacks a token that the objective needs, or the lengths do not allow a sample.
     """
     settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start)
     record = _checked(objective, settings)

@@ -1,4 +1,4 @@
-"""Scalars as people write them in YAML: exact numbers, counts with units, and how a message shows a value."""
+"""Parses YAML scalars exactly, including counts with units such as 10B, and formats values for messages."""
 
 import math
 import re
@@ -22,7 +22,7 @@ _UNITS = {
 
 
 def exact(value: object) -> Fraction | None:
-    """The number that a scalar states, exactly; None if it states none."""
+    """The exact number that a scalar states; None if it states none."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -35,7 +35,7 @@ def exact(value: object) -> Fraction | None:
 
 
 def counted(value: object) -> Fraction | None:
-    """As `exact`, and 10B, 500M and 64Ki are numbers too."""
+    """Like `exact`, but also reads counts with units, such as 10B, 500M and 64Ki."""
     match = None
     if isinstance(value, str):
         match = re.fullmatch(rf"{_NUMBER.pattern}\s*({'|'.join(_UNITS)})", value.strip())
@@ -46,6 +46,6 @@ def counted(value: object) -> Fraction | None:
 
 
 def shown(value: object) -> str:
-    """A value as YAML writes it, cut to a length that fits in a message."""
+    """A value in YAML notation, shortened to fit in a message."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

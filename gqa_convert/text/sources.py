@@ -1,6 +1,6 @@
-"""Where text comes from: local files, Hub datasets, and Python's own standard library.
+"""Sources of text: local files, Hub datasets, and Python's standard library.
 
-A source of files is read once from its beginning to its end; a Hub dataset is a stream of rows that may never end.
+Files are read once, from beginning to end; a Hub dataset is a stream of rows that may never end.
 """
 
 import glob
@@ -69,10 +69,10 @@ class Source:
 
 
 def read_source(where: str, item: Any) -> Source:
-    """A source from what a recipe holds.
+    """A source from the value of a recipe key.
 
     Args:
-        where: the key that holds it, for messages.
+        where: the name of the key, for messages.
         item: a source, a string or a mapping.
 
     Raises:
@@ -89,7 +89,7 @@ def read_source(where: str, item: Any) -> Source:
 
 
 def read_sources(where: str, value: Any) -> tuple[Source, ...]:
-    """Sources from what a recipe holds: one of what `read_source` takes, or a list of them.
+    """Sources from the value of a recipe key: one value that `read_source` accepts, or a list of them.
 
     Raises:
         RecipeError: the list is empty, or one of them is not allowed.
@@ -107,7 +107,7 @@ def as_source(given: object) -> Source:
     Raises:
         DataError: it is none of these, or a key of it is unknown or not allowed.
     """
-    if isinstance(given, str):  # an empty one is refused when it is opened
+    if isinstance(given, str):  # an empty source is refused when it is opened
         return Source(given)
     try:
         return read_source("the data source", given)
@@ -116,16 +116,16 @@ def as_source(given: object) -> Source:
 
 
 def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText | HubText:
-    """What a source stands for; nothing is read yet.
+    """Resolve a source to files or a Hub dataset, without reading any text.
 
     Args:
-        source: as the recipe says it.
+        source: the source as the recipe states it.
         memory: the folder that remembers the commits of Hub datasets.
-        ask: ask the Hub for the commit of a dataset, even if one is remembered.
+        ask: query the Hub for the commit of a dataset even if one is remembered.
 
     Raises:
-        DataError: there is no such file or dataset, a pattern fits nothing, or local files are given what only a
-            dataset on the Hub has.
+        DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
+            datasets is given for local files.
     """
     given = source.source
     if not given:
@@ -154,12 +154,12 @@ def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText |
 
 
 def _refuse_hub_keys(source: Source) -> None:
-    """What only a dataset on the Hub has would be ignored."""
+    """Refuse keys that only apply to Hub datasets, which would be ignored for local files."""
     for name in ("split", "name", "revision"):
         value = getattr(source, name)
         if value != keys_of(Source)[name].default:
             raise DataError(
-                f"{source.source} is on this machine, and {name} = {value!r} belongs to datasets on the Hub: leave {name} out"
+                f"{source.source} is a local source, and {name} = {value!r} only applies to datasets on the Hub: remove {name}"
             )
 
 
@@ -169,5 +169,5 @@ def _is_text(path: Path) -> bool:
 
 def _found(files: list[Path], given: str) -> list[Path]:
     if not files:
-        raise DataError(f"{given} holds no text files: name a pattern that fits some, such as 'texts/*.jsonl'")
+        raise DataError(f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'")
     return files

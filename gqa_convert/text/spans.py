@@ -1,10 +1,10 @@
 """Samples for encoder-decoder models: T5's span corruption and UL2's mixture of denoisers.
 
-Spans of a block are taken out, each is replaced by a sentinel, and the decoder writes them after the same sentinels
-(Raffel et al. 2020, section 3.1.4). The block is as long as makes the encoder's input exactly `sequence_length`,
-end-of-text included, so that it is never padded. What differs between UL2's denoisers (Tay et al. 2022, table 1) is the
-length of the decoder's text: it is padded at its end to the longest of the batch, where a causal decoder needs no mask
-and the labels are ignored.
+Spans of a block are removed, each is replaced by a sentinel, and the decoder predicts each span after its sentinel
+(Raffel et al. 2020, section 3.1.4). The block length is chosen so that the encoder's input has exactly
+`sequence_length` tokens, end-of-text included, and is never padded. The targets of UL2's denoisers (Tay et al. 2022,
+table 1) differ in length; they are padded on the right to the longest of the batch, where a causal decoder needs no
+mask and the labels are ignored.
 """
 
 from bisect import bisect_right
@@ -30,9 +30,9 @@ class Denoiser:
     """A way to corrupt text.
 
     Attributes:
-        density: share of the tokens that is taken out.
-        mean_length: of the spans; None for one span, which is the end of the block.
-        mode: what the encoder's input begins with.
+        density: the share of tokens that is removed.
+        mean_length: the mean length of the spans; None for a single span at the end of the block.
+        mode: the mode token that the encoder's input begins with.
     """
 
     density: float
@@ -50,16 +50,16 @@ UL2 = (
     Denoiser(0.15, 64.0, "[NLG]"),
     Denoiser(0.5, 64.0, "[NLG]"),
 )
-"""Denoisers R, R, S, X, X, X, X, each as often as any other, with the mode tokens of the published model."""
+"""The denoisers R, R, S, X, X, X, X, used equally often, with the mode tokens of the published model."""
 
 
 class Shape(NamedTuple):
-    """How many tokens a denoised block has.
+    """The sizes of a denoised block.
 
     Attributes:
-        raw: tokens of text.
-        noise: those of them that are taken out.
-        spans: in how many spans.
+        raw: the tokens of text.
+        noise: the tokens removed from the text.
+        spans: the number of spans removed.
     """
 
     raw: int
@@ -71,23 +71,25 @@ def shape_for(denoiser: Denoiser, length: int, most_spans: int | None = None) ->
     """The longest block whose encoder input, with a sentinel per span and end-of-text, has exactly `length` tokens.
 
     Args:
-        denoiser: its settings.
-        length: of the encoder's input, without the mode.
-        most_spans: how many sentinels there are.
+        denoiser: the denoiser's settings.
+        length: the tokens of the encoder's input, without the mode token.
+        most_spans: the number of sentinels available.
 
     Returns:
-        The shape, or None if nothing is that short.
+        The shape, or None if no block has so short an input.
     """
 
     def cut(raw: int) -> tuple[int, Shape]:
-        """The encoder input of a block, and its shape."""
+        """The length of a block's encoder input, and the shape of the block."""
         noise = min(max(round(raw * denoiser.density), 1), raw - 1)
         spans = 1 if denoiser.mean_length is None else max(round(noise / denoiser.mean_length), 1)
         spans = min(spans, raw - noise, spans if most_spans is None else most_spans)
         return raw - noise + spans + 1, Shape(raw, noise, spans)
 
     blocks = range(2, 4 * length + 2)
-    at = bisect_right(blocks, length, key=lambda raw: cut(raw)[0]) - 1  # the input grows with the block, or stays
+    at = (
+        bisect_right(blocks, length, key=lambda raw: cut(raw)[0]) - 1
+    )  # the input length does not decrease with the block length
     if at < 0:
         return None
     inputs, shape = cut(blocks[at])
@@ -95,10 +97,10 @@ def shape_for(denoiser: Denoiser, length: int, most_spans: int | None = None) ->
 
 
 def segmented(total: int, parts: int, keys: Keys) -> Integers:
-    """Lengths, none of them 0, that sum to `total`; every such row is as likely as any other.
+    """Rows of positive lengths that sum to `total`, drawn uniformly from all such rows.
 
     Args:
-        total: what a row sums to.
+        total: the sum of each row.
         parts: lengths per row.
         keys: [b, total - 1] random numbers.
 
@@ -115,15 +117,15 @@ def segmented(total: int, parts: int, keys: Keys) -> Integers:
 def corrupted(
     raw: Integers, shape: Shape, keys: Keys, sentinels: Integers, eos: int, mode: Sequence[int] = ()
 ) -> tuple[Integers, Integers]:
-    """Blocks without their spans, and the spans. Text and spans alternate, and the text comes first, as T5 does it.
+    """Blocks without their spans, and the removed spans. As in T5, text and spans alternate, beginning with text.
 
     Args:
         raw: [b, shape.raw] tokens.
-        shape: of the corruption.
+        shape: the shape of the corrupted blocks.
         keys: [b, shape.raw - 2] random numbers.
         sentinels: token ids, that of `<extra_id_0>` first.
-        eos: ends both.
-        mode: begins the inputs.
+        eos: the end-of-text token, which ends both.
+        mode: tokens that the inputs begin with.
 
     Returns:
         Inputs [b, mode + raw - noise + spans + 1] and targets [b, noise + spans + 1].
@@ -151,7 +153,7 @@ def corrupted(
 
 
 def _interleaved(tokens: Integers, places: Integers, marks: Integers, length: int) -> Integers:
-    """Rows of tokens with the marks at their places: [b, length]."""
+    """Rows of tokens with the sentinels inserted at their positions: [b, length]."""
     rows = np.empty((len(places), length), np.int64)
     free = np.ones(rows.shape, bool)
     np.put_along_axis(free, places, False, axis=1)
@@ -161,11 +163,11 @@ def _interleaved(tokens: Integers, places: Integers, marks: Integers, length: in
 
 
 def sentinel_ids(tokenizer: Any) -> Integers:
-    """The ids of `<extra_id_0>`, `<extra_id_1>`, ... as far as the tokenizer has them (mT5's begin with its mark of a
-    word).
+    """The ids of `<extra_id_0>`, `<extra_id_1>`, ..., as many as the tokenizer has (mT5's sentinels begin with its
+    word-boundary mark).
 
     Raises:
-        DataError: it has none.
+        DataError: the tokenizer has no sentinels.
     """
     vocabulary = tokenizer.get_vocab()
     found: list[int] = []
@@ -190,7 +192,7 @@ def has_sentinels(tokenizer: Any) -> bool:
 
 
 class SpanCut(NamedTuple):
-    """Where a block lies, and which denoiser it gets."""
+    """The location of a block, and its denoiser."""
 
     start: int
     kind: int
@@ -199,16 +201,16 @@ class SpanCut(NamedTuple):
 class SpanSampler:
     """Denoised blocks of one or several kinds.
 
-    An epoch is cut into runs that hold a block of every kind, so that the kinds are equally frequent, each token is
-    used at most once in an epoch, and any sample can be found without the others. What is left at the end is shorter
-    than a run; the next epoch begins elsewhere.
+    An epoch is divided into runs, each of which holds one block of every kind. The kinds are therefore equally
+    frequent, each token is used at most once in an epoch, and any sample can be located without the others. The tokens
+    left over are fewer than a run; the next epoch begins at another offset.
 
     Args:
-        length: of the encoder's input.
-        tokenizer: has the sentinels and end-of-text.
-        denoisers: the kinds.
-        decoder_start: what the decoder's input begins with.
-        cap_spans: make fewer and longer spans where sentinels are missing.
+        length: the tokens of the encoder's input.
+        tokenizer: a tokenizer with sentinels and an end-of-text token.
+        denoisers: the kinds of corruption.
+        decoder_start: the first token of the decoder's input.
+        cap_spans: make fewer and longer spans if there are not enough sentinels.
     """
 
     longest: None = None
@@ -233,7 +235,7 @@ class SpanSampler:
         self._run = lru_cache(64)(self._run_of)
 
     def _run_of(self, key: int | None) -> list[SpanCut]:
-        """The kinds in the order of an epoch's runs, and where in a run they begin."""
+        """The kinds in their order within an epoch's runs, and the offset of each in a run."""
         kinds = [
             number if key is None else permuted(number, len(self.shapes), key) for number in range(len(self.shapes))
         ]
@@ -241,7 +243,7 @@ class SpanSampler:
         return [SpanCut(int(start), kind) for start, kind in zip(starts, kinds, strict=False)]
 
     def cut(self, tokens: TokenSource, number: int, key: int, *, grows: bool) -> SpanCut:
-        """As `packing.cut`."""
+        """See `packing.cut`."""
         kinds = len(self.shapes)
         size, complete = tokens.size((number // kinds + 1) * self.shortest if grows else None)
         epoch, place = divmod(number, self.count(size)) if complete else (0, number)
@@ -257,11 +259,11 @@ class SpanSampler:
         return SpanCut(offset + run * self.shortest + start, kind)
 
     def count(self, size: int) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
         return size // self.shortest * len(self.shapes)
 
     def first(self, tokens: TokenSource, limit: int) -> list[SpanCut]:
-        """Whole blocks that lie within the first tokens."""
+        """The locations of the whole blocks within the first tokens."""
         size, _ = tokens.size(limit)
         cuts: list[SpanCut] = []
         while (place := self._at(len(cuts), 0, None)).start + self.shapes[place.kind].raw <= min(limit, size):
@@ -274,7 +276,8 @@ class SpanSampler:
         """Denoised samples.
 
         Returns:
-            `input_ids` [b, Le], `labels` [b, Ld] and `decoder_input_ids` [b, Ld], which are the labels one later.
+            `input_ids` [b, Le], `labels` [b, Ld] and `decoder_input_ids` [b, Ld], which are the labels shifted right by
+            one.
         """
         kinds = np.array([place.kind for _, place in places])
         made = {
@@ -307,7 +310,7 @@ def _checked_shape(denoiser: Denoiser, length: int, sentinels: int, *, cap_spans
     shape = shape_for(denoiser, length, sentinels if cap_spans else None)
     if shape is None:
         raise DataError(
-            f"sequence_length is too short for this objective, only {max(length, 0)} tokens of text fit: make it larger"
+            f"sequence_length leaves room for only {max(length, 0)} tokens of text with this objective: make it larger"
         )
     if shape.spans > sentinels:
         fits = length

@@ -1,7 +1,7 @@
-"""Text that every machine has: the Python standard library's own sources.
+"""Text that is available on every machine: the source code of the Python standard library.
 
 The demo checkpoint was trained on one part of these files and is evaluated on the other. A file belongs to the held-out
-part by a hash of its path alone, so that both sides agree on any Python version without a list of names.
+part by a hash of its path alone, so that training and evaluation agree on every Python version without a list of names.
 """
 
 import hashlib
@@ -9,16 +9,16 @@ import sysconfig
 from pathlib import Path
 
 HELD_OUT_SHARE = 20
-"""One file in this many is held out."""
+"""One in this many files is held out."""
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether the file at this path (below the standard library, with forward slashes) was kept out of training."""
+    """Whether the file at this path (below the standard library, with forward slashes) is in the held-out part."""
     return hashlib.sha256(relative_path.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
-    """The standard library's `.py` files of one part, in a fixed order; its own test suites only if asked for."""
+    """The `.py` files of one part of the standard library, in a fixed order; its test suites are optional."""
     root = Path(sysconfig.get_path("stdlib"))
     chosen = []
     for path in sorted(root.rglob("*.py")):
@@ -33,7 +33,7 @@ def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The files' texts; a file that is no UTF-8 (some test data is not, on purpose) or is all but empty is left out."""
+    """The texts of the files, without files that are nearly empty or not UTF-8 (some test data deliberately is not)."""
     texts = []
     for path in paths:
         try:

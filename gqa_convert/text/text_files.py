@@ -15,22 +15,22 @@ from gqa_convert.text.documents import PAIR_KEYS, Piece, no_field, pair_columns,
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *_JSON_LINES, *_PARQUET)
-"""Of the files that are read where a folder is named; others are plain text if they are named themselves."""
+"""The suffixes of the files that are read from a folder; other files are read as plain text if they are named."""
 
 _COMPRESSED = (".gz", ".zst")
 _PIECE = 1 << 18
-"""Characters of a long text file that are tokenised at a time, so that the tokenizer's threads share it."""
+"""The characters of a piece of a long text file; pieces are tokenised in parallel by the tokenizer's threads."""
 
 
 class FileText:
     """Text files as an iterator of documents.
 
-    A text file is a document; a line of a JSON-lines file, an item of a JSON array or a row of a Parquet file is one
-    too. Empty documents are left out.
+    A document is a text file, a line of a JSON-lines file, an item of a JSON array or a row of a Parquet file. Empty
+    documents are skipped.
 
     Attributes:
         files: the files, in the order in which they are read.
-        total_bytes: their size on the disk.
+        total_bytes: their size on disk.
     """
 
     def __init__(self, label: str, files: Sequence[Path], text_field: str, *, lenient: bool = False) -> None:
@@ -45,7 +45,7 @@ class FileText:
         self.total_bytes = sum(stat.st_size for stat in self._stats)
 
     def identity(self) -> list[Any]:
-        """What the documents depend on, for a key: plain data."""
+        """Everything that the documents depend on, as plain data for a cache key."""
         files = [
             [os.path.realpath(path), stat.st_size, stat.st_mtime_ns]
             for path, stat in zip(self.files, self._stats, strict=True)
@@ -64,10 +64,11 @@ class FileText:
             self._finished += stat.st_size
 
     def rows(self, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Where each row of JSON-lines and Parquet files is, and those of the fields that it has.
+        """The location of each row of JSON-lines and Parquet files, for messages, and the given fields, as far as the
+        row has them.
 
         Args:
-            fields: those of pairs.
+            fields: the fields of pairs.
 
         Raises:
             DataError: a file can't be read, lacks a field, or is plain text, which has no fields.
@@ -87,25 +88,25 @@ class FileText:
             return
         if kind not in _JSON_LINES:
             raise DataError(
-                f"{path} is plain text, which has no fields {' and '.join(fields)}: name JSON lines, Parquet or a dataset, or leave "
-                f"{PAIR_KEYS} out"
+                f"{path} is plain text, which has no fields {' and '.join(fields)}: name JSON lines, Parquet or a dataset, or remove "
+                f"{PAIR_KEYS}"
             )
         with _decompressed(path, handle) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
             yield from self._json_rows(path, text, fields[0])
 
     @contextmanager
     def _explained(self, path: Path) -> Iterator[None]:
-        """What is wrong with a file, as one line."""
+        """The error about a file, as one line."""
         try:
             yield
         except UnicodeDecodeError as problem:
             if not self._lenient:
                 byte = problem.object[problem.start]
                 raise DataError(
-                    f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or leave it out"
+                    f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
                 ) from None
         except (EOFError, gzip.BadGzipFile) as problem:
-            raise DataError(f"{path} is damaged ({problem}): fetch it again, or leave it out") from None
+            raise DataError(f"{path} is damaged ({problem}): download it again, or remove it from the source") from None
         except OSError as problem:
             raise _unreadable(path, problem) from None
 
@@ -156,12 +157,14 @@ class FileText:
                 yield from ((str(path), row) for row in batch.to_pylist())
         except (pa.ArrowException, UnicodeDecodeError) as problem:
             raise DataError(
-                f"{path} is no readable Parquet file ({problem}): fetch it again, or leave it out"
+                f"{path} is not a readable Parquet file ({problem}): download it again, or remove it from the source"
             ) from None
 
 
 def _json_values(path: Path, lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-    """Where each value of a file is, and the value: one per line, or the items of an array, which is read whole."""
+    """The location of each value in a file, for messages, and the value: one per line, or the items of an array, which
+    is read as a whole.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -182,13 +185,13 @@ def _array_items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         items = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise DataError(
-            f"{path} begins like a JSON array and is none ({problem}): expected one array of objects, or one object per line"
+            f"{path} begins like a JSON array but is not one ({problem}): expected one array of objects, or one object per line"
         ) from None
     yield from ((f"{path} item {number}", item) for number, item in enumerate(items, 1))
 
 
 def _pieces(text: IO[str]) -> Iterator[Piece]:
-    """A text file as one document, in pieces that end with lines where there are lines."""
+    """A text file as one document, in pieces that end at line ends if possible."""
     pending = ""
     while True:
         more = text.read(_PIECE)
@@ -204,7 +207,7 @@ def _pieces(text: IO[str]) -> Iterator[Piece]:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what is in a file, below that of a compressed one."""
+    """The suffix that states a file's format, without the suffix of its compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
@@ -221,4 +224,6 @@ def _decompressed(path: Path, handle: io.BufferedReader) -> io.BufferedReader:
 
 
 def _unreadable(path: Path, problem: OSError) -> DataError:
-    return DataError(f"{path} can't be read ({problem.strerror or problem}): check the file, or leave it out")
+    return DataError(
+        f"{path} can't be read ({problem.strerror or problem}): check the file, or remove it from the source"
+    )

@@ -1,7 +1,7 @@
-"""Tokens on disk: tokenised once for each text and tokenizer, and mapped into memory.
+"""Tokens on disk: tokenised once per text and tokenizer, and mapped into memory.
 
-A finished file is a header of 4096 bytes and the tokens. Its name is a hash of everything that the tokens depend on. It
-is written atomically, under a lock that the kernel drops when the process dies.
+A finished file is a header of 4096 bytes and the tokens. Its name is a hash of everything that determines the tokens.
+It is written atomically, under a lock that the kernel releases when the process dies.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ HEADER = 4096
 _MAGIC = b"GQATOKEN"
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being tokenised, the bytes done and their total."""
+"""Called with the source being tokenised, the bytes done and their total."""
 
 
 def default_cache() -> Path:
@@ -38,33 +38,35 @@ def default_cache() -> Path:
 
 
 class TokenSource(Protocol):
-    """Tokens that a sample can be cut from."""
+    """Tokens that samples are cut from."""
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the tokens."""
+        """A hash that identifies the tokens."""
 
     @property
     def grows(self) -> bool:
-        """Whether the source is not all there at the beginning, so that its first epoch is read in order."""
+        """Whether the source is still being written, so that its first epoch is read in order."""
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:
-        """How many tokens there are, and whether that is all; waits until there are `wanted` or there are no more."""
+    def size(self, needed: int | None = None) -> tuple[int, bool]:
+        """The number of tokens available, and whether it is final. Waits until at least `needed` are available or the
+        source has ended.
+        """
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Tokens from a place on, beginning again after the last: [count], not to be written to."""
+        """Tokens from a position on, continuing with the first token after the last: [count], read-only."""
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop background threads."""
 
 
 def file_key(identity: Any, encoder: TextEncoder) -> str:
-    """The name of the tokens of a source."""
+    """The file name of a source's tokens."""
     return hashlib.sha256(json.dumps([FORMAT, identity, encoder.key]).encode()).hexdigest()
 
 
 def circular(tokens: npt.NDArray[Any], start: int, count: int) -> npt.NDArray[Any]:
-    """A part of an array that begins again after its last element: [count]."""
+    """A slice of an array that is treated as circular: [count]."""
     return (
         tokens[start : start + count]
         if start + count <= len(tokens)
@@ -73,7 +75,7 @@ def circular(tokens: npt.NDArray[Any], start: int, count: int) -> npt.NDArray[An
 
 
 class TokenFile:
-    """The tokens of files, all there."""
+    """The tokens of files, all of them available."""
 
     grows = False
 
@@ -83,7 +85,7 @@ class TokenFile:
         self.fingerprint: str = header["sha256"]
         self.tokens = map_tokens(path, dtype, header["tokens"], offset=HEADER)
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
+    def size(self, needed: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
         return len(self.tokens), True
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
@@ -94,7 +96,7 @@ class TokenFile:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> npt.NDArray[Any]:
-    """Tokens of a file as an array that is read from the disk when it is used: [count]."""
+    """The tokens of a file as a memory-mapped array: [count]."""
     if not count:
         return np.empty(0, dtype)
     with path.open("rb") as file:
@@ -103,20 +105,20 @@ def map_tokens(path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0)
 
 
 def open_token_file(path: Path) -> TokenFile | None:
-    """The tokens in a file, or None if it is missing, truncated or no such file."""
+    """The tokens in a file, or None if it is missing, truncated or of another format."""
     header = read_header(path, lambda header: header["tokens"] * np.dtype(header["dtype"]).itemsize)
     return None if header is None else TokenFile(path, header)
 
 
 def read_header(path: Path, body_bytes: Callable[[dict[str, Any]], int]) -> dict[str, Any] | None:
-    """What the beginning of a file says about the rest, or None if it is missing, truncated or no such file.
+    """The header of a file, or None if the file is missing, truncated or of another format.
 
     Args:
-        path: of the file.
-        body_bytes: the size of the rest, by what the header says.
+        path: the path of the file.
+        body_bytes: computes the size of the rest from the header.
 
     Raises:
-        DataError: the system can't read it.
+        DataError: the file can't be read.
     """
     try:
         with path.open("rb") as file:
@@ -146,8 +148,7 @@ def _unpacked(block: bytes) -> dict[str, Any] | None:
 
 
 def build_token_file(text: FileText, encoder: TextEncoder, cache: Path, progress: Progress) -> Path:
-    """Tokenise a source, unless that has been done; of several processes that ask at once, one does it and the others
-    wait.
+    """Tokenise a source unless it is cached. If several processes call this at once, one tokenises and the others wait.
 
     Raises:
         DataError: the text can't be read or is empty, or the cache can't be written.
@@ -175,11 +176,11 @@ def build_token_file(text: FileText, encoder: TextEncoder, cache: Path, progress
 
 
 def build_once(path: Path, is_there: Callable[[], bool], write: Callable[[BinaryIO], dict[str, Any]]) -> None:
-    """Write a file of the cache unless it is there; it appears whole or not at all.
+    """Write a file of the cache atomically unless it exists.
 
     Args:
         path: of the file; its stem is a key.
-        is_there: asked under a lock of this key.
+        is_there: whether the file exists; called under a lock of this key.
         write: writes what follows the header, and returns the header.
 
     Raises:
@@ -205,8 +206,8 @@ def _write(path: Path, write: Callable[[BinaryIO], dict[str, Any]]) -> None:
 
 
 def _sweep(cache: Path, own: str | None) -> None:
-    """Remove what killed processes left: parts of the file whose lock the caller holds, and of those that no process
-    locks.
+    """Remove partial files of killed processes: those of the file whose lock the caller holds, and those that no
+    process has locked.
     """
     for part in cache.glob("*.part"):
         key = part.name.split("-")[0]
@@ -224,7 +225,7 @@ def _sweep(cache: Path, own: str | None) -> None:
 
 
 def cache_problem(problem: OSError, cache: Path) -> DataError:
-    """An error of the system about the cache, as one line."""
+    """An operating-system error about the cache, as one line."""
     if is_disk_full(problem):
         return DataError(
             f"the disk or quota of the token cache {cache} is full: make room, or set XDG_CACHE_HOME to another disk"

@@ -1,7 +1,7 @@
-"""Tokens of a stream: a file that grows while it is read.
+"""Tokens of a stream, in a file that grows while it is read.
 
-One process of a machine appends to it, and others read it. The commit file beside it states how much of it is valid,
-and is replaced in one step once the tokens are on the disk. After a killed writer, the next one continues from the last
+One process of a machine appends to it, and others read it. The commit file beside it states how many tokens are valid,
+and is replaced atomically once the tokens are on disk. If a writer is killed, the next one continues from the last
 commit.
 """
 
@@ -27,21 +27,21 @@ from gqa_convert.text.token_files import FORMAT, cache_problem, circular, file_k
 from gqa_convert.text.tokenizing import TextEncoder, batches
 
 _AHEAD = 1 << 25
-"""Tokens that are kept ready beyond what was asked for."""
+"""The tokens that are kept ready beyond those requested."""
 
 _POLL = 0.05
 _PATIENCE = 1800.0
 """Seconds without a new token after which a reader gives up."""
 
 _ATTEMPTS = 6
-"""How often a stream that breaks is opened again, before a token has come."""
+"""How often an interrupted stream is reopened without receiving a token."""
 
 
 class Commit(NamedTuple):
-    """What of a stream is on the disk.
+    """The part of a stream that is on disk.
 
     Attributes:
-        rows: of the dataset, read so far.
+        rows: the rows of the dataset read so far.
         state: the position that the dataset reported.
     """
 
@@ -52,13 +52,13 @@ class Commit(NamedTuple):
 
 
 class GrowingFile:
-    """The tokens of a stream, as far as they have come.
+    """The tokens of a stream that have been received so far.
 
     Args:
-        text: the stream.
-        encoder: its tokenizer.
+        text: the stream of documents.
+        encoder: the tokenizer.
         cache: the folder of the file.
-        writes: whether this process may append (one of each machine).
+        writes: whether this process may append (one per machine).
     """
 
     grows = True
@@ -68,63 +68,61 @@ class GrowingFile:
         self.fingerprint = file_key(text.identity(), encoder)
         self._dtype = encoder.dtype
         self._path = cache / f"{self.fingerprint}.growing"
-        self._wish_path = self._path.with_suffix(".wish")
+        self._request_path = self._path.with_suffix(".wish")
         self._commit = Commit()
         self._tokens = map_tokens(self._path, self._dtype, 0)
         self._writer = _Writer(text, encoder, self._path) if writes else None
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:
-        """As `TokenSource.size`.
+    def size(self, needed: int | None = None) -> tuple[int, bool]:
+        """See `TokenSource.size`.
 
         Raises:
-            DataError: the stream broke, or nothing came for half an hour.
+            DataError: the stream failed, or no token was received for half an hour.
         """
-        if wanted is None or self._commit.finished:
+        if needed is None or self._commit.finished:
             return self._commit.tokens, self._commit.finished
         if self._writer is not None:
-            self._writer.wanted = max(self._writer.wanted, wanted)
-        if self._commit.tokens < wanted + _AHEAD // 2:
+            self._writer.needed = max(self._writer.needed, needed)
+        if self._commit.tokens < needed + _AHEAD // 2:
             self.look()
         known, since = self._commit.tokens, time.monotonic()
-        while not self._commit.finished and self._commit.tokens < wanted:
-            _wish(self._wish_path, wanted)
+        while not self._commit.finished and self._commit.tokens < needed:
+            _request(self._request_path, needed)
             if self._commit.tokens != known:
                 known, since = self._commit.tokens, time.monotonic()
             if time.monotonic() - since > _PATIENCE:
                 raise DataError(
-                    f"{self.label} has stood still at {known} tokens for {_PATIENCE / 60:.0f} minutes: check the network"
+                    f"{self.label} has delivered no token for {_PATIENCE / 60:.0f} minutes (after {known} tokens): check the network"
                 )
             time.sleep(_POLL)
             self.look()
         return self._commit.tokens, self._commit.finished
 
     def look(self) -> None:
-        """Read the commit, and see to it that somebody appends while the stream has not ended."""
+        """Read the commit, and make sure that a process is appending unless the stream has ended."""
         self._commit = read_commit(self._path, self._dtype.itemsize) or Commit()
         if self._writer is not None and not self._commit.finished:
             self._writer.keep_going()
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
-        """As `TokenSource.read`; they must be there already."""
+        """See `TokenSource.read`. The tokens must be available already."""
         if len(self._tokens) < self._commit.tokens and (self._commit.finished or start + count > len(self._tokens)):
             self._tokens = map_tokens(self._path, self._dtype, self._commit.tokens)
         return circular(self._tokens, start, count)
 
     def close(self) -> None:
-        """Stop appending, after the batch in hand."""
+        """Stop appending after the current batch."""
         if self._writer is not None:
             self._writer.close()
 
 
 class _Writer:
-    """A thread that appends, if no other process does, as long as what is wanted is not there with something to
-    spare.
-    """
+    """A thread that appends, unless another process does, until the requested tokens and a reserve are available."""
 
     def __init__(self, text: HubText, encoder: TextEncoder, path: Path) -> None:
-        self.wanted = 0
+        self.needed = 0
         self._text, self._path = text, path
-        self._encoder = copy.deepcopy(encoder)  # a tokenizer is not for two threads
+        self._encoder = copy.deepcopy(encoder)  # a tokenizer must not be shared by two threads
         self._stop = threading.Event()
         self._problem: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -173,24 +171,24 @@ class _Writer:
             os.close(lock)
 
     def _again(self, problem: Exception, before: Commit | None, failures: int) -> int:
-        """Wait before the next attempt, longer after each failure in a row."""
+        """Wait before the next attempt, longer after each consecutive failure."""
         came = (read_commit(self._path, self._encoder.dtype.itemsize) or Commit()).tokens > (before or Commit()).tokens
         failures = 1 if came else failures + 1
         if failures >= _ATTEMPTS:
             reason = str(problem) or type(problem).__name__
             raise DataError(
-                f"{self._text.label} broke off and could not be opened again ({reason}): check the network"
+                f"{self._text.label} was interrupted and could not be reopened ({reason}): check the network"
             ) from problem
         self._stop.wait(2.0 ** (failures - 1))
         return failures
 
     def _append(self, commit: Commit) -> None:
-        """Append from a commit on, to the end of the stream or until `close`."""
+        """Append tokens from a commit on until the stream ends or `close` is called."""
         if commit.finished:
             return
         counted = _CountedRows(self._text.rows(), commit)
         with self._explained(), self._path.open("ab") as file:
-            file.truncate(commit.tokens * self._encoder.dtype.itemsize)  # what came after the last commit
+            file.truncate(commit.tokens * self._encoder.dtype.itemsize)  # remove what was written after the last commit
         for batch in batches(counted.pieces(self._text.text_field, self._text.label)):
             tokens, _ = self._encoder.encode(batch, begins=True)
             commit = Commit(commit.tokens + len(tokens), counted.rows, False, counted.state())
@@ -199,7 +197,7 @@ class _Writer:
                 file.flush()
                 os.fsync(file.fileno())
                 _write_commit(self._path, commit)
-            while commit.tokens >= max(self.wanted, _wished(self._path.with_suffix(".wish"))) + _AHEAD:
+            while commit.tokens >= max(self.needed, _requested(self._path.with_suffix(".wish"))) + _AHEAD:
                 if self._stop.wait(4 * _POLL):
                     return
             if self._stop.is_set():
@@ -211,7 +209,7 @@ class _Writer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Trouble with the disk as a DataError; trouble with the stream is not raised here."""
+        """Turn errors of the disk into a DataError; errors of the stream are handled elsewhere."""
         try:
             yield
         except OSError as problem:
@@ -219,7 +217,7 @@ class _Writer:
 
 
 class _CountedRows:
-    """The rows after those of a commit, and how many there were."""
+    """The rows after those of a commit, and a count of all rows read."""
 
     def __init__(self, source: Any, commit: Commit) -> None:
         self._source = source
@@ -236,7 +234,7 @@ class _CountedRows:
             yield from row_pieces(row, text_field, f"{label} row {self.rows}")
 
     def state(self) -> Any:
-        """Where the dataset stands, if it knows and JSON can say it."""
+        """The dataset's position, if the dataset reports one that JSON can represent."""
         if not self._knows:
             return None
         state = self._source.state_dict()
@@ -278,16 +276,16 @@ def _check(commit: Commit) -> str:
     return hashlib.sha256(json.dumps(commit).encode()).hexdigest()
 
 
-def _wish(path: Path, wanted: int) -> None:
-    """Tell the writer, in whatever process it is, what a reader waits for; a half-written number is only a smaller
-    one.
+def _request(path: Path, needed: int) -> None:
+    """Leave a note for the writer, in whichever process, of how many tokens a reader waits for. A half-written number
+    is merely a smaller one.
     """
-    if _wished(path) < wanted:
+    if _requested(path) < needed:
         with contextlib.suppress(OSError):
-            path.write_text(str(wanted), encoding="utf-8")
+            path.write_text(str(needed), encoding="utf-8")
 
 
-def _wished(path: Path) -> int:
+def _requested(path: Path) -> int:
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

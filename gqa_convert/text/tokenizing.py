@@ -1,4 +1,4 @@
-"""Documents to tokens, in batches for the tokenizer's own threads."""
+"""Tokenises documents in batches, so that the tokenizer's threads work in parallel."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ _BATCH_PIECES = 1024
 
 
 class TextEncoder:
-    """A tokenizer as the token files need it.
+    """A tokenizer configured for token files.
 
-    A document begins with the tokenizer's own beginning-of-text token, where it writes one, and ends with end-of-text;
-    without `closed` it has neither, as T5's training text.
+    A document begins with the beginning-of-text token, if the tokenizer adds one, and ends with end-of-text. Without
+    `closed` it has neither, as in T5's training text.
 
     Attributes:
         dtype: the narrowest unsigned integers that hold the vocabulary.
-        key: a hash of everything the tokens depend on.
+        key: a hash of everything that determines the tokens.
     """
 
     def __init__(self, tokenizer: Any, *, closed: bool) -> None:
@@ -41,7 +41,7 @@ class TextEncoder:
         ).hexdigest()
 
     def encode(self, pieces: list[Piece], *, begins: bool) -> tuple[Tokens, int]:
-        """The pieces' tokens, one after the other.
+        """The concatenated tokens of the pieces.
 
         Args:
             pieces: parts of documents, in order.
@@ -60,7 +60,7 @@ class TextEncoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         try:
             return self._encoded(texts)
-        except (UnicodeEncodeError, TypeError):  # half of a surrogate pair: JSON can say it, UTF-8 can't
+        except (UnicodeEncodeError, TypeError):  # a lone surrogate, which JSON can represent and UTF-8 can't
             return self._encoded([text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts])
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
@@ -69,7 +69,7 @@ class TextEncoder:
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches that are large enough for several threads and small enough for memory."""
+    """Group pieces into batches, large enough for several threads and small enough for memory."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -86,7 +86,7 @@ def end_of_text(tokenizer: Any) -> int:
     """The token that closes a document.
 
     Raises:
-        DataError: the tokenizer has none.
+        DataError: the tokenizer has no such token.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -96,7 +96,7 @@ def end_of_text(tokenizer: Any) -> int:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, if the tokenizer puts one before every text."""
+    """The beginning-of-text token, if the tokenizer adds it to every text."""
     bos = tokenizer.bos_token_id
     ids = tokenizer("a", return_attention_mask=False)["input_ids"]
     return [int(bos)] if bos is not None and bos != tokenizer.eos_token_id and ids[:1] == [bos] else []
@@ -107,7 +107,7 @@ def tokenizer_state(tokenizer: Any) -> list[Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        state.pop("truncation", None)  # set by whoever used the tokenizer last
+        state.pop("truncation", None)  # padding and truncation depend on earlier use of the tokenizer
         state.pop("padding", None)
         return [type(tokenizer).__name__, state]
     given = {
@@ -128,7 +128,7 @@ def tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def _content(file: object) -> str | None:
-    """A hash of what is in a file; None if it is no file."""
+    """A hash of a file's content; None if the path is not a file."""
     if not isinstance(file, str) or not Path(file).is_file():
         return None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -647,7 +647,7 @@ def test_damaged_sources(tmp_path: Path) -> None:
             {"gpt_neox.layers.3.attention.dense.weight": array},
             (),
             ConfigError,
-            "is none that a gpt_neox checkpoint with 3 layers has",
+            "does not belong to a gpt_neox checkpoint with 3 layers",
         ),
         ({}, (key,), ConfigError, "is missing: the checkpoint is incomplete"),
         ({}, ("embed_out.weight",), ConfigError, "embed_out.weight is missing"),

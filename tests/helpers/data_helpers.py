@@ -41,8 +41,8 @@ class ArrayTokens:
         self.tokens = np.asarray(tokens)
         self.seen = 0 if growing else len(self.tokens)
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:
-        self.seen = min(len(self.tokens), max(self.seen, wanted or 0))
+    def size(self, needed: int | None = None) -> tuple[int, bool]:
+        self.seen = min(len(self.tokens), max(self.seen, needed or 0))
         return self.seen, self.seen == len(self.tokens)
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:

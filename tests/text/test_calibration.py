@@ -382,14 +382,14 @@ def test_short_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "error", "says"),
     [
-        (CAUSAL, {"tokens": 0}, OptionError, "on 0 tokens"),
-        (CAUSAL, {"batch_tokens": 0}, OptionError, "batches of 0"),
-        (CAUSAL, {"sequence_length": 1}, OptionError, "blocks of 1 tokens"),
-        (CAUSAL, {"sequence_length": 0}, OptionError, "blocks of 0 tokens"),
-        (CAUSAL, {"sequence_length": 101}, OptionError, "blocks of 101 tokens .* positions for 100"),
+        (CAUSAL, {"tokens": 0}, OptionError, "calibration_tokens is 0"),
+        (CAUSAL, {"batch_tokens": 0}, OptionError, "batch_tokens is 0"),
+        (CAUSAL, {"sequence_length": 1}, OptionError, "sequence length is 1 tokens"),
+        (CAUSAL, {"sequence_length": 0}, OptionError, "sequence length is 0 tokens"),
+        (CAUSAL, {"sequence_length": 101}, OptionError, "sequence length is 101 tokens, .* positions for 100"),
         (T5, {"sequence_length": 2000}, DataError, "needs 111 sentinel tokens, the tokenizer has 100"),
-        (WHISPER, {}, OptionError, "gqa_whisper reads sound"),
-        (CAUSAL | {"vocab_size": 400}, {}, DataError, r"makes the token \d+, and the model has a vocabulary of 400"),
+        (WHISPER, {}, OptionError, "gqa_whisper reads audio"),
+        (CAUSAL | {"vocab_size": 400}, {}, DataError, r"produces token \d+, and the model has a vocabulary of 400"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -179,10 +179,10 @@ def test_collated() -> None:
             {"sequence_length": 3},
             "sequence_length is 3, and the tokenizer puts 2 tokens around each text: make it larger",
         ),
-        ({"document_mask": True}, "document_mask is for the objective causal"),
+        ({"document_mask": True}, "document_mask needs the objective causal"),
         (
             {"sources": [{"source": "x", "source_language": "en"}]},
-            "the tokenizer marks no languages, and the data source names 'en'",
+            "the tokenizer does not mark languages, and the data source names 'en'",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_long_texts_are_cut_before_what_closes_them(tmp_path: Path) -> None:
     )
     made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path, sequence_length=5)
     assert rows_of(made.batch([0, 1])) == {("w1 w2 w3", "w7 w8 w9"), ("w1", "w2")}
-    assert made.notes == [f"1 of the 2 pairs of {tmp_path}/p.jsonl are cut to 5 tokens"]
+    assert made.notes == [f"1 of the 2 pairs of {tmp_path}/p.jsonl are truncated to 5 tokens"]
     assert made.tokens_per_sample == Fraction(5 + 5 + 3 + 3, 2)
     assert shortened(np.arange(9), 4, 2).tolist() == [0, 1, 7, 8]
     assert shortened(np.arange(3), 4, 2).tolist() == [0, 1, 2]
@@ -122,7 +122,7 @@ def test_rows_with_an_empty_side_are_left_out_and_counted(tmp_path: Path) -> Non
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = opened({"source": str(tmp_path / "p.jsonl"), **PAIRS}, bart_tokenizer(), tmp_path)
     assert made.epoch_samples == 2
-    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl are left out, where the source or the target is empty"]
+    assert made.notes == [f"2 rows of {tmp_path}/p.jsonl with an empty source or target are skipped"]
 
 
 def test_evaluation_takes_the_first_pairs(tmp_path: Path) -> None:
@@ -179,11 +179,11 @@ def test_languages_are_marked_as_the_tokenizer_does(tmp_path: Path, kind: type) 
         ({"a": "x", "b": 3}, PAIRS, r"line 1: 'b' holds a int, expected text: name another field"),
         ({"t": {"a": "x"}}, {"source_field": "t.a", "target_field": "t.b"}, r"line 1: 't' has no 'b', found a"),
         ({"a": "", "b": ""}, PAIRS, r"holds no pair with text on both sides \(1 rows\)"),
-        ({"a": "x", "b": "y"}, {}, r"names no fields for them: add `source_field` and `target_field`"),
+        ({"a": "x", "b": "y"}, {}, r"does not name their fields: add `source_field` and `target_field`"),
         (
             {"a": "x", "b": "y"},
             PAIRS | {"source_language": "en", "target_language": "de"},
-            "the tokenizer marks no languages",
+            "the tokenizer does not mark languages",
         ),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_is_no_pair(tmp_path: Path, row: dict[str, Any], keys: dict[str, An
 def test_plain_text_and_columns_that_are_missing(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("w1")
     with pytest.raises(
-        DataError, match=r"is plain text, which has no fields a and b: .* leave `source_field` and `target_field` out"
+        DataError, match=r"is plain text, which has no fields a and b: .* remove `source_field` and `target_field`"
     ):
         opened({"source": str(tmp_path / "p.txt"), **PAIRS}, bart_tokenizer(), tmp_path)
     pq.write_table(pa.table({"a": ["x"]}), tmp_path / "p.parquet")
@@ -280,6 +280,6 @@ def test_languages_of_other_tokenizers() -> None:
     assert frames_of(tokenizer, ("de", "en")) == (Frame([41], [EOS]), Frame([40], [EOS]))
     for languages in (("en", "xx"), ("xx", "en")):
         with pytest.raises(
-            DataError, match="does not know the language 'xx': write it as the tokenizer does, such as en, de"
+            DataError, match="does not know the language 'xx': use the tokenizer's notation, such as en, de"
         ):
             frames_of(tokenizer, languages)

@@ -246,7 +246,7 @@ def test_missing_sentinels() -> None:
 
 
 def test_lengths_without_sense() -> None:
-    with pytest.raises(DataError, match="too short"):
+    with pytest.raises(DataError, match="leaves room for only"):
         make_sampler(TOKENIZER, "span_corruption", 2, document_mask=False, decoder_start=None)
     with pytest.raises(DataError, match="document_mask"):
         make_sampler(TOKENIZER, "span_corruption", 64, document_mask=True, decoder_start=None)

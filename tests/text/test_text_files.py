@@ -136,7 +136,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "no JSON": ("some.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
     "no object": ("some.jsonl", '"w1"\n', "line 1 holds a str"),
     "an array of texts": ("some.json", '["w1"]\n', "item 1 holds a str, expected an object with the field 'text'"),
-    "an array that is cut off": ("some.json", '[{"text": "w1"},', "begins like a JSON array and is none"),
+    "an array that is cut off": ("some.json", '[{"text": "w1"},', "begins like a JSON array but is not one"),
     "several arrays": ("some.jsonl", '["w1"]\n["w2"]\n', "one array of objects, or one object per line"),
     "an object over several lines": (
         "some.json",
@@ -154,7 +154,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "cut off": ("some.txt.gz", gzip.compress(b"w1 w2 " * 1000)[:40], "is damaged"),
     "no gzip": ("some.txt.gz", b"w1", "is damaged"),
     "no zstd": ("some.txt.zst", b"w1", "some.txt.zst"),
-    "no Parquet": ("some.parquet", b"w1", "no readable Parquet file"),
+    "no Parquet": ("some.parquet", b"w1", "is not a readable Parquet file"),
     "too short": ("some.txt", "w1 w2", "has 3 tokens, fewer than one sample of 5"),
 }
 
@@ -210,7 +210,7 @@ def test_local_text_has_no_keys_of_the_hub(tmp_path: Path, key: str, place: str)
     (tmp_path / "text.txt").write_text("some text")
     source = place if place == "python-stdlib" else str(tmp_path / place)
     open_source(as_source({"source": source, "split": "train"}), tmp_path)  # the default, which splits nothing off
-    with pytest.raises(DataError, match=f"{key} = 'other' belongs to datasets on the Hub: leave {key} out") as caught:
+    with pytest.raises(DataError, match=f"{key} = 'other' only applies to datasets on the Hub: remove {key}") as caught:
         open_source(as_source({"source": source, key: "other"}), tmp_path)
     assert str(caught.value).startswith(source)
 

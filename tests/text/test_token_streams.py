@@ -182,7 +182,7 @@ def test_a_stream_that_stays_broken(
 ) -> None:
     monkeypatch.setattr(threading.Event, "wait", lambda event, timeout=None: event.is_set())
     from_rows(Dead())
-    with pytest.raises(DataError, match=r"org/some broke off .*the line went dead.*check the network"):
+    with pytest.raises(DataError, match=r"org/some was interrupted .*the line went dead.*check the network"):
         opened(tmp_path)
 
 
@@ -334,5 +334,7 @@ def test_commits_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     assert hub_rows.commit_of("org/some", None, tmp_path, ask=True) == "a" * 40
     assert hub_rows.commit_of("org/some", None, tmp_path, ask=False) == "a" * 40
-    with pytest.raises(DataError, match=r"the Hub can't be asked for a dataset of this name \(no route to host\)"):
+    with pytest.raises(
+        DataError, match=r"the Hub could not be reached to look for a dataset of this name \(no route to host\)"
+    ):
         hub_rows.commit_of("org/other", None, tmp_path, ask=True)

@@ -207,8 +207,8 @@ def test_what_is_left_out_and_cut_is_said(home: Path, tmp_path: Path) -> None:
     said: list[str] = []
     keys = {"model": str(home / "bart-gqa"), "data": pairs(tmp_path, "some"), "sequence_length": 6}
     uptrain_checkpoint(recipe(home, tmp_path / "run", **keys), [], on_message=said.append)
-    assert f"1 of the 2 pairs of {tmp_path}/some.jsonl are cut to 6 tokens" in said
-    assert f"1 rows of {tmp_path}/some.jsonl are left out, where the source or the target is empty" in said
+    assert f"1 of the 2 pairs of {tmp_path}/some.jsonl are truncated to 6 tokens" in said
+    assert f"1 rows of {tmp_path}/some.jsonl with an empty source or target are skipped" in said
 
 
 def config_of(kind: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Checkpoints of families without a K/V-head count, rewritten exactly for stock classes that have one."""
+"""Rewrites checkpoints of families without a K/V-head count for stock classes that have one and compute the same."""

@@ -1,7 +1,7 @@
-"""What a translation consists of: where every row of every tensor of the result comes from.
+"""The parts of a translation, which state where every row of every output tensor comes from.
 
-Shape legend: H heads of the source, N K/V heads of the result, c head_dim, d hidden_size; a linear weight is [rows,
-columns].
+Shape legend: H attention heads of the source, N K/V heads of the result, c head_dim, d hidden_size. A linear weight is
+[rows, columns].
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Described(Protocol):
-    """What a header tells of a tensor."""
+    """The dtype and shape of a tensor, as its header states them."""
 
     @property
     def dtype(self) -> str: ...
@@ -42,48 +42,48 @@ class Run:
     count: int
     sources: tuple[Rows, ...] = ()
     pooling: Pooling | None = None
-    """How several sources are merged."""
+    """How several sources are merged; None if there is at most one."""
     role: Role | None = None
-    """Of what is merged; random numbers are drawn with the deviation of a role's rows."""
+    """The role of the merged heads. Method `random` draws numbers with the standard deviation of this role's rows."""
     scale: float = 1.0
     fill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Added to a bias: the rows of the weight that it belongs to, each times `vector` (the bias of the norm in
-    front).
-    """
+    """A term added to a bias: the product of each row of the layer's weight with `vector`, the bias of the folded norm."""
 
     runs: tuple[Run, ...]
-    """The weight's, run for run as long as the bias's own."""
+    """The runs of the weight; each is as long as the bias's run at the same position."""
     vector: str
     columns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A tensor whose K/V heads become fewer, as a plan describes it, in the target architecture's layout."""
+    """A tensor whose K/V heads are merged, as the plan lists it, in the target architecture's layout."""
 
     roles: tuple[Role, ...]
     before: Shape
     after: Shape
     method: str
-    """mean, first, random, or copy where the count stays."""
+    """`mean`, `first` or `random`, or `copy` if the number of heads stays the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedTensor:
-    """A tensor of the result: its runs, top to bottom, and what is done to all of them in the accumulation type."""
+    """An output tensor: its runs from top to bottom, and the operations applied to all of them in the accumulation
+    dtype.
+    """
 
     name: str
     dtype: str
     shape: Shape
     runs: tuple[Run, ...]
     place: str
-    """The source tensor in whose file and order it belongs."""
+    """The source tensor whose file and position the output tensor takes."""
     gain: str | None = None
-    """A vector of the source that the columns are multiplied with."""
+    """The source vector that scales the columns."""
     shift: Shift | None = None
     transposed: bool = False
     merged: Merged | None = None
@@ -97,7 +97,9 @@ class TranslatedTensor:
 
     @property
     def copied_ranges(self) -> tuple[tuple[str, int, int], ...] | None:
-        """(tensor, first row, rows) for each run, if all that happens is that rows are copied in order; else None."""
+        """(tensor, first row, number of rows) for each run if the tensor is a plain copy of source rows; otherwise
+        None.
+        """
         if self.gain or self.shift or self.transposed:
             return None
         ranges = []
@@ -110,7 +112,7 @@ class TranslatedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedAttention:
-    """One attention module of the result; `kv_heads` counts the source's."""
+    """One attention module of the result; `kv_heads` is the number of K/V heads in the source."""
 
     module: str
     kv_heads: int
@@ -121,7 +123,7 @@ class TranslatedAttention:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """All tensors of the result, and the buffers of the source that nothing reads."""
+    """All tensors of the result, and the names of the source's buffers that are dropped."""
 
     target_architecture: TargetArchitecture
     groups: int

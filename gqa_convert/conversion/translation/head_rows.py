@@ -1,4 +1,4 @@
-"""Where the rows of a layer's heads lie in the source, and in which order the target architecture wants them."""
+"""Locates the rows of a layer's heads in the source and orders them as the target architecture expects."""
 
 from gqa_convert.conversion.translation.description import Rows, Run
 from gqa_convert.conversion.translation.source_tensors import SourceTensors
@@ -10,8 +10,8 @@ class HeadRows:
     """The heads of one layer.
 
     Args:
-        source: of the translation.
-        layer: its number.
+        source: the source tensors of the translation.
+        layer: the index of the layer.
     """
 
     def __init__(self, source: SourceTensors, layer: int) -> None:
@@ -20,7 +20,9 @@ class HeadRows:
         self.rotated = rotary.rotated if isinstance(rotary, Rotary) else 0
 
     def runs(self, tensor: str, role: Role) -> tuple[Run, ...]:
-        """The rows of every head of a role, K/V heads merged to `groups`: contiguous heads share a group."""
+        """The rows of every head of a role. K/V heads are merged into `groups` heads, each from consecutive source
+        heads.
+        """
         size = self.size
         groups = size.heads if role == "query" else self.source.groups
         together = size.heads // groups

@@ -1,7 +1,7 @@
-"""The tensors of one layer of the target architecture, each in terms of the source's.
+"""Describes the tensors of one layer of the target architecture in terms of the source's tensors.
 
-Shape legend: H heads of the source, N K/V heads of the result, c head_dim, d hidden_size; a linear weight is [rows,
-columns].
+Shape legend: H attention heads of the source, N K/V heads of the result, c head_dim, d hidden_size. A linear weight is
+[rows, columns].
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from gqa_convert.merging.methods import COPY
 
 
 class LayerTranslation:
-    """One layer's tensors.
+    """Describes the tensors of one layer.
 
     Args:
-        source: of the translation.
-        number: of the layer.
+        source: the source tensors of the translation.
+        number: the index of the layer.
     """
 
     def __init__(self, source: SourceTensors, number: int) -> None:
@@ -71,7 +71,7 @@ class LayerTranslation:
         )
 
     def neutral_norm(self, old: str, new: str) -> Iterator[TranslatedTensor]:
-        """A norm that only normalises: its gain and bias are folded into the projections behind it."""
+        """A norm with gain 1 and bias 0, whose original gain and bias are folded into the projections that follow."""
         for kind, fill in (("weight", 1.0), ("bias", 0.0)):
             self.source.claim(f"{old}.{kind}", self.size.hidden_size)
             yield self.source.filled(f"{new}.{kind}", self.size.hidden_size, f"{old}.{kind}", fill)
@@ -79,7 +79,7 @@ class LayerTranslation:
     def linear(
         self, old: str, new: str, rows: int, columns: int, *, biased: bool, folded: str | None
     ) -> Iterator[TranslatedTensor]:
-        """A projection whose rows keep their order."""
+        """A projection whose rows keep the source's order."""
         weights = (Run(rows, (Rows(f"{old}.weight", 0),)),)
         self.claim_weight(f"{old}.weight", rows, columns)
         yield self.weight(f"{new}.weight", weights, f"{old}.weight", rows, columns, folded)
@@ -92,8 +92,8 @@ class LayerTranslation:
 
     @property
     def attention_biased(self) -> bool:
-        """GPT-NeoX may have an attention without biases, and then passes over those on disk; its MLP always has
-        them.
+        """Whether the attention has biases. GPT-NeoX may disable them, and then ignores attention biases in the
+        checkpoint; its MLP always has biases.
         """
         return self.source.origin.attention_biases and bool(self.source.config.get("attention_bias", True))
 
@@ -133,7 +133,7 @@ class LayerTranslation:
         folded: str | None,
         merged: Merged | None = None,
     ) -> TranslatedTensor:
-        """A bias; with a folded norm, plus the weight times the norm's bias."""
+        """A bias. If the norm before it is folded, the product of the weight and the norm's bias is added."""
         source = next((rows.tensor for run in runs for rows in run.sources), None)
         dtype = self.source.sources[source or weight].dtype
         self.source.check_arithmetic(source or weight, dtype)
@@ -149,7 +149,7 @@ class LayerTranslation:
         )
 
     def heads(self, folded: str | None) -> Iterator[TranslatedTensor]:
-        """Queries, keys and values, moved from the source's layout to the target architecture's."""
+        """The query, key and value tensors, rearranged from the source's layout to the target architecture's."""
         old, new, size = self.old, self.new, self.size
         parts: tuple[tuple[Role, str | None, str | None], ...] = (
             ("query", old.query, new.query),
@@ -199,7 +199,7 @@ class LayerTranslation:
 
 
 def joined(runs: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The same rows in as few runs as possible: heads that are not merged and follow one another, and zeros."""
+    """The same rows in as few runs as possible; adjacent unmerged heads and adjacent zero rows are joined."""
     joined: list[Run] = list(runs[:1])
     for before, run in pairwise(runs):
         last = joined[-1]

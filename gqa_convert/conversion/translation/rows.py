@@ -1,4 +1,4 @@
-"""Carries out what `tensors` describes: the numbers of one output tensor after another, a few MiB at a time."""
+"""Executes a translation: computes one output tensor after another, a few MiB at a time."""
 
 import math
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, pool,
 Array = npt.NDArray[Any]
 
 _BLOCK_NUMBERS = 1 << 18
-"""Numbers worked on at a time, over all heads that are merged: 1 MiB in float32, 2 in float64."""
+"""The numbers in one block, over all heads that are merged: 1 MiB in float32, 2 MiB in float64."""
 
 
 class Reader(Protocol):
-    """Reads rows of a source tensor: an array [rows, ...] of its type, which is not written to and need not outlive the
+    """Reads rows of a source tensor as an array [rows, ...] of its dtype. The array is read-only and valid until the
     next call.
     """
 
@@ -27,11 +27,11 @@ class Reader(Protocol):
 
 
 class RowTranslator:
-    """Computes translated tensors and keeps account of what merging costs.
+    """Computes translated tensors and records the error that merging introduces.
 
     Args:
-        read: gives rows of the source.
-        seed: for method `random`.
+        read: reads rows of the source.
+        seed: the seed of method `random`.
     """
 
     def __init__(self, read: Reader, seed: int = 0) -> None:
@@ -47,17 +47,19 @@ class RowTranslator:
         return {name: math.sqrt(error / norm) if norm else 0.0 for name, (error, norm) in self._squares.items()}
 
     def blocks(self, tensor: TranslatedTensor) -> Iterator[Array]:
-        """The tensor's rows, top to bottom, in contiguous blocks of its type, each valid until the next is asked for.
+        """The tensor's rows from top to bottom, in contiguous blocks of its dtype. A block is valid until the next one
+        is requested.
 
-        Everything is computed in float32 for the half types and in float64 for float32 and float64, and rounded once.
+        Half-precision tensors are computed in float32, float32 and float64 tensors in float64; each number is rounded
+        once.
 
         Raises:
             NonFiniteError: a tensor to be merged or folded holds NaN or Inf, or a folded number is too large for its
                 type.
         """
-        source = self._take(tensor)
+        source = self._strided_reader(tensor)
         columns = math.prod(tensor.shape[1:])
-        fresh = _Fresh(source, tensor.runs, columns, self._seed)
+        fresh = _RandomRows(source, tensor.runs, columns, self._seed)
         if tensor.shift:
             yield self._shifted_bias(tensor, tensor.shift, source, fresh)
             return
@@ -72,10 +74,12 @@ class RowTranslator:
                     wide *= self._vector(tensor.gain, columns, wide.dtype)
                 yield _rounded(wide, tensor)
 
-    def _shifted_bias(self, tensor: TranslatedTensor, shift: Shift, source: "_Take", fresh: "_Fresh") -> Array:
-        """A whole bias, each row plus its weight row times the norm's bias; vectors are small."""
+    def _shifted_bias(
+        self, tensor: TranslatedTensor, shift: Shift, source: "_StridedReader", fresh: "_RandomRows"
+    ) -> Array:
+        """The complete bias: to each number, the product of its weight row and the norm's bias is added."""
         parts = []
-        weights = _Fresh(source, shift.runs, shift.columns, self._seed)
+        weights = _RandomRows(source, shift.runs, shift.columns, self._seed)
         for own, weight in zip(tensor.runs, shift.runs, strict=True):
             wide = self._wide(own, 0, own.count, tensor, source, fresh)
             for first, count in _cut(weight, shift.columns):
@@ -87,9 +91,9 @@ class RowTranslator:
         return _rounded(np.concatenate(parts), tensor)
 
     def _wide(
-        self, run: Run, first: int, count: int, tensor: TranslatedTensor, source: "_Take", fresh: "_Fresh"
+        self, run: Run, first: int, count: int, tensor: TranslatedTensor, source: "_StridedReader", fresh: "_RandomRows"
     ) -> Array:
-        """Rows of a run in the accumulation type, with what merging them costs put to the tensor's account."""
+        """The rows of a run in the accumulation dtype; the squared merging error is added to the tensor's total."""
         if not run.sources:
             return np.full((count, *tensor.shape[1:]), run.fill, accumulation_dtype(DTYPES[tensor.dtype]))
         wide, heads = _merge(run, first, count, source, fresh)
@@ -109,8 +113,8 @@ class RowTranslator:
         return wide
 
     def _vector(self, name: str, count: int, wide: np.dtype[Any]) -> Array:
-        """A norm's gain or bias. Those of a layer are asked for block after block, those of the layer before never
-        again.
+        """A norm's gain or bias. Only the last four are cached, because a layer's vectors are used block after block
+        and those of earlier layers never again.
         """
         if name not in self._vectors:
             while len(self._vectors) >= 4:
@@ -121,12 +125,12 @@ class RowTranslator:
             raise NonFiniteError(f"tensor {name} holds NaN or Inf: repair the checkpoint first")
         return vector
 
-    def _take(self, tensor: TranslatedTensor) -> "_Take":
-        return _Take(self._read, tensor.shape[1] if tensor.transposed else None)
+    def _strided_reader(self, tensor: TranslatedTensor) -> "_StridedReader":
+        return _StridedReader(self._read, tensor.shape[1] if tensor.transposed else None)
 
 
-class _Take:
-    """Reads strided rows of the source; from a transposed tensor, which it then holds, strided columns."""
+class _StridedReader:
+    """Reads strided rows of a source tensor, or strided columns of a transposed one, which it keeps in memory."""
 
     def __init__(self, read: Reader, columns: int | None) -> None:
         self._read = read
@@ -134,7 +138,7 @@ class _Take:
         self._held: tuple[str, Array] | None = None
 
     def __call__(self, rows: Rows, first: int, count: int) -> Array:
-        """Rows `first` to `first + count` of a run's."""
+        """Rows `first` to `first + count` of a run."""
         start, span = rows.first + first * rows.step, (count - 1) * rows.step + 1
         if self._columns is None:
             return self._read(rows.tensor, start, span)[:: rows.step]
@@ -143,12 +147,12 @@ class _Take:
         return self._held[1].T[start : start + span : rows.step]
 
 
-class _Fresh:
-    """Random numbers for method `random`: one stream per source tensor and role, so that a weight's bias sees the
-    numbers of the weight.
+class _RandomRows:
+    """Draws the random numbers of method `random`, one stream per source tensor and role, so that a bias is shifted by
+    exactly the weight that was drawn.
     """
 
-    def __init__(self, source: _Take, runs: tuple[Run, ...], columns: int, seed: int) -> None:
+    def __init__(self, source: _StridedReader, runs: tuple[Run, ...], columns: int, seed: int) -> None:
         self._source, self._runs, self._columns, self._seed = source, runs, columns, seed
         self._count = 0
         self._streams: dict[str, Iterator[Array]] = {}
@@ -170,17 +174,17 @@ class _Fresh:
 
 
 def _cut(run: Run, columns: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of a run's blocks."""
+    """(first row, number of rows) of each block of a run."""
     step = max(1, _BLOCK_NUMBERS // (max(1, columns) * max(1, len(run.sources))))
     for first in range(0, run.count, step):
         yield first, min(step, run.count - first)
 
 
-def _merge(run: Run, first: int, count: int, source: _Take, fresh: _Fresh) -> tuple[Array, Array | None]:
-    """The merged rows, and the heads they come from as [heads, numbers] if there are several; both in the accumulation
-    type.
+def _merge(run: Run, first: int, count: int, source: _StridedReader, fresh: _RandomRows) -> tuple[Array, Array | None]:
+    """The merged rows and, if several heads are merged, those heads as [heads, numbers]; both in the accumulation
+    dtype.
 
-    As `BlockMerger` merges them, but not rounded.
+    Unlike `BlockMerger`, this does not round the result.
     """
     rows = source(run.sources[0], first, count)
     dtype, wide = rows.dtype, accumulation_dtype(rows.dtype)
@@ -200,7 +204,7 @@ def _rounded(wide: Array, tensor: TranslatedTensor) -> Array:
     if not np.isfinite(result).all():
         if np.isfinite(wide).all():
             raise NonFiniteError(
-                f"tensor {tensor.name} would hold numbers too large for {tensor.dtype} once the norm before it is part of it: "
+                f"tensor {tensor.name} would hold numbers too large for {tensor.dtype} once the preceding norm is folded into it: "
                 "save the model as bfloat16 or float32 first"
             )
         raise NonFiniteError(f"tensor {tensor.name} is computed from NaN or Inf: repair the checkpoint first")

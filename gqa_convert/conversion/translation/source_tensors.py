@@ -1,4 +1,4 @@
-"""The source's side of a translation: every tensor must have the shape that the config states, and be used."""
+"""The source tensors of a translation, each of which must have the shape that the config implies and must be used."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +11,8 @@ from gqa_convert.merging.methods import MergeMethod
 
 
 class SourceTensors:
-    """The tensors of one source, which of them a translation has used, and the simplest ways to use one.
+    """The tensors of one source: checks their shapes, tracks which of them a translation has used, and describes plain
+    copies.
 
     Raises:
         ConfigError: the embedding is missing.
@@ -50,7 +51,7 @@ class SourceTensors:
         ):
             expected = ", ".join("any" if size is None else str(size) for size in shape)
             raise ConfigError(
-                f"tensor {name} has shape {list(found.shape)} where [{expected}] belongs: the config and the weights do not belong together"
+                f"tensor {name} has shape {list(found.shape)}, expected [{expected}]: the config and the weights do not belong together"
             )
         self.claimed.add(name)
         return found
@@ -77,16 +78,16 @@ class SourceTensors:
             )
 
     def unused(self) -> tuple[str, ...]:
-        """The buffers that nothing reads.
+        """The names of unused tensors, all of which must be buffers.
 
         Raises:
-            ConfigError: a tensor is left over that is none of them.
+            ConfigError: an unused tensor is not a known buffer.
         """
         left = tuple(name for name in self.sources if name not in self.claimed)
         for name in left:
             if not name.endswith(self.origin.stale):
                 raise ConfigError(
-                    f"tensor {name} is none that a {self.target_architecture.source_type} checkpoint with {self.dimensions.layers} layers has: "
+                    f"tensor {name} does not belong to a {self.target_architecture.source_type} checkpoint with {self.dimensions.layers} layers: "
                     "the config and the weights do not belong together"
                 )
         return left

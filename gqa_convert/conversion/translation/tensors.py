@@ -1,4 +1,4 @@
-"""Says where every row of every tensor of a target architecture comes from, given the source's headers. Reads no weights."""
+"""Determines where every row of every output tensor comes from, using the source's headers alone."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,18 +17,18 @@ def translate_tensors(
     groups: int,
     method: MergeMethod = MEAN,
 ) -> Translation:
-    """Describe how every tensor of the target architecture is made.
+    """Describe every tensor of the target architecture in terms of the source's tensors.
 
     Args:
         sources: the headers of every tensor of the source, by name, in file order.
         config: the source's config.json.
-        target_architecture: what `find_target_architecture` found for it.
+        target_architecture: the result of `find_target_architecture` for that config.
         groups: K/V heads per layer of the result; divides the source's heads.
         method: how K/V heads are merged.
 
     Raises:
-        ConfigError: tensors are missing, too many, or contradict the config.
-        UnsupportedFormatError: a tensor that takes arithmetic has a type without any.
+        ConfigError: a tensor is missing, unexpected, or contradicts the config.
+        UnsupportedFormatError: a tensor that must be computed has a dtype that does not support arithmetic.
     """
     source = SourceTensors(sources, config, target_architecture, groups, method)
     old, new, hidden = source.origin.names, target_architecture.names, source.dimensions.hidden_size
@@ -48,9 +48,7 @@ def translate_tensors(
 
 
 def _head(source: SourceTensors) -> Iterator[TranslatedTensor]:
-    """The output projection. A checkpoint with tied embeddings may lack it, and one without a head has no bias
-    either.
-    """
+    """The output projection. Checkpoints with tied embeddings may omit it; one without a head has no head bias."""
     old, new = source.origin.names, source.target_architecture.names.heads[0]
     embedding = f"{source.old}{old.embedding}.weight"
     vocabulary = source.sources[embedding].shape[0]

@@ -102,7 +102,7 @@ class _Tokens:
     def __init__(self, tokens: Integers) -> None:
         self._tokens = tokens
 
-    def size(self, wanted: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
+    def size(self, needed: int | None = None) -> tuple[int, bool]:  # noqa: ARG002
         return len(self._tokens), True
 
     def read(self, start: int, count: int) -> Integers:

@@ -1,1 +1,1 @@
-"""Losses of a model on text: windows, batches and the forward pass."""
+"""Scores a model on text: windows, batches and the forward pass."""

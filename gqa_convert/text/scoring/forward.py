@@ -1,7 +1,7 @@
-"""The hot path: a forward pass per batch, and the loss of each token.
+"""Runs a forward pass per batch and computes the loss of each token.
 
-Logits are the largest tensors; they are walked in chunks of a few rows, in float32. Sums over tokens are float64,
-elsewhere.
+Logits are the largest tensors; they are processed in chunks of a few rows, in float32. The callers sum over tokens in
+float64.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from torch import Tensor
 from gqa_convert.text.scoring.material import Batches
 
 _CHUNK = 1 << 20
-"""Logits that are worked on at a time on a CPU."""
+"""The number of logits processed at a time on a CPU."""
 _CHUNK_ON_ACCELERATOR = 1 << 26
 
 Floats = npt.NDArray[np.float32]
@@ -24,11 +24,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every token [n]; 0 where nothing was scored.
+    """The scores of every token, [n] each; 0 for tokens that were not scored.
 
     Attributes:
-        loss: nats.
-        kl: KL(reference || model), nats; None without a reference.
+        loss: the cross-entropy in nats.
+        kl: KL(reference || model) in nats; None without a reference.
         agrees: 1 where the likeliest token is the reference's, else 0; None without a reference.
     """
 
@@ -37,7 +37,7 @@ class Scores:
     agrees: Floats | None = None
 
     def arrays(self) -> list[Floats]:
-        """Those that there are."""
+        """The arrays that are not None, by name."""
         return [array for array in (self.loss, self.kl, self.agrees) if array is not None]
 
 
@@ -50,15 +50,15 @@ def score(
     reference: Any = None,
     progress: Callable[[int], None] = lambda scored: None,
 ) -> Scores:
-    """Ask a model about tokens.
+    """Score tokens with a model.
 
     Args:
         model: a transformers model in evaluation mode.
-        batches: what to ask.
-        count: n, of all tokens.
-        numbers: which batches; all unless stated.
-        reference: a model with the same tokens; where the two have logits for different numbers of tokens, those that
-            both have are compared, each distribution being the one given that the token is one of them.
+        batches: the batches to score.
+        count: n, the number of all tokens.
+        numbers: the batches to run; by default all.
+        reference: a model with the same tokens. If the two have logits for different numbers of tokens, the shared
+            tokens are compared, and both distributions are conditioned on them.
         progress: called after each batch with the number of tokens that it scored.
     """
     loss = np.zeros(count, np.float32)
@@ -78,7 +78,7 @@ def score(
 
 
 def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """[b * L, V]."""
+    """The logits of a batch, [b * L, V]."""
     logits: Tensor = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, use_cache=False).logits
     return logits.flatten(0, 1)
 
@@ -86,16 +86,16 @@ def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def token_scores(
     logits: Tensor, rows: Tensor, targets: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss, divergence and agreement at some rows.
+    """Loss, divergence and agreement at the given rows.
 
     Args:
         logits: [N, V].
-        rows: [r], which of them, in order.
-        targets: [r], the tokens that come there.
-        reference: [N, V'], of another model.
+        rows: [r], indices of rows, in order.
+        targets: [r], the tokens to predict there.
+        reference: [N, V'], logits of another model.
 
     Returns:
-        Each [r], float32; None without a reference.
+        [r] each, float32; divergence and agreement are None without a reference.
     """
     rows, targets = rows.to(logits.device), targets.to(logits.device)
     shared = logits.shape[-1] if reference is None else min(logits.shape[-1], reference.shape[-1])
@@ -114,7 +114,7 @@ def token_scores(
         other = reference[part, :shared].float().log_softmax(-1)
         agreements.append((ours.argmax(-1) == other.argmax(-1)).float())
         share = other.exp()
-        # a token without probability adds nothing, whatever its logarithm
+        # a token with probability 0 contributes nothing, whatever its logarithm
         divergences.append(
             other.sub_(ours).mul_(share).masked_fill_(share == 0, 0.0).sum(-1, dtype=torch.float64).float()
         )

@@ -1,4 +1,4 @@
-"""What is scored: tokens that a model is to predict, and batches of what it reads to do so.
+"""The tokens to score, and the batches of model inputs that predict them.
 
 Shape legend: n tokens, b rows of a batch, L positions of a row, r predictions of a batch that count.
 """
@@ -15,13 +15,13 @@ Booleans = npt.NDArray[np.bool_]
 
 
 class Batch(NamedTuple):
-    """What a model reads at once.
+    """The input of one forward pass.
 
     Attributes:
-        inputs: keyword arguments of its forward pass, [b, L].
-        rows: [r], which of the b * L predictions count, row by row.
-        targets: [r], the tokens that come there.
-        places: [r], their places among all tokens.
+        inputs: keyword arguments of the forward pass, [b, L].
+        rows: [r], indices of the b * L predictions that are scored, row by row.
+        targets: [r], the tokens to predict there.
+        places: [r], the positions of these tokens among all tokens.
     """
 
     inputs: dict[str, Integers]
@@ -40,17 +40,17 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Material:
-    """Tokens as a tokenizer makes them of the text, and their blocks, which are the same for every tokenizer.
+    """The tokens of a text, and the text's blocks, which are the same for every tokenizer.
 
     Attributes:
-        ids: [n].
-        scored: [n], which of them are predicted.
-        sizes: [n], the bytes of text that each stands for, in UTF-8; None where that makes no sense.
+        ids: [n], the tokens.
+        scored: [n], whether each token is scored.
+        sizes: [n], the UTF-8 bytes of text that each token covers; None if that is not defined.
         blocks: [n], the number of the block that each belongs to: some kilobytes of a document, or an example.
-        block_count: how many blocks there are.
-        batches: what to read.
-        fingerprint: a hash of the tokens and of what is read to predict them.
-        truncated: how many examples are longer than the model reads, and were cut.
+        block_count: the number of blocks.
+        batches: the model inputs.
+        fingerprint: a hash of the tokens and of the model inputs.
+        truncated: how many examples exceed the model's context and were truncated.
     """
 
     ids: Integers
@@ -64,12 +64,12 @@ class Material:
 
     @cached_property
     def tokens(self) -> int:
-        """How many are scored."""
+        """The number of scored tokens."""
         return int(self.scored.sum())
 
     @cached_property
     def byte_count(self) -> int | None:
-        """Bytes of text that the scored tokens stand for."""
+        """The bytes of text that the scored tokens cover."""
         return None if self.sizes is None else int(self.sizes[self.scored].sum())
 
     def by_block(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -8,24 +8,24 @@ from gqa_convert.text.scoring.windows import cut_windows
 
 
 def context_length(model: Any) -> int:
-    """Tokens per block: what a loaded model has positions for, up to 2048."""
+    """Tokens per block: the context length of a loaded model, at most 2048."""
     return block_length(model.config.to_dict())
 
 
 def text_loss(
     model: Any, token_ids: list[int], *, batch: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> float:
-    """Mean next-token loss in nats per token; blocks overlap by one token, so that each token but the first is scored
-    once.
+    """Mean next-token loss in nats per token. Blocks overlap by one token, so that each token except the first is
+    scored once.
 
     Args:
         model: a transformers causal LM, in evaluation mode.
         token_ids: the text.
-        batch: blocks at a time.
-        progress: called with the number of tokens scored and to be scored.
+        batch: blocks per forward pass.
+        progress: called with the number of tokens scored and the total.
 
     Returns:
-        The loss; NaN if the model produces it.
+        The loss; NaN if the model produces NaN.
 
     Raises:
         ValueError: the text has fewer than two tokens.

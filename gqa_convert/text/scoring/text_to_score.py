@@ -1,4 +1,4 @@
-"""Text to score: read once, so that all models see the same."""
+"""Reads the text to score once, so that all models get the same text."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -15,7 +15,7 @@ from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import default_cache
 
 STREAM_TOKENS = 1 << 20
-"""Tokens of a Hub dataset that are read unless it is said how many: some of them never end."""
+"""The default number of tokens read from a Hub dataset, because some datasets never end."""
 
 Progress = Callable[[int, int], None]
 
@@ -23,12 +23,12 @@ Progress = Callable[[int, int], None]
 def read_pieces(
     source: Source, tokenizer: Any, tokens: int | None, progress: Progress = lambda done, total: None
 ) -> list[Piece]:
-    """The text of a source, or the beginning of it that has so many tokens.
+    """The text of a source, or the part from its beginning that has so many tokens.
 
     Args:
         source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
-        tokenizer: whose tokens are counted.
-        tokens: how many, at most; by default all of a file, and 1,048,576 of a Hub dataset.
+        tokenizer: the tokenizer that counts the tokens.
+        tokens: the most tokens to read; by default all of a file, and 1,048,576 of a Hub dataset.
         progress: called with the bytes or tokens read and their total.
 
     Raises:
@@ -47,15 +47,14 @@ def read_pieces(
 
 
 def read_file(path: Path, text_field: str = "text") -> str:
-    """All the text of a local file; documents in JSON or Parquet are put one after the other, with an empty line
-    between.
+    """The text of a local file; documents in JSON or Parquet are joined by empty lines.
 
     Args:
-        path: of a file.
-        text_field: of the rows of JSON lines, a JSON array or a Parquet file.
+        path: the path of the file.
+        text_field: the field that holds the text in JSON lines, a JSON array or a Parquet file.
 
     Raises:
-        DataError: it can't be read, or a row has no such field.
+        DataError: the file can't be read, or a row has no such field.
     """
     parts = (piece.text + ("\n\n" if piece.last else "") for piece in FileText(str(path), [path], text_field))
     return "".join(parts).removesuffix("\n\n")
@@ -67,13 +66,13 @@ def read_pairs(
     """Pairs of texts: two fields of each row of JSON lines, Parquet files or a Hub dataset.
 
     Args:
-        source: of the rows.
-        fields: that of the source texts, and that of the targets.
-        count: how many pairs, at most.
+        source: the source of the rows.
+        fields: the field of the source texts and the field of the targets.
+        count: the most pairs to read.
         progress: called with the bytes or pairs read and their total.
 
     Raises:
-        DataError: the rows can't be found or read, lack a field or have no text in it.
+        DataError: the rows can't be found or read, lack a field, or have no text in it.
     """
     text = open_source(source, default_cache())
     pairs: list[Pair] = []
@@ -82,7 +81,7 @@ def read_pairs(
             for field, side in zip(fields, pair, strict=True):
                 if not side:
                     raise DataError(
-                        f"{where}: {field!r} holds nothing, expected text: leave the row out, or name another field"
+                        f"{where}: {field!r} is empty, expected text: remove the row, or name another field"
                     )
             pairs.append(pair)
             if isinstance(text, FileText):
@@ -110,7 +109,7 @@ def _hub_pieces(text: HubText) -> Iterator[Piece]:
 
 
 def _limited(pieces: Iterator[Piece], tokenizer: Any, limit: int, progress: Progress) -> Iterator[Piece]:
-    """Pieces up to the end of a token."""
+    """Pieces up to the end of the last token within the limit."""
     count = 0
     for piece in pieces:
         _, ends = encode(tokenizer, piece.text)

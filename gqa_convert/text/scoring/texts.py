@@ -1,4 +1,4 @@
-"""A text as a causal model reads it: tokens, the bytes that each stands for, and windows."""
+"""A text as input of a causal model: tokens, the bytes that each token covers, and windows."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,22 +12,22 @@ from gqa_convert.text.scoring.material import Batch, Integers, Material
 from gqa_convert.text.scoring.windows import Window, cut_windows, longest_first
 
 BLOCK = 2048
-"""Bytes of a block of text, over which standard errors are taken."""
+"""The bytes in a block of text, the unit over which standard errors are computed."""
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False, target: bool = False) -> tuple[Integers, Integers]:
-    """A text's tokens, and how many of its characters have come when each ends.
+    """A text's tokens, and the character position at which each of them ends.
 
-    Tokenizers that don't say where their tokens lie are taken to have tokens of equal length.
+    If a tokenizer gives no offsets, its tokens are assumed to be equally long.
 
     Args:
         tokenizer: a transformers tokenizer.
-        text: what to encode.
-        special: add what the tokenizer puts around a text.
-        target: it is what an encoder-decoder is to write, perhaps in another language.
+        text: the text to encode.
+        special: add the tokenizer's special tokens.
+        target: encode it as a target of an encoder-decoder, which may have another language.
 
     Returns:
-        [n] and [n]; the last end is the text's.
+        [n] and [n]; the last end is the length of the text.
     """
     fast = bool(tokenizer.is_fast)
     found = tokenizer(
@@ -49,15 +49,15 @@ def encode(tokenizer: Any, text: str, *, special: bool = False, target: bool = F
 
 
 def byte_ends(text: str, ends: Integers) -> Integers:
-    """Places in characters as places in bytes of UTF-8."""
+    """Convert character positions to UTF-8 byte positions."""
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (points >= 1 << 7).astype(np.int64) + (points >= 1 << 11) + (points >= 1 << 16)
     return np.concatenate([[0], np.cumsum(widths)])[ends]
 
 
 def prefix_of(tokenizer: Any) -> list[int]:
-    """What stands before every document, so that its first token is predicted too: the beginning-of-text token, if
-    there is one.
+    """The prefix of every document, from which its first token is predicted: the beginning-of-text token, if there is
+    one.
     """
     return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
 
@@ -71,18 +71,19 @@ def text_material(
     batch: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Material:
-    """A text for a causal model. No end-of-text token is scored, which is none of the text's bytes.
+    """The tokens and windows of a text for a causal model. End-of-text tokens are not scored, because they cover no
+    bytes of the text.
 
     Args:
         pieces: documents or parts of them, in order.
         tokenizer: the model's.
         context: see `cut_windows`.
-        stride: the same.
-        batch: windows at a time.
+        stride: see `cut_windows`.
+        batch: windows per forward pass.
         progress: called with the pieces tokenised, and their number.
 
     Raises:
-        DataError: there is no token to predict.
+        DataError: the text has no token to predict.
     """
     prefix = prefix_of(tokenizer)
     ids, sizes, blocks, documents = [], [], [], []
@@ -112,7 +113,7 @@ def text_material(
     scored[[start for start, end in documents if end > start]] = False
     if not scored.any():
         raise DataError(
-            f"the text has {len(flat)} tokens, and none of them can be predicted from the one before it: name more text"
+            f"the text has {len(flat)} tokens, and none of them has a preceding token to be predicted from: name more text"
         )
     windows = cut_windows(documents, context, stride)
     digest = hashlib.sha256(flat.tobytes() + np.array(documents, np.int64).tobytes()).hexdigest()
@@ -128,13 +129,13 @@ def text_material(
 
 
 class WindowBatches:
-    """Windows of a text in batches, padded at their ends: what comes later can't change a causal model's predictions,
-    so that no mask is needed and all models run as they do without padding.
+    """Windows of a text in batches, padded on the right. Later tokens can't change a causal model's predictions, so no
+    mask is needed and all models run as they do without padding.
 
     Args:
         ids: [n], the text.
-        windows: on it.
-        batch: windows at a time.
+        windows: the windows of the text.
+        batch: windows per forward pass.
     """
 
     def __init__(self, ids: Integers, windows: Sequence[Window], batch: int) -> None:

@@ -1,16 +1,16 @@
-"""Where a causal model's windows lie on a text: every token but the first of a document is predicted once."""
+"""Divides a text into windows for a causal model, which predict every token except the first of a document once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """Consecutive tokens that a model reads at once.
+    """Consecutive tokens that a model reads in one forward pass.
 
     Attributes:
-        start: place of the first in the text.
-        length: how many it reads; each predicts the token after it.
-        skip: how many of the first predictions an earlier window has made already.
+        start: the position of its first token in the text.
+        length: the number of tokens read; each predicts the next one.
+        skip: the number of leading predictions that an earlier window has already made.
     """
 
     start: int
@@ -19,15 +19,14 @@ class Window(NamedTuple):
 
 
 def cut_windows(documents: Sequence[tuple[int, int]], context: int, stride: int) -> list[Window]:
-    """Windows that predict each token of each document, but the first, once: with a context as long as the windows
-    allow.
+    """Windows that predict each token of each document except the first exactly once, with the longest context that the
+    window length allows.
 
-    The first window of a document predicts as many tokens as it reads, each further one the `stride` tokens that are
-    new to it.
+    The first window of a document predicts as many tokens as it reads, each later one predicts its `stride` new tokens.
 
     Args:
-        documents: where each begins and ends in the text.
-        context: tokens that a window reads, at most.
+        documents: the beginning and the end of each document in the text.
+        context: the most tokens that a window reads.
         stride: tokens between the beginnings of a document's windows, from 1 to `context`.
     """
     if not 1 <= stride <= context:
@@ -44,8 +43,8 @@ def cut_windows(documents: Sequence[tuple[int, int]], context: int, stride: int)
 
 
 def longest_first(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Numbers of windows in batches, those of equal length together: what is too large for the memory comes first, and
-    little is padded.
+    """Window numbers in batches, longest windows first: memory runs out at the beginning if at all, and little padding
+    is needed.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     return [order[first : first + batch] for first in range(0, len(order), batch)]
