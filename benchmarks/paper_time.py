@@ -119,7 +119,7 @@ def main() -> None:
         "--dtype",
         given.dtype,
     ]
-    result = benchmark_model(config=CONFIG, options=options, plot=given.plot, command=command)
+    result = benchmark_model(config=CONFIG, options=options, plot=given.plot, command=command).as_json()
     result |= {
         "model": "T5-XXL",
         "paper": {str(n): {"name": name, "sample_s": time, "quality": q} for n, (name, time, q) in PAPER.items()},

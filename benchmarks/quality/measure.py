@@ -113,7 +113,7 @@ def measure(job: Job, cache: Path) -> Cell:
         **job._asdict(),
         "loss": round(loss, 4),
         "conversion_seconds": round(seconds, 1),
-        "method_used": result["method"],
+        "method_used": result.plan.effective_method,
     }
 
 

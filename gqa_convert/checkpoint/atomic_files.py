@@ -5,7 +5,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from gqa_convert.checkpoint.strict_json import JsonObject
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: JsonObject) -> None:
     """Replace a file with indented JSON in one step."""
     write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 

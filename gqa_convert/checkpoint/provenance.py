@@ -5,13 +5,13 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.ownership import RECORD, WRITTEN
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 
 PROVENANCE = RECORD
 FORMAT_VERSION = 1
@@ -25,8 +25,16 @@ class FileRecord:
     nbytes: int
     sha256: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {"bytes": self.nbytes} | ({} if self.sha256 is None else {"sha256": self.sha256})
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """A size of the source and of the result, in bytes."""
+
+    before: int
+    after: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class CalibrationRecord:
     kl: Divergence | None = None
     """None where that stage did not run."""
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> JsonObject:
         """What the merged layers depend on."""
         return {
             "text": self.text,
@@ -66,8 +74,8 @@ class CalibrationRecord:
             "digest": self.digest,
         }
 
-    def as_json(self) -> dict[str, Any]:
-        kl = None if self.kl is None else {"before": self.kl.before, "after": self.kl.after}
+    def as_json(self) -> JsonObject:
+        kl = None if self.kl is None else asdict(self.kl)
         return self.inputs() | {"kl_steps": self.kl_steps, "kl": kl}
 
 
@@ -99,8 +107,8 @@ class ConversionRecord:
     """Whether an encoder's self-attention was converted too."""
     route: str
     """What loads the result, as `Plan.route` names it."""
-    cache_bytes: Mapping[str, Mapping[str, int]]
-    """`kv_bytes_per_token` and `cross_kv_bytes_per_encoder_token`, each before and after."""
+    cache_bytes: Mapping[str, BeforeAfter]
+    """`kv_bytes_per_token` and `cross_kv_bytes_per_encoder_token`."""
     head_order: Mapping[str, list[int]]
     """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
     merge_error: Mapping[str, float]
@@ -112,7 +120,7 @@ class ConversionRecord:
     written: Mapping[str, Any]
     """Every file beside the record, as `ownership.list_written` lists them."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """The content of the file."""
         return {
             "format_version": FORMAT_VERSION,
@@ -133,7 +141,7 @@ class ConversionRecord:
             "groups": self.groups,
             "encoder": self.encoder,
             "route": self.route,
-            **self.cache_bytes,
+            **{name: asdict(both) for name, both in self.cache_bytes.items()},
             "head_order": dict(self.head_order),
             "merge_error": dict(self.merge_error),
             "uptraining_tokens": 0,
@@ -152,12 +160,12 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     return found
 
 
-def files_as_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+def files_as_json(files: Mapping[str, FileRecord]) -> JsonObject:
     """`{"files": {name: {"bytes": ..., "sha256": ...}}}`."""
     return {"files": {name: file.as_json() for name, file in files.items()}}
 
 
-def earlier_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:
     """The record in a local checkpoint that this program made, as its file has it; None without one.
 
     Raises:

@@ -12,7 +12,11 @@ class _DuplicateKeyError(ValueError):
     pass
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+JsonObject = dict[str, Any]
+"""A JSON object, as `json.loads` returns it and `json.dumps` takes it."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
@@ -28,7 +32,7 @@ def parse_object(
     where: str,
     error: type[GQAConvertError] = CorruptCheckpointError,
     parse_int: Callable[[str], int] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Parse the JSON object in `raw`.
 
     Args:

@@ -153,6 +153,6 @@ def benchmark(
             progress=step,
         )
     if as_json:
-        print_json(result)
+        print_json(result.as_json())
     elif not quiet:
         show_benchmark(result)

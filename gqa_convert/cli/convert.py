@@ -135,6 +135,6 @@ def convert(
             progress=lambda nbytes: bar[0](nbytes),
         )
     if as_json:
-        print_json(result)
+        print_json(result.as_json())
     elif not quiet:
         show_conversion(result)

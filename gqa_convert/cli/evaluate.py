@@ -214,10 +214,10 @@ def evaluate(
             command=["gqa-convert", *sys.argv[1:]],
             progress=step,
         )
-    if not results:  # only the main process has the results
+    if results is None:  # only the main process has the results
         return
     if as_json:
-        print_json(results)
+        print_json(results.as_json())
     elif not quiet:
         show_evaluation(results, output)
     if broken := failed(results):

@@ -72,6 +72,6 @@ def inspect(
             progress=step,
         )
     if as_json:
-        print_json(result)
+        print_json(result.as_json())
     elif not quiet:
         show_inspection(result)

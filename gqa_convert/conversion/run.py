@@ -4,22 +4,50 @@ Only K/V heads are read into memory; the kernel copies everything else. Memory d
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.ownership import list_written
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_as_json, hash_files
+from gqa_convert.checkpoint.provenance import PROVENANCE, CalibrationRecord, earlier_record, files_as_json, hash_files
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult(Result):
+    """What `convert_checkpoint` did.
+
+    Attributes:
+        plan: the plan that was carried out.
+        out: the new checkpoint folder.
+        out_bytes: the size of all files in it.
+        merge_error: relative merge error by tensor, or by module and part of it where whole layers were merged.
+        calibration: the text that was measured on; None without text.
+    """
+
+    plan: Plan
+    out: Path
+    out_bytes: int
+    merge_error: Mapping[str, float]
+    calibration: CalibrationRecord | None
+
+    def as_json(self) -> JsonObject:
+        """The plan's summary and what only the conversion knows."""
+        calibrated = {} if self.calibration is None else {"calibration": self.calibration.as_json()}
+        done = {"out": str(self.out), "out_bytes": self.out_bytes, "merge_error": dict(self.merge_error)}
+        return self.plan.summary() | calibrated | done
 
 
 def convert_checkpoint(
@@ -44,7 +72,7 @@ def convert_checkpoint(
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
-) -> dict[str, Any]:
+) -> ConversionResult:
     """Convert a checkpoint to grouped-query attention.
 
     Args:
@@ -77,7 +105,7 @@ def convert_checkpoint(
         progress: called with every number of weight bytes written.
 
     Returns:
-        The plan's summary with the result's path, its size in bytes and the merge error of every changed tensor.
+        The plan, the result's path and size, and the merge error of every changed tensor.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
@@ -126,8 +154,7 @@ def convert_checkpoint(
         write_json(staged.path / PROVENANCE, record.as_json())
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    calibrated = {} if merged.calibration is None else {"calibration": merged.calibration.as_json()}
-    return {**plan.summary(), **calibrated, "out": str(out), "out_bytes": total, "merge_error": errors}
+    return ConversionResult(plan, out, total, errors, merged.calibration)
 
 
 def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationOptions, **options: Any) -> Plan:

@@ -115,9 +115,9 @@ def _convert(folder: Path, groups: int, ids: list[int], overwrite: bool, options
     return {
         "groups": groups,
         "out": str(folder),
-        "method": converted["method"],
-        "kv_bytes_per_token": converted["kv_bytes_per_token"]["after"],
-        "parameters": converted["parameters"]["after"],
+        "method": converted.plan.effective_method,
+        "kv_bytes_per_token": converted.plan.cache_bytes_per_token(after=True),
+        "parameters": converted.plan.parameters_after,
         "verified": verify_checkpoint(folder, CHECKPOINT).passed,
         "loss": _loss(folder, ids),
     }

@@ -223,7 +223,7 @@ def _sizes(facts: Facts) -> list[tuple[str, ...]]:
     for key, sizes in facts.plan.cache_bytes().items():
         recorded = getattr(facts.chain[0], key)
         before = recorded.before if recorded else None
-        rows.append((caches[key], number(before, 0), number(sizes["after"], 0)))
+        rows.append((caches[key], number(before, 0), number(sizes.after, 0)))
     rows.append(("parameters", "", number(facts.plan.parameters_after, 0)))
     return [(name, before or "not recorded", after) for name, before, after in rows]
 

@@ -42,7 +42,7 @@ try:
     if verb == "plan":
         result = make_plan(open_checkpoint(source, revision=revision or None), 4).summary()
     else:
-        result = convert_checkpoint(source, out, 4, revision=revision or None, method="mean")
+        result = convert_checkpoint(source, out, 4, revision=revision or None, method="mean").as_json()
 except GQAConvertError as problem:
     result = {"error": type(problem).__name__, "message": str(problem)}
 print(json.dumps(result))

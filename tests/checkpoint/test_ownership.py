@@ -183,7 +183,7 @@ def test_home_folders(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     result = convert_checkpoint("~/source", "~/result", 4, method="mean")
-    assert result["out"] == str(tmp_path / "result")
+    assert result.out == tmp_path / "result"
     assert json.loads((tmp_path / "result" / "gqa_conversion.json").read_text())["source"]["id"] == str(source)
     assert list(Path().iterdir()) == []
 
@@ -201,7 +201,7 @@ def test_a_home_folder_is_recorded_as_what_it_stands_for(
 ) -> None:
     """A record is read elsewhere, by others, and by commands that look for the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert inspect_checkpoint("~/source", groups=[3])["source"] == str(source)
+    assert inspect_checkpoint("~/source", groups=[3]).source == str(source)
     assert recommend_groups("~/source", Constraints(memory=10**9, context=16))["source"] == str(source)
     assert read_path("model", "~/source") == str(source)
     assert read_path("model", "org/model") == "org/model"

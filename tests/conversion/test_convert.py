@@ -60,7 +60,7 @@ def test_the_mean_of_contiguous_heads(source: Path, tmp_path: Path, groups: int)
     assert np.array_equal(after, heads.mean(1).astype(np.float32).reshape(groups * WIDTH, HIDDEN))
     repeated = np.repeat(after.reshape(groups, 1, WIDTH, HIDDEN), HEADS // groups, axis=1).reshape(before.shape)
     error = np.linalg.norm(before.astype(float) - repeated) / np.linalg.norm(before.astype(float))
-    assert result["merge_error"][KEY] == pytest.approx(error, rel=1e-9)
+    assert result.merge_error[KEY] == pytest.approx(error, rel=1e-9)
 
 
 def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
             heads[:] = heads[:, :1]
     source = write_llama(tmp_path / "source", arrays=arrays)
     result = convert_checkpoint(source, tmp_path / "down", 4, method="mean")
-    assert set(result["merge_error"].values()) == {0.0}
+    assert set(result.merge_error.values()) == {0.0}
     convert_checkpoint(tmp_path / "down", tmp_path / "up", 12, method="mean")
     assert same_weights(source, tmp_path / "up")
     record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
@@ -268,7 +268,7 @@ def test_code_beside_the_weights_is_carried_and_never_run(source: Path, tmp_path
     (source / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
     result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
     assert (tmp_path / "out" / "modeling_x.py").read_bytes() == (source / "modeling_x.py").read_bytes()
-    assert any("never run" in warning for warning in result["warnings"])
+    assert any("never run" in warning for warning in result.plan.warnings)
     verify_checkpoint(tmp_path / "out", source)
     assert not canary.exists()
 
@@ -279,6 +279,6 @@ def test_stale_weights_are_left_behind(source: Path, tmp_path: Path) -> None:
     (source / "notes" / "deep").mkdir(parents=True)
     (source / "notes" / "deep" / "a.txt").write_text("kept")
     result = convert_checkpoint(source, tmp_path / "out", 3, method="mean")
-    assert result["left_behind"] == ["adapter_extra.safetensors", "optimizer.pt"]
+    assert result.as_json()["left_behind"] == ["adapter_extra.safetensors", "optimizer.pt"]
     assert not (tmp_path / "out" / "optimizer.pt").exists()
     assert (tmp_path / "out" / "notes" / "deep" / "a.txt").read_text() == "kept"

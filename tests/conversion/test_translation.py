@@ -252,9 +252,9 @@ def greedy(model: PreTrainedModel) -> list[list[int]]:
 def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     source = build(name)
     source.save_pretrained(tmp_path / "source")
-    summary = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, native=True, method="mean")
-    assert summary["route"] == "translated"
-    assert summary["parameters"]["after"] == sum(
+    converted = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, native=True, method="mean")
+    assert converted.plan.route == "translated"
+    assert converted.plan.parameters_after == sum(
         tensor.numel() for tensor in load_file(tmp_path / "out" / "model.safetensors").values()
     )
     repeat_merged(source, groups)
@@ -266,9 +266,9 @@ def test_equals_the_source(name: str, groups: int, tmp_path: Path) -> None:
     assert greedy(result) == greedy(source)
     cache = result(input_ids=tokens()[0]).past_key_values
     assert all(layer.keys.shape[-3] == groups for layer in cache.layers)
-    changed = {change["name"] for change in summary["changes"] if change["before"] != change["after"]}
-    assert set(summary["merge_error"]) == changed
-    assert all(0.1 < error < 1 for error in summary["merge_error"].values())
+    changed = {change.name for change in converted.plan.changes if change.before != change.after}
+    assert set(converted.merge_error) == changed
+    assert all(0.1 < error < 1 for error in converted.merge_error.values())
 
 
 def test_a_plan_lists_the_projections_that_take_the_folded_maps(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_result_is_the_source_with_merged_heads(groups: int, tmp_path: Path) -> 
     assert float((ours - theirs).abs().max() / theirs.std()) < 1e-5
     if groups < GROUPS:
         assert float((ours - reference(source, CONFIG, ids)).abs().max() / theirs.std()) > 0.05
-    assert result["route"] == "checkpoint's own code"
+    assert result.plan.route == "checkpoint's own code"
     assert (tmp_path / "out" / "modeling_chatglm.py").is_file()
 
 

@@ -751,7 +751,7 @@ def test_plan_tells_what_is_needed(case: str, sources: Callable[..., Path]) -> N
     sizes = plan.cache_bytes()
     assert ("cross_kv_bytes_per_encoder_token" in sizes) == ("cross" in held)
     for both in sizes.values():
-        assert both["before"] * groups == both["after"] * heads
+        assert both.before * groups == both.after * heads
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_cache_bytes_are_those_of_the_live_cache(llama: Path) -> None:
-    found = by_groups(benchmark_model(llama, options=options(batch=(2,))))
+    found = by_groups(benchmark_model(llama, options=options(batch=(2,))).as_json())
     for groups in (3, 4, 12):
         assert found[groups]["kv_bytes_per_token"] == 2 * 2 * groups * WIDTH * 4  # layers, K and V, float32
         assert found[groups]["kv_bytes"] == found[groups]["kv_bytes_per_token"] * 7 * 2
 
 
 def test_cache_bytes_in_bfloat16_without_prefill(llama: Path) -> None:
-    found = by_groups(benchmark_model(llama, options=options(dtype="bfloat16", prefill=False)))
+    found = by_groups(benchmark_model(llama, options=options(dtype="bfloat16", prefill=False)).as_json())
     assert [found[groups]["kv_bytes_per_token"] for groups in (3, 4, 12)] == [
         2 * 2 * groups * WIDTH * 2 for groups in (3, 4, 12)
     ]
@@ -88,7 +88,7 @@ def test_cache_bytes_in_bfloat16_without_prefill(llama: Path) -> None:
 @pytest.mark.parametrize("prefill", [True, False])
 def test_an_encoder_decoder_has_two_caches(tmp_path: Path, prefill: bool) -> None:
     config = write_config(tmp_path, "t5")
-    result = benchmark_model(config=config, options=options(encoder_tokens=11, batch=(2,), prefill=prefill))
+    result = benchmark_model(config=config, options=options(encoder_tokens=11, batch=(2,), prefill=prefill)).as_json()
     for groups, record in by_groups(result).items():
         per_token = 2 * 2 * groups * 16 * 4  # two decoder layers; three in the encoder, which keeps none
         assert record["kv_bytes_per_token"] == record["cross_kv_bytes_per_encoder_token"] == per_token
@@ -99,7 +99,7 @@ def test_an_encoder_decoder_has_two_caches(tmp_path: Path, prefill: bool) -> Non
 @pytest.mark.parametrize("model_type", ["gpt_neox", "opt", "gptj", "gemma2", "mpt", "whisper", "switch_transformers"])
 def test_other_kinds_of_models(tmp_path: Path, model_type: str) -> None:
     """Translated ones, own files, attention code of their own, windows and capped scores, sound, experts."""
-    result = benchmark_model(config=write_config(tmp_path, model_type), options=options(groups=(3, 12)))
+    result = benchmark_model(config=write_config(tmp_path, model_type), options=options(groups=(3, 12))).as_json()
     found = by_groups(result)
     assert found[12]["kv_bytes"] == 4 * found[3]["kv_bytes"] > 0
     expected = {"gpt_neox": "gqa", "opt": "gqa", "gptj": "eager", "gemma2": "eager", "mpt": "eager", "whisper": "gqa"}
@@ -141,8 +141,8 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
         torch.testing.assert_close(own.model(ids).logits, expected(ids).logits)
     shared = {id(part) for part in own.model.parameters()} & {id(part) for part in grouped.model.parameters()}
     assert len(list(own.model.parameters())) - len(shared) == 2 * 2  # keys and values of two layers
-    assert benchmark_model(llama, options=options())["weights"] == "own"
-    assert benchmark_model(llama, options=options(groups=(3,)))["weights"] == "random"
+    assert benchmark_model(llama, options=options()).weights == "own"
+    assert benchmark_model(llama, options=options(groups=(3,))).weights == "random"
 
 
 def test_steps_are_taken_back(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
         plot=plot,
         command=["gqa-convert", "benchmark"],
         progress=lambda stage, done, total: told.append((stage, done, total)),
-    )
+    ).as_json()
     assert [(each["batch"], each["context"], each["groups"]) for each in result["results"]] == [
         (batch, context, groups) for batch in (1, 3) for context in (5, 9) for groups in (3, 4, 12)
     ]
@@ -298,7 +298,7 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_divisors(llama: Path, tmp_path: Path) -> None:
-    assert [each["groups"] for each in benchmark_model(llama, options=options(groups=None))["results"]] == [
+    assert [each.groups for each in benchmark_model(llama, options=options(groups=None)).results] == [
         1,
         2,
         3,
@@ -307,19 +307,19 @@ def test_defaults_are_the_divisors(llama: Path, tmp_path: Path) -> None:
         12,
     ]
     grouped = write_config(tmp_path, "llama", num_key_value_heads=4)
-    assert [each["groups"] for each in benchmark_model(config=grouped, options=options(groups=None))["results"]] == [
+    assert [each.groups for each in benchmark_model(config=grouped, options=options(groups=None)).results] == [
         1,
         2,
         4,
     ]
-    whole = benchmark_model(llama, options=BenchmarkOptions(groups=(3,), device="cpu", **QUICK))
+    whole = benchmark_model(llama, options=BenchmarkOptions(groups=(3,), device="cpu", **QUICK)).as_json()
     assert whole["results"][0]["context"] == 32  # half of the model's positions
 
 
 def test_fewer_layers_are_told_and_extrapolated(tmp_path: Path) -> None:
     for model_type, whole in (("t5", 2), ("gemma2", 2), ("gpt_neo", 4)):
         config = write_config(tmp_path, model_type)
-        result = benchmark_model(config=config / "config.json", options=options(layers=1, groups=(3, 12)))
+        result = benchmark_model(config=config / "config.json", options=options(layers=1, groups=(3, 12))).as_json()
         assert (result["layers"], result["model_layers"], result["weights"]) == (1, whole, "random")
         for record in result["results"]:
             rest = record["decode_ms_per_token"] - record["layers_ms_per_token"]
@@ -355,7 +355,7 @@ def test_hooks_find_the_decoders_attention(
 
 
 def test_what_fits_a_budget(llama: Path) -> None:
-    result = benchmark_model(llama, options=options(memory=1_000_000))
+    result = benchmark_model(llama, options=options(memory=1_000_000)).as_json()
     assert result["memory"]["bytes"] == 1_000_000
     for groups, record in by_groups(result).items():
         parameters = sum(part.numel() for part in load_model(llama, torch.float32)[0].parameters())
@@ -364,7 +364,7 @@ def test_what_fits_a_budget(llama: Path) -> None:
         assert record["weight_bytes"] == weights
         assert record["largest_batch"] == (1_000_000 - weights) // (7 * token)
         assert record["largest_context"] == min(64, (1_000_000 - weights) // token)
-    cut = by_groups(benchmark_model(llama, options=options(memory=1_000_000, layers=1)))
+    cut = by_groups(benchmark_model(llama, options=options(memory=1_000_000, layers=1)).as_json())
     assert cut[3]["largest_batch"] == by_groups(result)[3]["largest_batch"]  # of the whole model
     found = fitting(1000, 400, 3.0, 2.0, batch=2, context=10, encoder_tokens=30, positions=None)
     assert (found.largest_batch, found.largest_context) == (600 // 90, (300 - 60) // 3)

@@ -42,7 +42,7 @@ def run(home: Path, *names: str, data: str, reference: str | None = None, **sett
     given = Settings(**({"device": "cpu"} | settings))
     return evaluate(
         models, Source(str(home / data)), given, reference=None if reference is None else str(home / reference)
-    )
+    ).as_json()
 
 
 def tokens_of(text: str) -> list[int]:
@@ -112,7 +112,9 @@ def test_without_a_beginning_token_the_first_one_is_not_scored(home: Path, tmp_p
     tokenizer.bos_token = None
     causal(tmp_path / "model", tokenizer=tokenizer)
     ids = tokens_of(TEXT[:60])[1:]
-    (result,) = evaluate([str(tmp_path / "model")], Source(str(home / "short.txt")), Settings(device="cpu"))["results"]
+    (result,) = evaluate([str(tmp_path / "model")], Source(str(home / "short.txt")), Settings(device="cpu")).as_json()[
+        "results"
+    ]
     assert result["loss"] == pytest.approx(whole_loss(model_of(tmp_path / "model"), ids), rel=1e-6)
     assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60 - len(tokenizer.decode(ids[:1])))
 
@@ -258,7 +260,9 @@ def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(
     model.save_pretrained(tmp_path / "wide")
     demo_tokenizer().save_pretrained(tmp_path / "wide")
     for name, reference in ((tmp_path / "wide", home / "one"), (home / "one", tmp_path / "wide")):
-        report = evaluate([str(name)], Source(str(home / "long.txt")), Settings(device="cpu"), reference=str(reference))
+        report = evaluate(
+            [str(name)], Source(str(home / "long.txt")), Settings(device="cpu"), reference=str(reference)
+        ).as_json()
         (result,) = report["results"]
         assert result["note"] is None
         assert result["kl"] == pytest.approx(0, abs=1e-6)
@@ -391,5 +395,7 @@ def test_parquet_is_read_like_lines(home: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (expected,) = run(home, "one", data="rows.jsonl")["results"]
-    (result,) = evaluate([str(home / "one")], Source(str(tmp_path / "rows.parquet")), Settings(device="cpu"))["results"]
+    (result,) = evaluate([str(home / "one")], Source(str(tmp_path / "rows.parquet")), Settings(device="cpu")).as_json()[
+        "results"
+    ]
     assert result["loss"] == expected["loss"]

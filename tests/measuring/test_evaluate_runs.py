@@ -292,7 +292,7 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
         "context": 5,
         "stride": 5,
     }
-    show_evaluation(told, None)
+    show_evaluation(EvaluationFile.model_validate(told), None)
     shown = capsys.readouterr().out
     for words in (
         "finite loss: a[/red]b",

@@ -136,5 +136,5 @@ def test_a_task_of_ones_own_with_lm_eval_itself(tmp_path: Path) -> None:
         "target_delimiter": "",
     }
     (tmp_path / "own.yaml").write_text(json.dumps(task))
-    report = evaluate([str(tmp_path / "model")], None, Settings(device="cpu"), tasks=Tasks(["own"], tmp_path))
+    report = evaluate([str(tmp_path / "model")], None, Settings(device="cpu"), tasks=Tasks(["own"], tmp_path)).as_json()
     assert report["results"][0]["tasks"]["results"]["own"]["acc,none"] == sum(right) / len(right)

@@ -214,11 +214,11 @@ def test_the_command_line_without_a_head(sources: dict[str, Path]) -> None:
 def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> None:
     """Weights alone are merged and inspected; a benchmark takes the same shapes from the config."""
     source = sources[CLASSIFIER]
-    assert inspect_checkpoint(source)["layers"]
+    assert inspect_checkpoint(source).layers
     convert_checkpoint(source, tmp_path / "out", 3, method="factor")
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
     options = BenchmarkOptions(groups=(3,), context=(6,), repetitions=1, warm_up=0, steps=1, device="cpu")
-    assert [each["groups"] for each in benchmark_model(config=source, options=options)["results"]] == [3]
+    assert [each.groups for each in benchmark_model(config=source, options=options).results] == [3]
     with pytest.raises(OptionError, match="text"):
         verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")
 

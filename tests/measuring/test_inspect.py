@@ -69,7 +69,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def inspected(planted: tuple[Path, Path]) -> dict[str, Any]:
     folder, text = planted
-    return inspect_checkpoint(folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01)
+    return inspect_checkpoint(
+        folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01
+    ).as_json()
 
 
 def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
@@ -239,7 +241,7 @@ def test_a_pair_loses_what_it_loses_without_the_others(turning: str, measured: b
 
 
 def test_heads_that_are_equal_are_the_cheapest_pair(weights: Path) -> None:
-    result = inspect_checkpoint(weights)
+    result = inspect_checkpoint(weights).as_json()
     assert (result["loss"], result["recommendation"], result["calibration"]) == (None, None, None)
     for number, layer in enumerate(result["layers"]):
         first, *others = layer["cheapest_pairs"]
@@ -290,7 +292,7 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
     text.write_text(" ".join(f"w{number * number % 499}" for number in range(3000)))
     result = inspect_checkpoint(
         tmp_path / "t5", calibration=str(text), calibration_tokens=2600, groups=[4, 1, 4], seed=5
-    )
+    ).as_json()
     assert result["groups"] == [1, 4]
     assert [layer["label"] for layer in result["layers"]] == ["0", "0 cross", "1", "1 cross"]
     for layer in result["layers"]:
@@ -310,7 +312,7 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
 def test_default_groups_are_divisors_and_at_most_six(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_hidden_layers": 1}
     source = write_llama(tmp_path / "wide", arrays=llama_arrays(layers=1, heads=24), config=heads)
-    assert inspect_checkpoint(source)["groups"] == [1, 2, 3, 6, 8, 12]
+    assert inspect_checkpoint(source).groups == (1, 2, 3, 6, 8, 12)
 
 
 def test_recommendations() -> None:

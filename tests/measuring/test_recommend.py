@@ -268,7 +268,7 @@ def test_losses_are_those_of_inspect(readable: tuple[Path, Path]) -> None:
     )
     expected = inspect_checkpoint(
         folder, calibration=str(text), calibration_tokens=20 * LENGTH, groups=[2, 3, 6], seed=4
-    )
+    ).as_json()
     found = by_groups(result)
     for each in expected["loss"]["by_groups"]:
         assert found[each["groups"]]["loss_increase"] == each["increase"]

@@ -175,7 +175,7 @@ def test_odd_weights_give_finite_ones(method: str, kind: str, where: str, tmp_pa
     source = write_llama(tmp_path / "source", arrays=arrays, config={"num_hidden_layers": 1})
     result = convert_checkpoint(source, tmp_path / "out", 3, method=method)
     assert all(np.isfinite(array).all() for array in read_weights(tmp_path / "out").values())
-    assert all(np.isfinite(error) and error >= 0 for error in result["merge_error"].values())
+    assert all(np.isfinite(error) and error >= 0 for error in result.merge_error.values())
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -183,10 +183,10 @@ def test_own_count_and_more(method: str, tmp_path: Path) -> None:
     """As many groups as heads: every bit. More than there are: heads repeated."""
     source = write_llama(tmp_path / "source", config={"num_key_value_heads": 4}, arrays=grouped(4))
     result = convert_checkpoint(source, tmp_path / "same", 4, method=method)
-    assert result["method"] == "copy"
+    assert result.plan.effective_method == "copy"
     assert same_weights(source, tmp_path / "same")
     result = convert_checkpoint(source, tmp_path / "more", 12, method=method)
-    assert result["method"] == "repeat"
+    assert result.plan.effective_method == "repeat"
     before, after = read_weights(source), read_weights(tmp_path / "more")
     for name, array in before.items():
         expected = (

@@ -195,8 +195,10 @@ def test_translated(name: str, tmp_path: Path) -> None:
     case = build(name)
     groups = 1 if name == "gpt2" else 3
     expected = tie(case, groups).logits()
-    summary = convert_checkpoint(case.save(tmp_path / "source"), tmp_path / "out", groups, method="factor", native=True)
-    assert summary["route"] == "translated"
+    converted = convert_checkpoint(
+        case.save(tmp_path / "source"), tmp_path / "out", groups, method="factor", native=True
+    )
+    assert converted.plan.route == "translated"
     assert distance(case.logits(native.load(tmp_path / "out")), expected) < TRANSLATED
 
 

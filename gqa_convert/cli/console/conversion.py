@@ -1,42 +1,42 @@
 """The summary at the end of a conversion."""
 
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .plan import CACHES
 from .screen import print_note, size, stdout_console, styled
+
+if TYPE_CHECKING:
+    from gqa_convert.conversion.run import ConversionResult
 
 _POOLING = ("mean", "first", "random")
 """Methods after which quality is usually poor without uptraining."""
 
 
-def show_conversion(result: dict[str, Any]) -> None:
+def show_conversion(result: "ConversionResult") -> None:
     """Print what was converted, the sizes before and after, and the next command."""
     console = stdout_console()
-    layers = f"in {result['attention_layers']} layers"
-    if result["method"] == "copy":
-        done = f"  {result['groups']} K/V heads {layers}, as in the source: the weights are a copy"
+    plan, out, method = result.plan, str(result.out), result.plan.effective_method
+    layers = f"in {len(plan.layers)} layers"
+    if method == "copy":
+        done = f"  {plan.groups} K/V heads {layers}, as in the source: the weights are a copy"
     else:
         done = (
-            f"  {result['source_kv_heads']} -> {result['groups']} K/V heads ({result['method']}) {layers}, "
-            f"{len(result['changes'])} tensors changed"
+            f"  {plan.source_kv_heads} -> {plan.groups} K/V heads ({method}) {layers}, "
+            f"{len(plan.changes)} tensors changed"
         )
     console.print(styled(("done", "green"), done), soft_wrap=True)
-    sizes = [(CACHES[key], result[key]) for key in CACHES if key in result] + [("weights", result["weight_bytes"])]
-    rows = [(label, f"{size(both['before'])} -> {size(both['after'])}") for label, both in sizes]
-    rows.append(("folder", result["out"]))
-    if result["modeling_file"]:
-        rows.append(
-            (
-                "load it",
-                f"from_pretrained(..., trust_remote_code=True), by {result['modeling_file']} beside the weights",
-            )
-        )
-    rows.append(("next", shlex.join(["gqa-convert", "verify", result["out"], "--source", result["source"]])))
+    rows = [(CACHES[key], f"{size(both.before)} -> {size(both.after)}") for key, both in plan.cache_bytes().items()]
+    rows.append(("weights", f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"))
+    rows.append(("folder", out))
+    if plan.modeling:
+        loading = f"from_pretrained(..., trust_remote_code=True), by {plan.modeling.file}.py beside the weights"
+        rows.append(("load it", loading))
+    rows.append(("next", shlex.join(["gqa-convert", "verify", out, "--source", plan.checkpoint.source_id])))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         console.print(f"      {label:<{width}}  {text}", soft_wrap=True)
-    if result["method"] in _POOLING:
-        measure = shlex.join(["gqa-convert", "evaluate", result["source"], result["out"], "--data"])
-        print_note(f"quality is usually poor after {result['method']} without uptraining; measure it: {measure} TEXT")
+    if method in _POOLING:
+        measure = shlex.join(["gqa-convert", "evaluate", plan.checkpoint.source_id, out, "--data"])
+        print_note(f"quality is usually poor after {method} without uptraining; measure it: {measure} TEXT")
         print_note("convert --calibration TEXT loses far less")

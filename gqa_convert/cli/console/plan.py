@@ -53,10 +53,10 @@ def _savings(plan: "Plan") -> list[list[str]]:
     rows = [_row("parameters", plan.parameters_before, plan.parameters_after, "{:,}".format)]
     rows.append(_row("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after, size))
     caches = plan.cache_bytes()
-    rows += [_row(CACHES[key], both["before"], both["after"], size) for key, both in caches.items()]
+    rows += [_row(CACHES[key], both.before, both.after, size) for key, both in caches.items()]
     if own := caches.get("kv_bytes_per_token"):
         for tokens in _contexts(plan):
-            rows.append(_row(f"K/V cache at {tokens:,} tokens", own["before"] * tokens, own["after"] * tokens, size))
+            rows.append(_row(f"K/V cache at {tokens:,} tokens", own.before * tokens, own.after * tokens, size))
     return rows
 
 

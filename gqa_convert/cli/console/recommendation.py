@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .screen import print_note, size, stdout_console, styled
+from .screen import number, print_note, size, stdout_console, styled
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ def _columns(result: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     every: dict[str, tuple[str, str, Any]] = {
         "loss increase": ("loss", "loss_increase", _loss),
         "speed": ("speed", "speedup", lambda each: "" if each["speedup"] is None else f"{each['speedup']:.2f}x"),
-        "ms/token": ("", "decode_ms_per_token", lambda each: _number(each["decode_ms_per_token"], ",.2f")),
+        "ms/token": ("", "decode_ms_per_token", lambda each: number(each["decode_ms_per_token"], ",.2f")),
         "K/V/token" + (" + cross" if crossing else ""): ("", "kv_bytes_per_token", _cache),
         "memory": (
             "memory",
             "memory_bytes",
             lambda each: "" if each["memory_bytes"] is None else size(each["memory_bytes"]),
         ),
-        "batch": ("", "largest_batch", lambda each: _number(each["largest_batch"], ",")),
-        "context": ("", "largest_context", lambda each: _number(each["largest_context"], ",")),
+        "batch": ("", "largest_batch", lambda each: number(each["largest_batch"], ",")),
+        "context": ("", "largest_context", lambda each: number(each["largest_context"], ",")),
     }
     known = {
         key for each in result["candidates"] for key, value in each.items() if value is not None and not each["source"]
@@ -69,10 +69,6 @@ def _loss(each: dict[str, Any]) -> str:
 def _cache(each: dict[str, Any]) -> str:
     cross = each.get("cross_kv_bytes_per_encoder_token")
     return size(each["kv_bytes_per_token"]) + (f" + {size(cross)}" if cross else "")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _marked(text: str, failed: bool) -> "Text":

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from gqa_convert.checkpoint.strict_json import JsonObject
+
 _WIDTH = 120
 """Columns of a table in a file or a pipe."""
 
@@ -55,7 +57,7 @@ def print_note(text: str, console: "Console | None" = None) -> None:
     (console or stdout_console()).print(styled(("note:", "yellow"), f" {text}"), soft_wrap=True)
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: "JsonObject") -> None:
     """Print an object as one line of JSON on stdout.
 
     Raises:
@@ -102,6 +104,11 @@ def abandon(stream: Any) -> None:
         pass
     finally:
         os.close(devnull)
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number for a cell of a table; None becomes an empty cell."""
+    return "" if value is None else format(value, form)
 
 
 def size(nbytes: float) -> str:

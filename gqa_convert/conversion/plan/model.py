@@ -1,10 +1,12 @@
 """What a plan consists of."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.group_counts import merging_counts
 from gqa_convert.conversion.translation.description import TranslatedTensor
 from gqa_convert.families.engines import listed_in
@@ -180,20 +182,19 @@ class Plan:
             if layer.attention_kind == attention_kind
         )
 
-    def cache_bytes(self) -> dict[str, dict[str, int]]:
+    def cache_bytes(self) -> dict[str, BeforeAfter]:
         """The bytes before and after of each cache that there is."""
         attention_kinds: dict[str, AttentionKind] = {
             "kv_bytes_per_token": "decoder",
             "cross_kv_bytes_per_encoder_token": "cross",
         }
         sizes = {
-            key: {
-                "before": self.cache_bytes_per_token(False, attention_kind),
-                "after": self.cache_bytes_per_token(True, attention_kind),
-            }
+            key: BeforeAfter(
+                self.cache_bytes_per_token(False, attention_kind), self.cache_bytes_per_token(True, attention_kind)
+            )
             for key, attention_kind in attention_kinds.items()
         }
-        return {key: both for key, both in sizes.items() if both["before"]}
+        return {key: both for key, both in sizes.items() if both.before}
 
     def tensor_parallel_degrees(self) -> tuple[list[int], list[int]]:
         """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V
@@ -204,7 +205,7 @@ class Plan:
         copied = [degree for degree in degrees if degree > self.groups and degree % self.groups == 0]
         return split, copied
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
         split, copied = self.tensor_parallel_degrees()
         return {
@@ -223,7 +224,7 @@ class Plan:
             ],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
-            **self.cache_bytes(),
+            **{key: asdict(both) for key, both in self.cache_bytes().items()},
             "disk_bytes": self.disk_bytes,
             "route": self.route,
             "result_model_type": self.config["model_type"],

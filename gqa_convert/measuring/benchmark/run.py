@@ -43,7 +43,7 @@ def benchmark_model(
     plot: str | Path | None = None,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
+) -> BenchmarkFile:
     """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of K/V heads.
 
     Every version has the shapes of a converted model. Weights that do not exist are random; the time does not depend on
@@ -59,7 +59,7 @@ def benchmark_model(
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        The JSON of a `BenchmarkFile`: `results` has an entry for each version, batch and context.
+        The measurement; `results` has an entry for each version, batch and context.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
@@ -84,7 +84,7 @@ def benchmark_model(
         weight_bytes = {plan.groups: plan.weight_bytes_after for plan in full}
         check_budget(options.memory, weight_bytes)
     with _memory_told():
-        result = _measure(
+        return _measure(
             subject,
             plans,
             options,
@@ -99,7 +99,6 @@ def benchmark_model(
             command=command,
             progress=progress,
         )
-    return result.as_json()
 
 
 def _measure(

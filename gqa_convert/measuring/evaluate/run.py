@@ -85,7 +85,7 @@ def evaluate(
     overwrite: bool = False,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
+) -> EvaluationFile | None:
     """Evaluate models on the same text and on lm-eval's tasks, with all processes of a launch together.
 
     Args:
@@ -102,7 +102,7 @@ def evaluate(
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        The JSON of an `EvaluationFile` on the main process, an empty object on the others.
+        The results on the main process, None on the others.
 
     Raises:
         GQAConvertError: one of its subclasses for models, text, options or a launch that can't be evaluated.
@@ -128,19 +128,18 @@ def evaluate(
         results = run.go(data)
         with run.together():
             if not processes.is_main_process:
-                return {}
+                return None
             head = Head.model_validate(measurement("evaluate", command, processes.device))
             results = results.headed(head)
             if output is not None:
                 write_results(output, results, overwrite=overwrite)
-            return results.as_json()
+            return results
 
 
-def failed(results: dict[str, Any]) -> list[str]:
+def failed(results: EvaluationFile) -> list[str]:
     """The models with losses that are not finite."""
-    return [
-        each["model"] for each in (*results["results"], *filter(None, [results["reference"]])) if each["scored_nan"]
-    ]
+    reference = [results.reference] if isinstance(results.reference, ModelScores) else []
+    return [str(each.model) for each in (*results.results, *reference) if each.scored_nan]
 
 
 def _check(models: Sequence[str], data: Source | None, settings: Settings, tasks: Tasks | None) -> None:

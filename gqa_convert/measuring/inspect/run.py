@@ -51,7 +51,7 @@ def inspect_checkpoint(
     revision: str | None = None,
     plot: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
+) -> InspectionFile:
     """Predict the cost of merging the K/V heads of a checkpoint with the closed form of method `factor`; nothing is
     converted.
 
@@ -70,7 +70,7 @@ def inspect_checkpoint(
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        The JSON of an `InspectionFile`: `layers`, each with `errors` by groups and `cheapest_pairs`; `loss` and
+        `layers`, each with `errors` by groups and `cheapest_pairs`; `loss` and
         `recommendation`, None without text; and the inputs.
 
     Raises:
@@ -120,7 +120,7 @@ def inspect_checkpoint(
     )
     if picture is not None:
         draw_errors(result, picture)
-    return result.as_json()
+    return result
 
 
 def recommend(

@@ -200,7 +200,7 @@ def _predict(
     counts = [plan.groups for plan in plans[:-1] if plan.groups not in found.losses]
     if calibration is None or not counts:
         return None
-    content = inspect_checkpoint(
+    result = inspect_checkpoint(
         source,
         calibration=calibration,
         calibration_tokens=tokens,
@@ -209,7 +209,6 @@ def _predict(
         revision=revision,
         progress=progress,
     )
-    result = InspectionFile.model_validate(content)
     found.losses |= predicted(result)
     found.loss_text = found.loss_text or str(calibration)
     if result.calibration and result.calibration.warning:

@@ -120,8 +120,7 @@ def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[
     with tempfile.TemporaryDirectory(prefix="gqa-recommend-") as folder:
         config = Path(folder) / CONFIG
         config.write_text(json.dumps(checkpoint.config), encoding="utf-8")
-        content = benchmark_model(config=config, options=setting.options, progress=progress)
-    return BenchmarkFile.model_validate(content)
+        return benchmark_model(config=config, options=setting.options, progress=progress)
 
 
 def speeds(records: Sequence[TimedCell], own: int) -> dict[int, Speed]:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import ReportError
 from gqa_convert.measuring.results.fields import printable
 
@@ -70,7 +72,7 @@ NULL_IS_EMPTY = BeforeValidator(_empty)
 """For a list of objects in a file that may hold null in its place."""
 
 
-class Stored(BaseModel):
+class Stored(Result, BaseModel):
     """A JSON object that a command writes and another reads.
 
     The names of the fields are the keys in the file. A key that was not set by its writer is absent from the file.
@@ -78,7 +80,7 @@ class Stored(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), ser_json_inf_nan="constants")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """The object as plain data: the keys that were set, in the order of their declaration."""
         return self.model_dump(mode="json", exclude_unset=True)
 
