@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,25 +151,25 @@ def child(options: argparse.Namespace) -> None:
     import torch
 
     from gqa_convert.conversion import run as convert
-    from gqa_convert.conversion.fit import closed_loop
+    from gqa_convert.conversion.fit import layer_fitting, layer_walk
     from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
 
     clock = Clock()
-    fitting = closed_loop.LayerFitting
+    fitting = layer_fitting.LayerFitting
     clock.wrap(LockstepRunner, "_advance", "forward")
     clock.wrap(LockstepRunner, "_measure", "opening")
     clock.wrap(fitting, "__init__", "targets")
-    clock.wrap(closed_loop, "moments_of", "moments")
+    clock.wrap(layer_fitting, "moments_of", "moments")
     clock.wrap(fitting, "low_frequency_pairs", "slow pairs")
-    clock.wrap(closed_loop, "order_heads", "grouping")
-    clock.wrap(closed_loop, "merge_layer", "merge", unless="slow pairs")
+    clock.wrap(layer_fitting, "order_heads", "grouping")
+    clock.wrap(layer_fitting, "merge_layer", "merge", unless="slow pairs")
     clock.wrap(fitting, "refitted", "refit")
     clock.wrap(fitting, "matched", "gradient steps")
     clock.wrap(fitting, "error", "errors")
     limit = None if options.in_memory else 0
-    vars(closed_loop)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
+    vars(layer_walk)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
     if not options.in_memory:
-        vars(closed_loop)["_is_large"] = lambda model, batches: True
+        vars(layer_walk)["_is_large"] = lambda model, batches: True
     if options.threads:
         torch.set_num_threads(options.threads)
     rates = [gigaflops(options.width)]
@@ -176,11 +177,11 @@ def child(options: argparse.Namespace) -> None:
     records: list[dict[str, Any]] = []
     layers: list[tuple[dict[str, float], dict[str, float]]] = [({}, {})]
 
-    def on_layer(_: int, __: int, record: dict[str, Any]) -> None:
+    def on_layer(_: int, __: int, record: Any) -> None:
         layers.append((dict(clock.seconds), dict(clock.core_seconds)))
-        records.append(record)
+        records.append(asdict(record))
         print(
-            json.dumps(record),
+            json.dumps(records[-1]),
             {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()},
             file=sys.stderr,
             flush=True,

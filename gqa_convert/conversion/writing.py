@@ -153,6 +153,7 @@ class _ShardWriter:
     def _write_tensors(self, shard: OutputShard, out: OutputFile) -> None:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
+            assert tensor.pieces or tensor.translated, f"{tensor.name} belongs to a layer that is not merged yet"
             fresh = self._fresh(tensor)
             if tensor.translated or tensor.rows > 1 or tensor.unit_rows:
                 self._flush(joined, out)

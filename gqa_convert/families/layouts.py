@@ -5,7 +5,7 @@ of a section is a run of consecutive rows; layouts differ only in where the runs
 K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -73,6 +73,23 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> tupl
         )
         for [role] in ([query, key, value] if heads else [key, value])
     )
+
+
+def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]:
+    """The layout of the converted tensor: section behind section, those that are merged with `groups` heads.
+
+    Args:
+        sections: the source's layout.
+        groups: K/V heads of the result.
+    """
+    found: list[Section] = []
+    first = 0
+    for section in sections:
+        heads = groups if section.merged else section.heads
+        starts = tuple(first + head * section.head_rows for head in range(heads))
+        found.append(replace(section, starts=starts))
+        first += found[-1].rows
+    return tuple(found)
 
 
 def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.NDArray[Any]]:

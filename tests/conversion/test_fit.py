@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import closed_loop
+from gqa_convert.conversion.fit import layer_walk
 from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
-from gqa_convert.conversion.fit.closed_loop import least
-from gqa_convert.conversion.fit.layers import merged_plan
+from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Ridge
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -72,7 +72,7 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, groups: i
     case = folded.build(name)
     source, out = case.save(tmp_path / "source"), tmp_path / "out"
     records = fitted(source, out, groups)
-    assert all(0 < record["output"] < 1 and record["gap_left"] < 0.7 for record in records)
+    assert all(0 < record.output < 1 and record.gap_left < 0.7 for record in records)
     result = case.load(out)
     assert distance(case.logits(result), case.logits(folded.placed(case, result, groups))) < folded.EXACT
 
@@ -83,7 +83,7 @@ def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path)
     case = folded.build(name)
     expected = folded.tie(case, 3).logits()
     records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
-    assert all(record["output"] < EXACT for record in records)
+    assert all(record.output < EXACT for record in records)
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
@@ -106,7 +106,7 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
                 for role, array in _fields(source, groups).items()
             }
         )
-        expected = parts.join(heads, tensors, groups)
+        expected = parts.repeated(parts.join(heads, tensors, groups), groups)
         made = Assembly(parts, source, tensors, groups, "cpu")(as_parts(heads, "cpu"))
         assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
         for name, array in expected.items():
@@ -185,7 +185,7 @@ def test_poor_text_does_not_fail(name: str, kind: str, tmp_path: Path) -> None:
         "one short block": batches_for(model, count=1) + batches_for(model, rows=1, length=11, count=1),
     }[kind]
     records = fitted(tmp_path / "source", tmp_path / "out", batches=batches)
-    assert all(np.isfinite(record["output"]) for record in records)
+    assert all(np.isfinite(record.output) for record in records)
     logits = case.logits(case.load(tmp_path / "out"))
     assert torch.isfinite(logits).all()
 
@@ -196,7 +196,7 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
         for parameter in case.model.model.layers[0].self_attn.parameters():
             parameter.zero_()
     records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
-    assert records[0]["output"] == 0
+    assert records[0].output == 0
     assert torch.isfinite(case.logits(case.load(tmp_path / "out"))).all()
 
 
@@ -205,14 +205,14 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
 ) -> None:
     source = folded.build("qwen2").save(tmp_path / "source")
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(closed_loop, "_KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(layer_walk, "_KEPT_BYTES", 1 << 60)
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(
-        closed_loop, "open_model", lambda folder, device: open_model(folder, device=device, memory_limit=0)
+        layer_walk, "open_model", lambda folder, device: open_model(folder, device=device, memory_limit=0)
     )
     with MergedLayers(tmp_path / "disk", {}, keep=False) as store:
-        closed_loop.fit_checkpoint(plan, store, batches_for(open_model(source)), lambda *_: None, steps=8)
+        layer_walk.fit_checkpoint(plan, store, batches_for(open_model(source)), lambda *_: None, steps=8)
         write_weights(merged_plan(plan, store), tmp_path / "disk", lambda _: None)
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
         tmp_path / "disk" / "model.safetensors"

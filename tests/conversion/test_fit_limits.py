@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import closed_loop
+from gqa_convert.conversion.fit import layer_fitting, layer_walk
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -74,7 +74,7 @@ def fit(source: Path, out: Path) -> None:
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     batches = batches_for(open_model(source))
     with MergedLayers(out, {}, keep=True) as store:
-        closed_loop.fit_checkpoint(plan, store, batches, lambda *_: None, steps=2)
+        layer_walk.fit_checkpoint(plan, store, batches, lambda *_: None, steps=2)
 
 
 @pytest.mark.parametrize("left", [0, 3, 8])
@@ -88,7 +88,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
         os.truncate(handle, start + nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(closed_loop, "_KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(layer_walk, "_KEPT_BYTES", 1 << 60)
     with pytest.raises(
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:
@@ -106,7 +106,7 @@ def test_too_little_memory_is_told(
     def failing(*_: Any, **__: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(closed_loop, "match", failing)
+    monkeypatch.setattr(layer_fitting, "match", failing)
     with pytest.raises(DeviceMemoryError, match=r"out of memory.*--calibration-length.*same command") as caught:
         fit(source, tmp_path / "out")
     assert _is_one_line(caught.value)
@@ -120,6 +120,6 @@ def test_other_errors_stay_what_they_are(source: Path, tmp_path: Path, monkeypat
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(closed_loop, "match", failing)
+    monkeypatch.setattr(layer_fitting, "match", failing)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         fit(source, tmp_path / "out")

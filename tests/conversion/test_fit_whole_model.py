@@ -16,7 +16,7 @@ from torch.nn.functional import log_softmax
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import whole_model
-from gqa_convert.conversion.fit.closed_loop import fit_checkpoint, fit_layers
+from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
@@ -57,8 +57,8 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
         batches = [batch | {"attention_mask": padding(batch["input_ids"])} for batch in batches]
     record = fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=25)[-1]
     result = case.load(tmp_path / "out")
-    assert record["kl"]["after"] < 0.97 * record["kl"]["before"]
-    assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record["kl"]["after"], rel=2e-3)
+    assert record.kl.after < 0.97 * record.kl.before
+    assert divergence(open_model(source), result, [batches[0]]) == pytest.approx(record.kl.after, rel=2e-3)
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
 
 
@@ -82,7 +82,7 @@ def test_the_text_that_judges_is_not_learned_from(tmp_path: Path) -> None:
             found.append(contents(store, plan))
             notes.append(store.finished())
     assert found[0] == found[1]
-    assert notes[0]["kl"]["before"] != notes[1]["kl"]["before"]
+    assert notes[0].kl.before != notes[1].kl.before
 
 
 def contents(store: MergedLayers, plan: Any) -> list[dict[str, bytes]]:
@@ -95,7 +95,7 @@ def test_where_nothing_was_lost_nothing_is_changed(tmp_path: Path) -> None:
     source = case.save(tmp_path / "source")
     fitted(source, tmp_path / "layers", steps=0)
     record = fitted(source, tmp_path / "whole", steps=0, kl_steps=5)[-1]
-    assert record["kl"]["before"] == record["kl"]["after"] < 1e-6
+    assert record.kl.before == record.kl.after < 1e-6
     assert digests(tmp_path / "layers") == digests(tmp_path / "whole")
 
 
@@ -151,8 +151,8 @@ def test_unasked_it_is_done_only_where_it_is_worth_its_time(tmp_path: Path, monk
             noted[least] = store.finished()
     assert noted[1e-9] is not None
     assert noted[1e9] is not None
-    assert (noted[1e-9]["kl_steps"], noted[1e9]["kl_steps"]) == (2, 0)
-    assert noted[1e9]["kl"]["after"] == noted[1e9]["kl"]["before"] == noted[1e-9]["kl"]["before"]
+    assert (noted[1e-9].kl_steps, noted[1e9].kl_steps) == (2, 0)
+    assert noted[1e9].kl.after == noted[1e9].kl.before == noted[1e-9].kl.before
 
 
 def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import gqa_convert.families.modeling
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.closed_loop import fit_layers
-from gqa_convert.conversion.fit.layers import merged_plan
+from gqa_convert.conversion.fit.layer_walk import fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.whole_model import train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.writing import write_weights
@@ -48,9 +48,9 @@ def fitted(
     kl_steps: int = 0,
     kl_batches: Sequence[dict[str, Tensor]] | None = None,
     **options: Any,
-) -> list[dict[str, Any]]:
-    """Fit a checkpoint that has no tokenizer; what was noted of each layer, and of the stage that trains all
-    together.
+) -> list[Any]:
+    """Fit a checkpoint that has no tokenizer; returns each layer's record, and the records of the stage that trains
+    all of them together.
     """
     options = (
         {}
@@ -60,7 +60,7 @@ def fitted(
     plan = make_plan(open_checkpoint(source), groups, method=method, **options)
     model = open_model(source)
     batches = batches or batches_for(model)
-    records: list[dict[str, Any]] = []
+    records: list[Any] = []
     out.mkdir()
     with MergedLayers(out, {}, keep=False) as store:
         fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from gqa_convert import errors
+from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layers
+from gqa_convert.conversion.fit import from_weights
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.records import CalibratedRecord, TrainingRecord, WeightsRecord
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, NonFiniteError, OutputError
 from gqa_convert.families.geometry import AttentionFinder
@@ -284,6 +286,9 @@ def _work_and_fail(store: MergedLayers, work: Callable[[MergedLayers], None]) ->
     raise OSError("gone")
 
 
+RECORD = WeightsRecord(module="a", keys=0.0, values=0.0)
+
+
 class TestStore:
     @pytest.mark.parametrize(("groups", "made_again"), [(3, 1), (4, 3)])
     def test_a_kill_between_layers(
@@ -301,8 +306,8 @@ class TestStore:
             f"layer-0000{n}.safetensors" for n in (0, 1)
         }
         made = []
-        original = layers.merge_layer
-        monkeypatch.setattr(layers, "merge_layer", lambda *given: made.append(given) or original(*given))
+        original = from_weights.merge_layer
+        monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
         convert_checkpoint(source, out, groups, method="factor")
         assert len(made) == made_again
         convert_checkpoint(source, tmp_path / "fresh", groups, method="factor")
@@ -329,7 +334,7 @@ class TestStore:
         ],
     )
     def test_errors_leave_nothing(self, problem: BaseException, told: type[BaseException], tmp_path: Path) -> None:
-        def done(number: int, total: int, record: dict[str, Any]) -> None:
+        def done(number: int, total: int, record: Any) -> None:
             del number, total, record
             raise problem
 
@@ -341,8 +346,8 @@ class TestStore:
     def test_success_leaves_nothing(self, tmp_path: Path) -> None:
         seen: list[tuple[int, int, str]] = []
 
-        def done(number: int, total: int, record: dict[str, Any]) -> None:
-            seen.append((number, total, record["module"]))
+        def done(number: int, total: int, record: Any) -> None:
+            seen.append((number, total, record.module))
 
         convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="align", on_layer=done)
         assert seen == [(1, 2, "model.layers.0.self_attn"), (2, 2, "model.layers.1.self_attn")]
@@ -350,7 +355,7 @@ class TestStore:
 
     def test_kept_if_asked(self, tmp_path: Path) -> None:
         layer = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, np.float16)}
-        record = {"module": "a", "keys": 0.5}
+        record = WeightsRecord(module="a", keys=0.5, values=0.25, head_order=(1, 0))
         interrupted(tmp_path, lambda store: store.write(4, layer, record))
         with MergedLayers(tmp_path / "out", {"made": 1}, keep=True) as store:
             assert store.record(3) is None
@@ -365,19 +370,40 @@ class TestStore:
 
     def test_other_work_and_damage(self, tmp_path: Path) -> None:
         def look(store: MergedLayers) -> None:
-            assert store.record(0) == {}
+            assert store.record(0) == RECORD
             assert store.record(1) is None
             assert [shard.file for shard in store.shards(2)] == [str(store.path / "layer-00000.safetensors")]
 
         for number in (0, 1):
             interrupted(
-                tmp_path, lambda store, number=number: store.write(number, {"weight": np.ones(3, np.float32)}, {})
+                tmp_path, lambda store, number=number: store.write(number, {"weight": np.ones(3, np.float32)}, RECORD)
             )
         damaged = tmp_path / ".out.gqa-merging" / "layer-00001.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-5])
         interrupted(tmp_path, look)
         with MergedLayers(tmp_path / "out", {"made": 2}, keep=True) as store:
             assert store.record(0) is None
+
+    def test_layers_of_an_older_format_are_discarded(self, tmp_path: Path) -> None:
+        interrupted(tmp_path, lambda store: store.write(0, {"weight": np.ones(3, np.float32)}, RECORD))
+        state = tmp_path / ".out.gqa-merging" / "state.json"
+        stated = json.loads(state.read_text())
+        assert stated.pop("store_format")
+        assert stated == {"made": 1}
+        state.write_text(json.dumps(stated))
+        with MergedLayers(tmp_path / "out", {"made": 1}, keep=True) as store:
+            assert store.record(0) is None
+
+    def test_records_are_read_as_they_were_written(self, tmp_path: Path) -> None:
+        record = CalibratedRecord(module="a", output=0.25, gap_left=0.5, first_low_frequency_pair=None)
+        with MergedLayers(tmp_path / "out", {}, keep=False) as store:
+            store.write(0, {"weight": np.ones(3, np.float32)}, record)
+            assert store.record(0) == record
+            training = TrainingRecord(kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None)
+            store.finish({0: {"weight": np.zeros(3, np.float32)}}, training)
+            assert store.finished() == training
+            assert store.record(0) == record
+            assert not store.read(0)["weight"].any()
 
     def test_one_run_at_a_time(self, tmp_path: Path) -> None:
         with (

@@ -12,11 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.from_weights import merge_layers
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.merged_plan import merged_plan
+from gqa_convert.conversion.fit.source_layer import attention_of
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.conversion.writing import write_weights
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.folding import constraints as constraints
 from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
+from gqa_convert.merging.folding.heads import LayerTensors
 from tests.helpers import chatglm, native
 from tests.helpers.folding_cases import CASES, EXACT, SOME, Maps, build, converted, placed, tie
 from tests.helpers.native import distance
@@ -243,3 +250,35 @@ def test_half_precision_in_bin_files(name: str, tmp_path: Path) -> None:
     }
     assert EXACT < 10 * distance(found, expected) < distance(mean, expected)
     assert distance(found, case.logits(placed(case, result, 3))) < EXACT
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "bloom", "codegen", "persimmon", "qwen3_next", "stablelm, key norm in a list", "t5"]
+)
+def test_the_store_holds_what_is_written(name: str, tmp_path: Path) -> None:
+    """Separate, fused and transposed projections, a gate, and norms per head: each merged layer is kept once, in the
+    result's shapes, and repeats into the shapes of the source.
+    """
+    case = build(name)
+    checkpoint = open_checkpoint(case.save(tmp_path / "source"))
+    plan = make_plan(
+        checkpoint, 3, method="factor", native=None if FAMILIES[case.model_type].modeling is None else False
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    with MergedLayers(out, {}, keep=False) as store:
+        merge_layers(plan, store, lambda *_: None)
+        write_weights(merged_plan(plan, store), out, lambda _: None)
+        written = load_file(out / "model.safetensors")
+        shapes = {entry_name: entry.shape for _, entry_name, entry in checkpoint.tensors()}
+        finder = attention_of(plan)
+        for number, layer in enumerate(finder.layers):
+            layout, tensors = LayerTensors(finder, layer), store.read(number)
+            assert layout.folding.keys() <= tensors.keys()
+            assert all(np.array_equal(array, written[key]) for key, array in tensors.items())
+            repeated = layout.repeated(tensors, 3)
+            assert {key: array.shape for key, array in repeated.items()} == {key: shapes[key] for key in layout.names}
+            again = layout.join(layout.cut(tensors, 3), repeated, 3)
+            assert again.keys() == tensors.keys()
+            assert all(np.array_equal(array, tensors[key]) for key, array in again.items())
+            del tensors

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.records import recorded_order
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
-from gqa_convert.merging.folding.head_order import noted, order_heads, ordered
+from gqa_convert.merging.folding.head_order import order_heads, ordered
 from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments
 from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
@@ -167,11 +168,11 @@ def test_scattered_heads_find_one_another_in_text(name: str, kv_heads: int, tmp_
     together = scatter(case, tmp_path / "heads", 3)
     expected = case.logits()
     records = fitted(case.save(tmp_path / "source"), tmp_path / "out", method="factor")
-    assert {record["module"]: grouped(record["order"], 3) for record in records} == together
+    assert {record.module: grouped(record.head_order, 3) for record in records} == together
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < FITTED
     assert fitted(tmp_path / "source", tmp_path / "again", method="factor") == records
     further = fitted(tmp_path / "source", tmp_path / "fit", steps=4)
-    assert [record["order"] for record in further] == [record["order"] for record in records]
+    assert [record.head_order for record in further] == [record.head_order for record in records]
     assert distance(case.logits(case.load(tmp_path / "fit")), expected) < FITTED
 
 
@@ -184,7 +185,7 @@ def test_heads_that_fit_stay(tmp_path: Path) -> None:
         heads = parts.cut(
             {name: array.numpy() for name, array in case.model.state_dict().items() if name in parts.names}
         )
-        assert noted(order_heads(heads, 3, constraints, None)) == {}
+        assert recorded_order(order_heads(heads, 3, constraints, None)) is None
         for reasons in (("x", None, None), (None, "x", None), (None, None, "x")):
             assert (
                 order_heads(heads, 4, FoldingConstraints(constraints.pairs, *reasons), None)
@@ -210,7 +211,7 @@ def test_order_ignores_scales_of_parts() -> None:
         constraints = FoldingConstraints((np.arange(2), np.arange(2, 4)))
         order = order_heads(heads, 4, constraints, moments)
         assert sorted(order) == list(range(8))
-        assert noted(order)
+        assert recorded_order(order)
         assert (order == order_heads(scaled, 4, constraints, moments)).all()
 
 

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .pace import SECONDS, Pace, ProgressLines
 from .screen import stderr_console
@@ -12,6 +12,7 @@ from .screen import stderr_console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from gqa_convert.conversion.fit.records import LayerDone, LayerRecord
     from gqa_convert.training.metrics import StepReport
 
 
@@ -56,7 +57,7 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
 
 
 @contextmanager
-def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
+def layer_progress(*, quiet: bool) -> "Iterator[LayerDone]":
     """Show a bar of merged attention layers and a line for each fitted layer; without a terminal only the lines."""
     if quiet:
         yield lambda done, total, record: None
@@ -70,6 +71,8 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
         TimeRemainingColumn,
     )
 
+    from gqa_convert.conversion.fit.records import CalibratedRecord, TrainingProgress, TrainingRecord
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -81,26 +84,24 @@ def layer_progress(*, quiet: bool) -> Iterator[Callable[[int, int, dict[str, Any
         tasks: list[TaskID] = []
         lines = ProgressLines((lambda line: None) if sys.stderr.isatty() else _say)
 
-        def advance(done: int, total: int, record: dict[str, Any]) -> None:
-            if "kl_step" in record:
-                steps, all_steps = record["kl_step"]
-                lines.advance("all layers together", steps, all_steps)
+        def advance(done: int, total: int, record: "LayerRecord | TrainingProgress | TrainingRecord") -> None:
+            if isinstance(record, TrainingProgress):
+                lines.advance("all layers together", record.done, record.total)
                 if len(tasks) < 2:
-                    tasks.append(progress.add_task("all layers together", total=all_steps))
-                progress.update(tasks[-1], completed=steps, visible=steps < all_steps)
+                    tasks.append(progress.add_task("all layers together", total=record.total))
+                progress.update(tasks[-1], completed=record.done, visible=record.done < record.total)
                 return
-            if "kl" in record:
-                before, after = record["kl"]["before"], record["kl"]["after"]
+            if isinstance(record, TrainingRecord):
                 progress.console.print(
-                    f"all layers together: KL divergence from the source {before:.4f} -> {after:.4f} nats per token"
+                    f"all layers together: KL divergence from the source {record.kl.before:.4f} -> {record.kl.after:.4f} nats per token"
                 )
                 return
             if not tasks:
                 tasks.append(progress.add_task("merging layers", total=total))
             progress.update(tasks[0], completed=done, visible=done < total)
-            if "gap_left" in record:
+            if isinstance(record, CalibratedRecord):
                 progress.console.print(
-                    f"layer {done} of {total}  {record['module']}: {record['gap_left']:.1%} of mean pooling's error remains"
+                    f"layer {done} of {total}  {record.module}: {record.gap_left:.1%} of mean pooling's error remains"
                 )
 
         yield advance

@@ -53,7 +53,7 @@ class Assembly:
 
     Args:
         layer: the tensors of the layer.
-        source: its heads.
+        source: its heads, for their shapes.
         tensors: its tensors, whose gains of key norms are averaged over each group.
         groups: K/V heads of the result.
         device: of the module.
@@ -75,22 +75,23 @@ class Assembly:
             rows = np.arange(count, count + self._counts[role], dtype=np.float64).reshape(shape)
             numbers[role] = np.stack([rows, -rows], axis=-1)
             count += self._counts[role]
-        ratio, width = source.outputs.shape[1], source.outputs.shape[3]
-        columns = np.arange(source.groups * ratio * width, dtype=np.float64).reshape(source.groups, ratio, 1, width)
+        heads, ratio, _, head_dim = source.outputs.shape
+        columns = np.arange(heads * ratio * head_dim, dtype=np.float64).reshape(heads, ratio, 1, head_dim)
         bias = None if source.output_bias is None else np.zeros(1)
         marked = layer.join(Heads(**numbers, outputs=columns, output_bias=bias), layer.narrowed(tensors), groups)
+        marked = layer.repeated(marked, groups)
         self._module = layer.layer.module
         self._fixed: dict[str, Tensor] = {}
         self._rows: dict[str, _Rows] = {}
         self._output, self._bias = layer.output_names
         self._transposed = layer.transposed
         self._columns = _index(marked[self._output].reshape(-1).astype(np.int64), columns.size, device)
-        gains = layer.join(source, tensors, groups)
         for name in marked:
             if name in (self._output, self._bias):
                 continue
             if layer.is_norm(name):
-                self._fixed[name] = torch.from_numpy(gains[name].astype(np.float32)).to(device)
+                gains = marked[name].astype(tensors[name].dtype)  # rounded as in the result
+                self._fixed[name] = torch.from_numpy(gains.astype(np.float32)).to(device)
                 continue
             self._rows[name] = self._found(np.abs(marked[name].reshape(-1)).astype(np.int64), tensors[name], device)
 

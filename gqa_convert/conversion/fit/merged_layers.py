@@ -1,10 +1,14 @@
-"""Keeps merged layers on disk until the result is written, one file each, so that a killed run resumes."""
+"""Keeps merged layers on disk until the result is written, one file each, so that a killed run resumes.
+
+A layer's file holds its tensors as the result has them: K/V heads once, in the result's types.
+"""
 
 import contextlib
 import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,12 +21,22 @@ from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, build_header, header_length, parse_header
 from gqa_convert.checkpoint.locks import lock_folder
 from gqa_convert.checkpoint.source import Shard
+from gqa_convert.conversion.fit.records import (
+    LayerRecord,
+    TrainingRecord,
+    layer_as_json,
+    layer_from_json,
+    training_from_json,
+)
 from gqa_convert.errors import CorruptCheckpointError, InterruptedRunError, OutputError
 
 Array = npt.NDArray[Any]
 _STATE = "state.json"
 _RECORD = "record"
+_LAYERS = "layers"
 _FINISH = "finish.json"
+_FORMAT = 2
+"""Of the folder; layers in another format are thrown away."""
 
 
 class MergedLayers:
@@ -41,7 +55,7 @@ class MergedLayers:
         real = Path(os.path.realpath(out))
         self.path = real.parent / f".{real.name}.gqa-merging"
         self._out = out
-        self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True)
+        self._fingerprint = json.dumps({"store_format": _FORMAT} | dict(fingerprint), sort_keys=True)
         self._keep = keep
         self._handle: int | None = None
 
@@ -78,13 +92,13 @@ class MergedLayers:
                 f"{stopped}: merged layers are kept in {self.path}, and the same command resumes from there"
             ) from None
 
-    def record(self, number: int) -> dict[str, Any] | None:
+    def record(self, number: int) -> LayerRecord | None:
         """The record of a finished layer; None for one that is not finished."""
         header = self._header(number)
-        return None if header is None else json.loads(header.metadata[_RECORD])
+        return None if header is None else layer_from_json(json.loads(header.metadata[_RECORD]))
 
     def read(self, number: int) -> dict[str, Array]:
-        """The tensors of a layer that is done."""
+        """The tensors of a finished layer, as the result has them."""
         header = self._header(number)
         assert header is not None
         data = np.memmap(self._file(number), np.uint8, "r")
@@ -93,18 +107,20 @@ class MergedLayers:
             for name, entry in header.tensors.items()
         }
 
-    def write(self, number: int, tensors: Mapping[str, Array], record: Mapping[str, Any]) -> None:
+    def write(self, number: int, tensors: Mapping[str, Array], record: LayerRecord) -> None:
         """Store a layer; once this returns, a kill cannot lose it."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         described = ((name, names[array.dtype], array.shape, array.nbytes) for name, array in tensors.items())
-        self._put(self._file(number), build_header(described, {_RECORD: json.dumps(dict(record))}), tensors.values())
+        self._put(
+            self._file(number), build_header(described, {_RECORD: json.dumps(layer_as_json(record))}), tensors.values()
+        )
 
-    def finish(self, layers: Mapping[int, Mapping[str, Array]], note: Mapping[str, Any]) -> None:
+    def finish(self, layers: Mapping[int, Mapping[str, Array]], record: TrainingRecord) -> None:
         """Replace tensors of finished layers, all at once or not at all.
 
         Args:
             layers: their tensors, by their numbers; the others stay.
-            note: of what was done, for `finished`.
+            record: of the training, for `finished`.
         """
         for number, tensors in layers.items():
             described = self._header(number)
@@ -113,14 +129,19 @@ class MergedLayers:
                 (name, described.tensors[name].dtype, array.shape, array.nbytes) for name, array in tensors.items()
             )
             self._put(self._finished(number), build_header(entries, described.metadata), tensors.values())
-        self._put(self.path / _FINISH, json.dumps(dict(note) | {"layers": sorted(layers)}).encode(), ())
+        finish = {_LAYERS: sorted(layers), _RECORD: asdict(record)}
+        self._put(self.path / _FINISH, json.dumps(finish).encode(), ())
 
     def reopen(self) -> None:
         """Undo `finish`."""
         (self.path / _FINISH).unlink(missing_ok=True)
 
-    def finished(self) -> dict[str, Any] | None:
-        """The note of `finish`, or None before it."""
+    def finished(self) -> TrainingRecord | None:
+        """The record of `finish`, or None before it."""
+        finish = self._finish()
+        return None if finish is None else training_from_json(finish[_RECORD])
+
+    def _finish(self) -> dict[str, Any] | None:
         path = self.path / _FINISH
         return json.loads(path.read_bytes()) if path.is_file() else None
 
@@ -141,12 +162,10 @@ class MergedLayers:
         return found
 
     def _file(self, number: int) -> Path:
-        note = self.finished()
-        return (
-            self._finished(number)
-            if note and number in note["layers"]
-            else self.path / f"layer-{number:05d}.safetensors"
-        )
+        finish = self._finish()
+        if finish is not None and number in finish[_LAYERS]:
+            return self._finished(number)
+        return self.path / f"layer-{number:05d}.safetensors"
 
     def _finished(self, number: int) -> Path:
         return self.path / f"finished-{number:05d}.safetensors"

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
+from gqa_convert.checkpoint.provenance import CalibrationRecord
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
-from gqa_convert.conversion.fit.layers import LayerDone, merge_layers, merged_plan
+from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.merged_plan import merged_plan
+from gqa_convert.conversion.fit.records import LayerDone
 from gqa_convert.conversion.plan import Plan
 
 __all__ = ["LayerDone", "Merged", "merge_whole_layers"]
@@ -60,7 +62,7 @@ def merge_whole_layers(
         store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
         errors = merge_layers(plan, store, on_layer)
         return Merged(merged_plan(plan, store), errors, None, _head_order(plan, store))
-    from gqa_convert.conversion.fit.closed_loop import fit_checkpoint
+    from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
     from gqa_convert.conversion.fit.matching import STEPS
 
     calibration = calibrate(plan, options)
@@ -83,11 +85,11 @@ def merge_whole_layers(
         kl_steps=options.kl_steps,
         held_out=calibration.held_out,
     )
-    if finish := store.finished():
-        noted = replace(noted, kl_steps=finish["kl_steps"], kl=Divergence(**finish["kl"]))
+    if training := store.finished():
+        noted = replace(noted, kl_steps=training.kl_steps, kl=training.kl)
     return Merged(merged_plan(plan, store), errors, noted, _head_order(plan, store))
 
 
 def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:
     records = filter(None, map(store.record, range(len(plan.layers))))
-    return {record["module"]: record["order"] for record in records if "order" in record}
+    return {record.module: list(record.head_order) for record in records if record.head_order is not None}

@@ -6,7 +6,6 @@ its attention. The stage needs the whole model in memory; larger models skip it.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
-from gqa_convert.conversion.fit.layers import LayerDone, attention_of
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
+from gqa_convert.conversion.fit.source_layer import attention_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
@@ -54,7 +54,7 @@ def train_together(
         model: the loaded source, all in memory.
         batches: of calibration text.
         held_out: other batches, at least one, on which the result is judged.
-        on_layer: called as steps are taken, with `kl_step`, and with `kl` at the end.
+        on_layer: called as steps are taken, and with the record at the end.
         steps: batches to see.
         seed: of their order.
         asked: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
@@ -65,10 +65,9 @@ def train_together(
     parts = []
     for number, (layer, layout) in enumerate(zip(finder.layers, layouts, strict=True)):
         tensors = store.read(number)
-        merged = layout.cut(tensors)
-        step = merged.groups // plan.groups
-        assemblies[layer.module] = Assembly(layout, merged, tensors, plan.groups, model.device)
-        parts.append(as_parts(replace(merged, keys=merged.keys[::step], values=merged.values[::step]), model.device))
+        merged, repeated = layout.cut(tensors, plan.groups), layout.repeated(tensors, plan.groups)
+        assemblies[layer.module] = Assembly(layout, merged, repeated, plan.groups, model.device)
+        parts.append(as_parts(merged, model.device))
     count, least = len(layouts), 0.0 if asked else WORTHWHILE
     trained, kl = match_predictions(
         model,
@@ -79,17 +78,17 @@ def train_together(
         steps=steps,
         seed=seed,
         least=least,
-        on_step=lambda done, total: on_layer(count, count, {"kl_step": (done, total)}),
+        on_step=lambda done, total: on_layer(count, count, TrainingProgress(done, total)),
     )
     made: dict[int, Tensors] = {}
-    if trained is not None:
-        made = {
-            number: layouts[number].join(as_heads(new), store.read(number), plan.groups)
-            for number, new in enumerate(trained)
-        }
-    note = {"kl_steps": steps if kl.before >= least else 0, "kl": {"before": kl.before, "after": kl.after}}
-    store.finish(made, note | {"asked": steps if asked else None})
-    on_layer(count, count, note)
+    for number, new in enumerate(trained or ()):
+        before = layouts[number].repeated(store.read(number), plan.groups)
+        made[number] = layouts[number].join(as_heads(new), before, plan.groups)
+    record = TrainingRecord(
+        kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if asked else None
+    )
+    store.finish(made, record)
+    on_layer(count, count, record)
 
 
 def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:

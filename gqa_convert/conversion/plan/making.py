@@ -20,7 +20,7 @@ from gqa_convert.families.target_choice import find_target_architecture
 from gqa_convert.families.target_configs import translate_config
 from gqa_convert.merging.folding.constraints import find_folding_constraints
 from gqa_convert.merging.folding.heads import LayerTensors
-from gqa_convert.merging.methods import COPY, FIRST, MEAN, REPEAT, MergeMethod, choose_method
+from gqa_convert.merging.methods import COPY, MEAN, REPEAT, MergeMethod, choose_method
 
 
 def make_plan(
@@ -57,8 +57,6 @@ def make_plan(
     chosen = choose_method(method)
     if max_shard_size is not None and max_shard_size < 1:
         raise OptionError(f"--max-shard-size {max_shard_size} is not positive: give a size such as 5GB")
-    # a method that works on layers makes the heads of a group equal, and the writer then keeps the first of them
-    streamed = FIRST if chosen.merges_layers else chosen
     family = find_family(checkpoint.config.get("model_type"))
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     unused = tuple(check_tensors(checkpoint, finder))
@@ -68,10 +66,10 @@ def make_plan(
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if target_architecture or (unchanged and not family.is_converted) else family.modeling
     if target_architecture:
-        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, streamed)
+        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, chosen)
         config = translate_config(checkpoint.config, target_architecture, groups)
     else:
-        shards, changes = plan_tensors(checkpoint, finder, groups, streamed)
+        shards, changes = plan_tensors(checkpoint, finder, groups, chosen)
         config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
     reasons: tuple[str, ...] = ()
     if chosen.merges_layers:

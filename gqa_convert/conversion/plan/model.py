@@ -36,7 +36,7 @@ class OutputTensor:
 
     Where heads lie along the last axis (Conv1D), the pieces are those of one row; each of the `rows` is made of them,
     and the ranges move on by `stride` bytes from one to the next. A tensor of a translation that takes arithmetic has
-    no pieces, but its description.
+    no pieces, but its description; a tensor whose heads a method merges layer by layer has none until that is done.
     """
 
     name: str
@@ -57,6 +57,8 @@ class OutputTensor:
     def nbytes(self) -> int:
         if self.translated:
             return self.translated.nbytes
+        if not self.pieces:
+            return self.elements * DTYPES[self.dtype].itemsize
         return self.rows * sum(piece.nbytes for piece in self.pieces)
 
 

@@ -9,8 +9,9 @@ from gqa_convert.conversion.translation.description import TranslatedTensor
 from gqa_convert.conversion.translation.tensors import translate_tensors
 from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.families.layouts import Role, Section
+from gqa_convert.families.layouts import Role, Section, regrouped
 from gqa_convert.families.target_architectures import TargetArchitecture
+from gqa_convert.merging.folding.heads import LayerTensors
 from gqa_convert.merging.methods import COPY, REPEAT, MergeMethod, Pooling
 
 
@@ -23,10 +24,14 @@ def plan_tensors(
     planned: dict[str, OutputTensor | None] = {}
     changes: list[TensorChange] = []
     for layer in finder.layers:
+        merged_first = method.merges_layers and groups < layer.kv_heads
         for name, cut in finder.sections(layer):
             number, entry = source_tensors[name]
             if groups == layer.kv_heads:
                 output = _copied(name, number, entry)
+            elif merged_first:
+                output = _unmerged(name, entry, cut, groups, transposed=finder.family.transposed)
+                changed.add(name)
             else:
                 output = _regrouped(
                     name,
@@ -46,10 +51,9 @@ def plan_tensors(
             entry = source_tensors[names[0]][1]
             pieces = _regrouped_blocks(blocks, entry.nbytes, groups, method.norm_pooling)
             changed.update(names if groups != layer.kv_heads else ())
-            for index, name in enumerate(names):
-                planned[name] = (
-                    OutputTensor(name, entry.dtype, entry.shape, (pieces[index],)) if index < groups else None
-                )
+            planned |= dict.fromkeys(names)
+            for name, piece in zip(names, pieces, strict=False):
+                planned[name] = OutputTensor(name, entry.dtype, entry.shape, () if merged_first else (piece,))
             stem = names[0].rsplit(".0.", 1)[0]
             changes.append(
                 _change(
@@ -92,6 +96,12 @@ def plan_translation(
     heads become fewer.
     """
     source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    merged_layers = frozenset(
+        name
+        for layer in finder.layers
+        if method.merges_layers and groups < layer.kv_heads
+        for name in LayerTensors(finder, layer).names
+    )
     translation = translate_tensors(finder.entries, checkpoint.config, target_architecture, groups, method)
     tensors: list[list[OutputTensor]] = [[] for _ in checkpoint.shards]
     changes = []
@@ -103,7 +113,7 @@ def plan_translation(
                     tensor.name, module, merged.roles, tensor.dtype, merged.before, merged.after, merged.method
                 )
             )
-        tensors[source_tensors[tensor.place][0]].append(_translated(tensor, source_tensors))
+        tensors[source_tensors[tensor.place][0]].append(_translated(tensor, source_tensors, merged_layers))
     files = [shard for shard in checkpoint.shards if tensors[checkpoint.shards.index(shard)]]
     return [
         OutputShard(shard.file, tuple(tensors[checkpoint.shards.index(shard)]), dict(shard.header.metadata))
@@ -111,9 +121,13 @@ def plan_translation(
     ], changes
 
 
-def _translated(tensor: TranslatedTensor, source_tensors: dict[str, tuple[int, TensorEntry]]) -> OutputTensor:
-    """Copies of rows travel like any others."""
-    if tensor.copied_ranges is None:
+def _translated(
+    tensor: TranslatedTensor, source_tensors: dict[str, tuple[int, TensorEntry]], merged_layers: frozenset[str]
+) -> OutputTensor:
+    """Rows that are only copied become ordinary pieces, unless they belong to one of the `merged_layers`, whose tensors
+    do not exist yet.
+    """
+    if tensor.copied_ranges is None or any(name in merged_layers for name, _, _ in tensor.copied_ranges):
         return OutputTensor(tensor.name, tensor.dtype, tensor.shape, (), translated=tensor)
     pieces = []
     for name, first, rows in tensor.copied_ranges:
@@ -141,6 +155,15 @@ def _change(
 
 def _copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
     return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
+
+
+def _unmerged(
+    name: str, entry: TensorEntry, cut: tuple[Section, ...], groups: int, *, transposed: bool
+) -> OutputTensor:
+    """An output tensor without pieces, for a layer that is merged before the writer runs."""
+    axis = 1 if transposed and len(entry.shape) == 2 else 0
+    length = sum(section.rows for section in regrouped(cut, groups))
+    return OutputTensor(name, entry.dtype, (*entry.shape[:axis], length, *entry.shape[axis + 1 :]), ())
 
 
 def _regrouped(

@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
-from gqa_convert.conversion.fit.layers import SourceTensors, attention_of
+from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
@@ -87,7 +87,7 @@ def inspect_checkpoint(
     finder, advice = attention_of(plan), None
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-inspect-")))
-        read = SourceTensors(checkpoint, SourceFiles(checkpoint, work, stack))
+        read = SourceReader(checkpoint, SourceFiles(checkpoint, work, stack))
 
         def inspection(layer: AttentionLayer) -> LayerInspection:
             return LayerInspection(finder, layer, read)

@@ -40,11 +40,6 @@ def order_heads(heads: Heads, groups: int, constraints: FoldingConstraints, mome
     return group_heads(_key_losses(heads, constraints, moments) + _value_losses(heads, moments), groups)
 
 
-def noted(order: Array) -> dict[str, list[int]]:
-    """The entry of an order in a record; empty where every head keeps its place."""
-    return {} if (order == np.arange(len(order))).all() else {"order": order.tolist()}
-
-
 def ordered(heads: Heads, order: Array) -> Heads:
     """The same function with its K/V heads, and the query heads that read them, in another order.
 

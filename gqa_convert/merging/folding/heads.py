@@ -1,7 +1,8 @@
-"""One attention layer divided into heads, whatever the family's layout, and joined again into the source's tensors.
+"""One attention layer divided into heads, whatever the family's layout, and joined again into tensors.
 
-Shape legend: K source K/V heads, r query heads that read each of them, c head_dim of keys, w head_dim of values,
-D hidden size of the layer's output, e inputs of a projection plus one: a bias is the weight of a constant input 1.
+Shape legend: K source K/V heads, N K/V heads of the result, r query heads that read each source head, c head_dim of
+keys, w head_dim of values, D hidden size of the layer's output, e inputs of a projection plus one: a bias is the weight
+of a constant input 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,8 +67,8 @@ class LayerTensors:
         for kind in ("weight", "bias"):
             query = f"{module}.{family.query}.{kind}"
             if query in finder.entries and (not family.fused or layer.attention_kind == "cross"):
-                self._cuts[query] = layouts.separate("query", layer.heads, layer.key_head_dim * family.query_outputs)
-        self._gated = family.query_outputs > 1
+                [queries] = layouts.separate("query", layer.heads, layer.key_head_dim * family.query_outputs)
+                self._cuts[query] = (replace(queries, merged=False),)
         self._output = f"{module}.{family.output}.weight"
         self._output_bias = f"{module}.{family.output}.bias"
         self._biased = self._output_bias in finder.entries
@@ -110,19 +111,20 @@ class LayerTensors:
                 found[name] = np.zeros(rows if array.ndim == 1 else ((1, rows) if self.transposed else (rows, 1)))
         return found
 
-    def cut(self, tensors: Tensors) -> Heads:
-        """The heads, in float64.
+    def cut(self, tensors: Tensors, groups: int | None = None) -> Heads:
+        """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.
 
         Args:
             tensors: at least those of `names` that are no norms.
+            groups: N, where the tensors are those of a result; None where they are the source's.
         """
         layer = self.layer
         ratio = layer.heads // layer.kv_heads
         found: dict[str, Array] = {}
         for role in ("query", "key", "value"):
-            weight = self._role(tensors, role, matrix=True)
+            weight = self._role(tensors, role, groups, matrix=True)
             assert weight is not None
-            bias = self._role(tensors, role, matrix=False)
+            bias = self._role(tensors, role, groups, matrix=False)
             column = np.zeros(weight.shape[:2]) if bias is None else bias
             found[role] = np.concatenate([weight, column[:, :, None]], axis=2, dtype=np.float64)
         queries = found["query"][:, : layer.key_head_dim]
@@ -137,34 +139,38 @@ class LayerTensors:
         )
 
     def join(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
-        """The layer's tensors with merged heads in the place of the source's: same names, shapes and types.
+        """The layer's tensors in the result, in the types of the source's.
 
         Args:
-            merged: with `groups` K/V heads, or with as many as the source.
-            tensors: the source's. What merging does not change is taken from them; gains of key norms are averaged
-                over each group.
-            groups: into which the source's heads were merged.
+            merged: with `groups` K/V heads, or with fewer, each of which is then repeated.
+            tensors: the source's. A gate beside the queries is taken from them, and the gains of key norms, which are
+                averaged over each group.
+            groups: N.
         """
         layer = self.layer
-        roles: dict[str, list[Array]] = {
-            "query": [query for own in merged.queries for query in own],
-            "key": [key for key in merged.keys for _ in range(layer.kv_heads // merged.groups)],
-            "value": [value for value in merged.values for _ in range(layer.kv_heads // merged.groups)],
+        heads: dict[str, Array] = {
+            "query": merged.queries.reshape(layer.heads, *merged.queries.shape[2:]),
+            "key": _resized(merged.keys, groups),
+            "value": _resized(merged.values, groups),
         }
         result: Tensors = {}
         for name, cut in self._cuts.items():
-            result[name] = tensors[name].copy()  # keeps a gate beside the queries
-            rows = _upright(result[name], self.transposed)
-            for section in cut:
+            source = _upright(tensors[name], self.transposed)
+            sections = self._layout(cut, groups)
+            rows = np.empty((sum(section.rows for section in sections), *source.shape[1:]), source.dtype)
+            for section, before in zip(sections, layouts.split(source, cut), strict=True):
                 if section.role == "key_norm":
-                    heads = list(_averaged(layouts.split(rows, (section,))[0], groups))
+                    after = _averaged(before, groups)
                 else:
-                    heads = [head[:, :-1] if rows.ndim == 2 else head[:, -1] for head in roles[section.role]]
-                for start, head in zip(section.starts, heads, strict=True):
-                    rows[start : start + len(head)] = head
+                    after = heads[section.role][:, :, :-1] if rows.ndim == 2 else heads[section.role][:, :, -1]
+                for number, start in enumerate(section.starts):
+                    if section.role == "query":
+                        rows[start : start + section.head_rows] = before[number]  # the gate
+                    rows[start : start + after.shape[1]] = after[number]
+            result[name] = _upright(rows, self.transposed)
         for names in self._lists:
             gains = _averaged(np.stack([tensors[name] for name in names]), groups)
-            result |= {name: gain.astype(tensors[name].dtype) for name, gain in zip(names, gains, strict=True)}
+            result |= {name: gain.astype(tensors[name].dtype) for name, gain in zip(names[:groups], gains, strict=True)}
         columns = np.empty((merged.outputs.shape[2], layer.heads * layer.value_head_dim), tensors[self._output].dtype)
         result[self._output] = _upright(columns, self.transposed)
         for number, head in enumerate(head for own in merged.outputs for head in own):
@@ -174,12 +180,34 @@ class LayerTensors:
             result[self._output_bias] = merged.output_bias.astype(tensors[self._output_bias].dtype)
         return result
 
-    def _role(self, tensors: Tensors, role: str, *, matrix: bool) -> Array | None:
+    def repeated(self, tensors: Tensors, groups: int) -> Tensors:
+        """The tensors of a result as the source's own module holds them: its K heads, each that of its group.
+
+        Args:
+            tensors: what `join` returned.
+            groups: N.
+        """
+        count = self.layer.kv_heads
+        result = dict(tensors)
+        for name, cut in self._cuts.items():
+            found = layouts.split(_upright(tensors[name], self.transposed), self._layout(cut, groups))
+            heads = [_resized(own, section.heads) for section, own in zip(cut, found, strict=True)]
+            result[name] = _upright(layouts.join(heads, cut), self.transposed)
+        for names in self._lists:
+            gains = _resized(np.stack([tensors[name] for name in names[:groups]]), count)
+            result |= dict(zip(names, gains, strict=True))
+        return result
+
+    def _layout(self, cut: tuple[Section, ...], groups: int | None) -> tuple[Section, ...]:
+        """The layout of a tensor with `groups` K/V heads; the source's where their number does not change."""
+        return cut if groups is None or groups == self.layer.kv_heads else layouts.regrouped(cut, groups)
+
+    def _role(self, tensors: Tensors, role: str, groups: int | None, *, matrix: bool) -> Array | None:
         """The rows of all heads of a role, [heads, head_dim, inputs], or [heads, head_dim] of its bias."""
         for name, cut in self._cuts.items():
             array = tensors[name]
             if (array.ndim == 2) == matrix and any(section.role == role for section in cut):
-                parts = layouts.split(_upright(array, self.transposed), cut)
+                parts = layouts.split(_upright(array, self.transposed), self._layout(cut, groups))
                 return next(part for section, part in zip(cut, parts, strict=True) if section.role == role)
         return None
 
@@ -201,11 +229,12 @@ def _upright(array: Array, transposed: bool) -> Array:
     return array.T if transposed and array.ndim == 2 else array
 
 
+def _resized(heads: Array, count: int) -> Array:
+    """`count` heads from another number of them, [heads, ...]: each repeated, or the first of each run of equal ones."""
+    return heads if len(heads) == count else heads[np.arange(count) * len(heads) // count]
+
+
 def _averaged(gains: Array, groups: int) -> Array:
-    """The gains of each head's norm, [heads, ...], as the mean of its group."""
-    grouped = (
-        gains.astype(np.float64).reshape(groups, -1, *gains.shape[1:])
-        if groups < len(gains)
-        else gains.astype(np.float64)[:, None]
-    )
-    return np.asarray(grouped.mean(1).repeat(len(gains) // len(grouped), axis=0))
+    """The gains of each group's norm, [N, ...], as the mean of its heads', [K, ...]; repeated where N exceeds K."""
+    wide = gains.astype(np.float64)
+    return _resized(wide.reshape(min(groups, len(wide)), -1, *wide.shape[1:]).mean(1), groups)

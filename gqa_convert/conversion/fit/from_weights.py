@@ -1,0 +1,59 @@
+"""Merges a checkpoint's attention layers one by one from the weights alone."""
+
+from contextlib import ExitStack
+
+import numpy as np
+
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.records import LayerDone, WeightsRecord, recorded_order
+from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.merging.folding.fitted_error import fitted_errors
+from gqa_convert.merging.folding.head_order import order_heads, ordered
+from gqa_convert.merging.folding.heads import Tensors
+from gqa_convert.merging.folding.merge import merge_layer
+
+
+def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[str, float]:
+    """Merge every layer by the plan's method, from the weights alone, with one layer in memory at a time.
+
+    Args:
+        plan: of method `align` or `factor`.
+        store: where merged layers go; those that it holds already are not merged again.
+        on_layer: called as each is done.
+
+    Returns:
+        The relative errors of keys and values, by name.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or Inf.
+    """
+    finder = attention_of(plan)
+    errors: dict[str, float] = {}
+    with ExitStack() as stack:
+        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
+        for number, layer in enumerate(finder.layers):
+            record = store.record(number)
+            if record is None:
+                tensors, record = _merge(plan, read_source_layer(finder, layer, read))
+                store.write(number, tensors, record)
+                del tensors
+            errors |= record.errors
+            on_layer(number + 1, len(finder.layers), record)
+    return errors
+
+
+def _merge(plan: Plan, layer: SourceLayer) -> tuple[Tensors, WeightsRecord]:
+    """The tensors of the merged layer, and its record."""
+    method, heads = plan.merge_method, layer.layout.cut(layer.tensors)
+    order = np.arange(heads.groups)
+    if method.reorders_heads:
+        order = order_heads(heads, plan.groups, layer.constraints, None)
+    heads = ordered(heads, order)
+    assert method.folding is not None
+    merged = merge_layer(heads, plan.groups, method.folding, layer.constraints, None)
+    keys, values = fitted_errors(heads, merged, layer.constraints, None)
+    del heads
+    record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)
+    return layer.layout.join(merged, layer.tensors, plan.groups), record

@@ -1,0 +1,141 @@
+"""Walks through the layers of a loaded source and its student in lockstep, and fits each on calibration text."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
+from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
+from gqa_convert.conversion.fit.matching import STEPS
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.records import LayerDone
+from gqa_convert.conversion.fit.resource_errors import explained
+from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+
+_KEPT_BYTES = 4 * 5
+"""Per token and unit of hidden_size: the residual stream and attention's input, of source and student, and the target,
+in float32.
+"""
+
+
+def fit_checkpoint(
+    plan: Plan,
+    store: MergedLayers,
+    batches: Sequence[Batch],
+    on_layer: LayerDone,
+    *,
+    steps: int = STEPS,
+    kl_steps: int | None = None,
+    held_out: Sequence[Batch] = (),
+) -> dict[str, float]:
+    """`fit_layers` with the source loaded, on a GPU where there is one, and then all layers together; activations go to
+    the disk where memory is short.
+
+    Args:
+        plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
+        kl_steps: of the stage that trains all layers together; by default `steps` where it is `affordable` and
+            `WORTHWHILE`, else 0.
+        held_out: other batches, on which that stage is judged; without any it is left out.
+
+    Raises:
+        NoSpaceError: the disk can't hold them.
+        DeviceMemoryError: there is not enough memory.
+        OptionError: `kl_steps` where all layers can't be trained together.
+        GQAConvertError: as `fit_layers`.
+    """
+    folder = plan.checkpoint.folder
+    assert folder is not None
+    with explained(store.path.parent), ExitStack() as stack:
+        model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+        if kl_steps:
+            check_possible(model, held_out, kl_steps)
+        done = store.finished()
+        if done is not None and done.requested_steps != kl_steps:
+            store.reopen()
+        spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
+        errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
+        if store.finished() is None and kl_steps != 0 and plan.merge_method.trains:
+            if kl_steps is not None:
+                train_together(plan, store, model, batches, held_out, on_layer, steps=kl_steps, seed=plan.seed)
+            elif steps and held_out and affordable(model, batches, len(plan.layers)):
+                train_together(
+                    plan, store, model, batches, held_out, on_layer, steps=steps, seed=plan.seed, asked=False
+                )
+        return errors
+
+
+def _is_large(model: Any, batches: Sequence[Batch]) -> bool:
+    """Whether what waits between layers would take more than a quarter of the free memory."""
+    from accelerate.utils import get_max_memory
+
+    hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
+    tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+    return bool(tokens * hidden_size * _KEPT_BYTES > get_max_memory()["cpu"] / 4)
+
+
+def fit_layers(
+    plan: Plan,
+    store: MergedLayers,
+    model: Any,
+    batches: Sequence[Batch],
+    on_layer: LayerDone,
+    *,
+    steps: int = STEPS,
+    spill: Path | None = None,
+) -> dict[str, float]:
+    """Merge every layer of a plan of method `fit`, or of `factor` on calibration text, which ends with the closed form.
+
+    Args:
+        plan: of the conversion.
+        store: where merged layers go; those that it holds already are not made again.
+        model: the loaded source.
+        batches: of calibration text.
+        on_layer: called as each is done.
+        steps: of each layer's gradient stage.
+        spill: a folder for activations; in memory without it.
+
+    Returns:
+        Errors by names: of each module's `output`, the part of its target that it misses, in root mean square.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or Inf.
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+    """
+    finder = attention_of(plan)
+    numbers = {layer.module: number for number, layer in enumerate(finder.layers)}
+    options = FitOptions(groups=plan.groups, trains=plan.merge_method.trains, steps=steps, seed=plan.seed, spill=spill)
+    errors: dict[str, float] = {}
+    with ExitStack() as stack:
+        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
+        runner = stack.enter_context(LockstepRunner(model, batches, list(numbers), spill=spill))
+        for done, module in enumerate(runner, 1):
+            number = numbers[module.name]
+            layer = finder.layers[number]
+            record = store.record(number)
+            if record is None:
+                source = read_source_layer(finder, layer, read)
+                merged, record = LayerFitting(module, source, options).run()
+                store.write(number, source.layout.join(merged, source.tensors, plan.groups), record)
+                del source, merged
+            module.commit(_parameters(LayerTensors(finder, layer), store.read(number), plan.groups))
+            errors |= record.errors
+            on_layer(done, len(numbers), record)
+    return errors
+
+
+def _parameters(layout: LayerTensors, tensors: Tensors, groups: int) -> dict[str, Tensor]:
+    """A merged layer as the parameters of the source's module: K/V heads repeated, rounded as in the result."""
+    return {
+        name.removeprefix(f"{layout.layer.module}."): torch.from_numpy(array.astype(np.float32))
+        for name, array in layout.repeated(tensors, groups).items()
+    }
