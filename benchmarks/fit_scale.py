@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def child(options: argparse.Namespace) -> None:
 
     def on_layer(_: int, __: int, record: Any) -> None:
         layers.append((dict(clock.seconds), dict(clock.core_seconds)))
-        records.append(asdict(record))
+        records.append(record.as_json())
         print(
             json.dumps(records[-1]),
             {name: round(seconds, 1) for name, seconds in clock.core_seconds.items()},

@@ -113,7 +113,7 @@ class _ShardWriter:
         return pooled | self._translator.errors()
 
     def _read_rows(self, name: str, first: int, rows: int) -> Any:
-        """Rows [rows, ...] of a source tensor."""
+        """Rows [rows, ...] of a tensor of the source, or of a merged layer, which takes the place of the source's."""
         number, entry = self._targets[name]
         row_bytes = entry.nbytes // entry.shape[0]
         block = np.empty(rows * row_bytes, np.uint8)
@@ -252,7 +252,7 @@ class _ShardWriter:
             self._squares[tensor.name] = (error, norm)
 
     def _merger(self, heads: int, dtype: str, count: int) -> BlockMerger:
-        """Buffers for a group of `heads` heads, at least `count` numbers each, with its sums at nothing."""
+        """Buffers for a group of `heads` heads, at least `count` numbers each, with its sums set to zero."""
         merger = self._mergers.get((heads, dtype))
         if merger is None or merger.source.shape[1] < count:
             merger = self._mergers[heads, dtype] = BlockMerger(

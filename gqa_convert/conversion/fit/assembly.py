@@ -139,7 +139,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A projection's weight or bias: rows of parts, and where some stay as they are in the source, those."""
+    """A projection's weight or bias: rows of parts, and those rows of the source that do not change."""
 
     names: tuple[str, ...]
     """Of the parts whose rows it has, one after the other; they have inputs in common."""

@@ -38,19 +38,27 @@ def fit_checkpoint(
     kl_steps: int | None = None,
     held_out: Sequence[Batch] = (),
 ) -> dict[str, float]:
-    """`fit_layers` with the source loaded, on a GPU where there is one, and then all layers together; activations go to
-    the disk where memory is short.
+    """Load the source, fit every layer with `fit_layers`, then train all layers together where that is possible.
+
+    The work runs on a GPU where there is one. Activations are kept on the disk where memory is short.
 
     Args:
-        plan: as for `fit_layers`, as `store`, `batches`, `on_layer` and `steps`.
-        kl_steps: of the stage that trains all layers together; by default `steps` where it is `affordable` and
-            `WORTHWHILE`, else 0.
-        held_out: other batches, on which that stage is judged; without any it is left out.
+        plan: of the conversion, of a method that takes calibration text.
+        store: where merged layers go; those that it holds already are not merged again.
+        batches: of calibration text.
+        on_layer: called with the record of each layer, and with those of the stage that trains all of them.
+        steps: gradient steps of each layer.
+        kl_steps: steps of the stage that trains all layers together. By default it takes `steps` where it is
+            `affordable` and `WORTHWHILE`, else none.
+        held_out: other batches, by which that stage is judged. Without any it is left out.
+
+    Returns:
+        Errors by name, as `fit_layers`.
 
     Raises:
-        NoSpaceError: the disk can't hold them.
-        DeviceMemoryError: there is not enough memory.
-        OptionError: `kl_steps` where all layers can't be trained together.
+        NoSpaceError: the disk cannot hold the activations.
+        DeviceMemoryError: the memory is too small.
+        OptionError: `kl_steps` is given, and all layers cannot be trained together.
         GQAConvertError: as `fit_layers`.
     """
     folder = plan.checkpoint.folder
@@ -64,18 +72,33 @@ def fit_checkpoint(
             store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
-        if store.finished() is None and kl_steps != 0 and plan.merge_method.trains:
-            if kl_steps is not None:
-                train_together(plan, store, model, batches, held_out, on_layer, steps=kl_steps, seed=plan.seed)
-            elif steps and held_out and affordable(model, batches, len(plan.layers)):
-                train_together(
-                    plan, store, model, batches, held_out, on_layer, steps=steps, seed=plan.seed, asked=False
-                )
+        together = _steps_together(plan, model, batches, held_out, steps, kl_steps)
+        if together and store.finished() is None:
+            requested = kl_steps is not None
+            train_together(
+                plan, store, model, batches, held_out, on_layer, steps=together, seed=plan.seed, requested=requested
+            )
         return errors
 
 
+def _steps_together(
+    plan: Plan,
+    model: Any,
+    batches: Sequence[Batch],
+    held_out: Sequence[Batch],
+    steps: int,
+    kl_steps: int | None,
+) -> int:
+    """The steps of the stage that trains all layers together; 0 to leave it out."""
+    if not plan.merge_method.trains:
+        return 0
+    if kl_steps is not None:
+        return kl_steps
+    return steps if steps and held_out and affordable(model, batches, len(plan.layers)) else 0
+
+
 def _is_large(model: Any, batches: Sequence[Batch]) -> bool:
-    """Whether what waits between layers would take more than a quarter of the free memory."""
+    """Whether the activations that wait between layers would take more than a quarter of the free memory."""
     from accelerate.utils import get_max_memory
 
     hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
@@ -93,19 +116,22 @@ def fit_layers(
     steps: int = STEPS,
     spill: Path | None = None,
 ) -> dict[str, float]:
-    """Merge every layer of a plan of method `fit`, or of `factor` on calibration text, which ends with the closed form.
+    """Merge every layer on calibration text, in the order in which the model runs them.
+
+    Each layer is read from the source, merged, and stored as the result will have it. The student then continues with
+    the stored numbers.
 
     Args:
-        plan: of the conversion.
-        store: where merged layers go; those that it holds already are not made again.
+        plan: of method `fit`, or of `factor`, which ends with the closed form.
+        store: where merged layers go; those that it holds already are not merged again.
         model: the loaded source.
         batches: of calibration text.
-        on_layer: called as each is done.
-        steps: of each layer's gradient stage.
-        spill: a folder for activations; in memory without it.
+        on_layer: called with the record of each layer.
+        steps: gradient steps of each layer.
+        spill: a folder for activations; None to keep them in memory.
 
     Returns:
-        Errors by names: of each module's `output`, the part of its target that it misses, in root mean square.
+        Errors by name: of each module's `output`, the part of its target that it misses, in root mean square.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,6 @@ from gqa_convert.checkpoint.source import Shard
 from gqa_convert.conversion.fit.records import (
     LayerRecord,
     TrainingRecord,
-    layer_as_json,
     layer_from_json,
     training_from_json,
 )
@@ -112,7 +110,7 @@ class MergedLayers:
         names = {dtype: name for name, dtype in DTYPES.items()}
         described = ((name, names[array.dtype], array.shape, array.nbytes) for name, array in tensors.items())
         self._put(
-            self._file(number), build_header(described, {_RECORD: json.dumps(layer_as_json(record))}), tensors.values()
+            self._file(number), build_header(described, {_RECORD: json.dumps(record.as_json())}), tensors.values()
         )
 
     def finish(self, layers: Mapping[int, Mapping[str, Array]], record: TrainingRecord) -> None:
@@ -129,7 +127,7 @@ class MergedLayers:
                 (name, described.tensors[name].dtype, array.shape, array.nbytes) for name, array in tensors.items()
             )
             self._put(self._finished(number), build_header(entries, described.metadata), tensors.values())
-        finish = {_LAYERS: sorted(layers), _RECORD: asdict(record)}
+        finish = {_LAYERS: sorted(layers), _RECORD: record.as_json()}
         self._put(self.path / _FINISH, json.dumps(finish).encode(), ())
 
     def reopen(self) -> None:

@@ -1,17 +1,28 @@
 """What is recorded of merged layers and of their training: kept beside the layers, and passed to progress callbacks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.checkpoint.provenance import Divergence
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.strict_json import JsonObject
+
+
+class FitRecord(Result):
+    """The base of the records. Callbacks once received dictionaries, so that `"key" in record` still works."""
+
+    __slots__ = ()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.as_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRecord:
+class LayerRecord(FitRecord):
     """A merged layer."""
 
     module: str
@@ -21,8 +32,12 @@ class LayerRecord:
 
     @property
     def errors(self) -> dict[str, float]:
-        """The layer's errors by their names in the conversion's record."""
-        return {}
+        """The layer's errors by their names in `gqa_conversion.json`."""
+        raise NotImplementedError
+
+    def as_json(self) -> JsonObject:
+        order = {} if self.head_order is None else {"order": list(self.head_order)}
+        return {"module": self.module} | order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +47,14 @@ class WeightsRecord(LayerRecord):
     keys: float
     """The relative error of the attention scores, in root mean square."""
     values: float
-    """The relative error of what the values produce, in root mean square."""
+    """The relative error of what the values contribute to the output, in root mean square."""
 
     @property
     def errors(self) -> dict[str, float]:
         return {f"{self.module}.keys": self.keys, f"{self.module}.values": self.values}
+
+    def as_json(self) -> JsonObject:
+        return LayerRecord.as_json(self) | {"keys": self.keys, "values": self.values}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +72,24 @@ class CalibratedRecord(LayerRecord):
     def errors(self) -> dict[str, float]:
         return {f"{self.module}.output": self.output}
 
+    def as_json(self) -> JsonObject:
+        measured = {"output": self.output, "gap_left": self.gap_left, "slow_pairs_from": self.first_low_frequency_pair}
+        return LayerRecord.as_json(self) | measured
+
 
 @dataclass(frozen=True, slots=True)
-class TrainingProgress:
+class TrainingProgress(FitRecord):
     """Steps of the stage that trains all layers together."""
 
     done: int
     total: int
 
+    def as_json(self) -> JsonObject:
+        return {"kl_step": [self.done, self.total]}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecord:
+class TrainingRecord(FitRecord):
     """The stage that trains all layers together, once it has ended."""
 
     kl_steps: int
@@ -73,6 +98,10 @@ class TrainingRecord:
     requested_steps: int | None
     """`--kl-steps`; None where the user left the choice to the program."""
 
+    def as_json(self) -> JsonObject:
+        kl = {"before": self.kl.before, "after": self.kl.after}
+        return {"kl_steps": self.kl_steps, "kl": kl, "requested_steps": self.requested_steps}
+
 
 LayerDone = Callable[[int, int, LayerRecord | TrainingProgress | TrainingRecord], None]
 """Called with the number of merged layers, the number of all layers, and the record of the last one. Once all are
@@ -80,24 +109,23 @@ merged, it is called with the progress of the stage that trains them together, a
 record.
 """
 
-_KINDS: dict[str, type[LayerRecord]] = {"weights": WeightsRecord, "calibrated": CalibratedRecord}
-
-
-def layer_as_json(record: LayerRecord) -> dict[str, Any]:
-    """A layer's record as plain data."""
-    kind = next(name for name, each in _KINDS.items() if type(record) is each)
-    return {"kind": kind} | asdict(record)
-
 
 def layer_from_json(data: Mapping[str, Any]) -> LayerRecord:
-    """The reverse of `layer_as_json`."""
-    fields = dict(data)
-    kind, order = _KINDS[fields.pop("kind")], fields.pop("head_order")
-    return kind(**fields, head_order=None if order is None else tuple(order))
+    """A layer's record from its JSON."""
+    order = tuple(data["order"]) if "order" in data else None
+    if "output" in data:
+        return CalibratedRecord(
+            module=data["module"],
+            head_order=order,
+            output=data["output"],
+            gap_left=data["gap_left"],
+            first_low_frequency_pair=data["slow_pairs_from"],
+        )
+    return WeightsRecord(module=data["module"], head_order=order, keys=data["keys"], values=data["values"])
 
 
 def training_from_json(data: Mapping[str, Any]) -> TrainingRecord:
-    """A `TrainingRecord` from what `dataclasses.asdict` made of it."""
+    """A `TrainingRecord` from its JSON."""
     return TrainingRecord(
         kl_steps=data["kl_steps"], kl=Divergence(**data["kl"]), requested_steps=data["requested_steps"]
     )

@@ -48,26 +48,20 @@ def merge_whole_layers(
     """
     if not plan.merge_method.merges_layers:
         return Merged(plan)
-    files = [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards]
-    fingerprint: dict[str, Any] = {
-        "version": __version__,
-        "source": str(plan.checkpoint.folder),
-        "files": files,
-        "config": plan.checkpoint.config,
-        "method": plan.method,
-        "groups": plan.groups,
-        "modules": [layer.module for layer in plan.layers],
-    }
     if options.source is None:
-        store = stack.enter_context(MergedLayers(out, fingerprint, keep=False))
+        store = stack.enter_context(MergedLayers(out, _fingerprint(plan), keep=False))
         errors = merge_layers(plan, store, on_layer)
         return Merged(merged_plan(plan, store), errors, None, _head_order(plan, store))
+    return _merge_on_text(plan, out, options, stack, on_layer)
+
+
+def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
     from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
     from gqa_convert.conversion.fit.matching import STEPS
 
     calibration = calibrate(plan, options)
     steps = STEPS if options.steps is None else options.steps
-    noted = CalibrationRecord(
+    record = CalibrationRecord(
         text=calibration.description,
         tokens=calibration.tokens,
         sequence_length=calibration.sequence_length,
@@ -75,7 +69,7 @@ def merge_whole_layers(
         steps=steps,
         digest=calibration.digest,
     )
-    store = stack.enter_context(MergedLayers(out, fingerprint | noted.inputs(), keep=True))
+    store = stack.enter_context(MergedLayers(out, _fingerprint(plan) | record.inputs(), keep=True))
     errors = fit_checkpoint(
         plan,
         store,
@@ -86,8 +80,21 @@ def merge_whole_layers(
         held_out=calibration.held_out,
     )
     if training := store.finished():
-        noted = replace(noted, kl_steps=training.kl_steps, kl=training.kl)
-    return Merged(merged_plan(plan, store), errors, noted, _head_order(plan, store))
+        record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
+    return Merged(merged_plan(plan, store), errors, record, _head_order(plan, store))
+
+
+def _fingerprint(plan: Plan) -> dict[str, Any]:
+    """What merged layers depend on, apart from the text."""
+    return {
+        "version": __version__,
+        "source": str(plan.checkpoint.folder),
+        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
+        "config": plan.checkpoint.config,
+        "method": plan.method,
+        "groups": plan.groups,
+        "modules": [layer.module for layer in plan.layers],
+    }
 
 
 def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:

@@ -44,7 +44,7 @@ def train_together(
     *,
     steps: int,
     seed: int,
-    asked: bool = True,
+    requested: bool = True,
 ) -> None:
     """The stage for a plan whose layers are all in the store.
 
@@ -57,7 +57,7 @@ def train_together(
         on_layer: called as steps are taken, and with the record at the end.
         steps: batches to see.
         seed: of their order.
-        asked: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
+        requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
     """
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer in finder.layers]
@@ -68,7 +68,7 @@ def train_together(
         merged, repeated = layout.cut(tensors, plan.groups), layout.repeated(tensors, plan.groups)
         assemblies[layer.module] = Assembly(layout, merged, repeated, plan.groups, model.device)
         parts.append(as_parts(merged, model.device))
-    count, least = len(layouts), 0.0 if asked else WORTHWHILE
+    count, least = len(layouts), 0.0 if requested else WORTHWHILE
     trained, kl = match_predictions(
         model,
         batches,
@@ -85,7 +85,7 @@ def train_together(
         before = layouts[number].repeated(store.read(number), plan.groups)
         made[number] = layouts[number].join(as_heads(new), before, plan.groups)
     record = TrainingRecord(
-        kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if asked else None
+        kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if requested else None
     )
     store.finish(made, record)
     on_layer(count, count, record)
