@@ -181,7 +181,8 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
             merged = merge_layer(
                 parts.cut(tensors), groups, "factor", find_folding_constraints(finder, layer), Moments(moment, moment)
             )
-            state |= {name: torch.from_numpy(array) for name, array in parts.join(merged, tensors, groups).items()}
+            joined = parts.repeated(parts.join(merged, tensors, groups), groups)
+            state |= {name: torch.from_numpy(array) for name, array in joined.items()}
         other = AutoModelForCausalLM.from_config(model.config).eval()
         other.load_state_dict(state)
         stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
