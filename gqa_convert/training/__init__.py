@@ -1,1 +1,1 @@
-"""Parts of the uptraining loop: schedules, optimizers, losses, checkpoints, launch checks."""
+"""Uptraining: recipes, the training loop, schedules, optimizers, checkpoints and launch checks."""

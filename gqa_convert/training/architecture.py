@@ -1,4 +1,4 @@
-"""The sizes of a transformer that its memory use follows from, read from a config.json."""
+"""Reads from a config.json the sizes of a transformer that determine its memory use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Architecture:
     """Sizes of a transformer."""
 
     layers: int
-    """Of a decoder."""
+    """Decoder layers."""
     hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
     inner: int
-    """Of the MLP; where tokens go to several experts, theirs together."""
+    """Inner dimension of the MLP; with several experts per token, the sum of theirs."""
     vocabulary: int
     encoder_layers: int = 0
     gated: bool = True
@@ -44,18 +44,18 @@ class Architecture:
     activation: str = "silu"
     rms_norm: bool = True
     scores: bool = False
-    """Whether self-attention keeps its scores for the backward pass, as where position biases are learned."""
+    """Whether self-attention keeps its scores for the backward pass, for example with learned position biases."""
     tied: bool = False
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares the embedding's weights."""
 
     @property
     def outer_parameters(self) -> int:
-        """Of embedding and output layer."""
+        """The parameters of embedding and output layer."""
         return self.vocabulary * self.hidden_size * (1 if self.tied else 2)
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
-    """The sizes in a config.json; None where they are not stated in a way that is known."""
+    """The sizes in a config.json; None if they are not stated under known keys."""
     values = dict(config)
     try:
         family = find_family(values.get("model_type"))

@@ -1,6 +1,6 @@
-"""Distillation of attention outputs: the student's attention modules learn to add what the teacher's add.
+"""Distillation of attention outputs: the student's attention modules are trained to match the teacher's contributions.
 
-Shape legend: b batch, L positions, d hidden size.
+Shape legend: b batch, L positions, d hidden_size.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,14 @@ _LEAST: Final = 1e-12
 
 
 class AttentionTap:
-    """Records what the decoder's attention adds to each layer: self- and cross-attention, behind the output projection,
-    in order.
+    """Records the contributions of the decoder's self- and cross-attention, after the output projection, in order.
 
         with AttentionTap(model) as tap:
             logits = model(...).logits
         tap.outputs  # [b, L, d] each
 
-    Hooks exist inside the `with` only. Leave it before the backward pass: gradient checkpointing runs layers a second
-    time there, which is then not recorded.
+    The hooks exist only inside the `with` block. Leave it before the backward pass, in which gradient checkpointing
+    runs layers a second time, so that they are not recorded twice.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +33,7 @@ class AttentionTap:
 
         Raises:
             UnsupportedFamilyError: the model type is unknown.
-            OptionError: none was found.
+            OptionError: no projection was found.
         """
         self.outputs: list[Tensor] = []
         self._model = model
@@ -65,11 +64,11 @@ class AttentionTap:
 
 
 def attention_projections(model: nn.Module) -> list[nn.Module]:
-    """The output projections of a transformers model's attention, the encoder's left out.
+    """The output projections of a transformers model's attention, except those of an encoder.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown.
-        OptionError: none was found.
+        OptionError: no projection was found.
     """
     family = family_of_result(model.config.model_type)
     found = []
@@ -78,7 +77,7 @@ def attention_projections(model: nn.Module) -> list[nn.Module]:
             tuple(f".{attention}" for attention in family.attention)
         ):
             continue
-        if hasattr(module, family.fused or family.key):  # hybrid models have other layers by the same name
+        if hasattr(module, family.fused or family.key):  # hybrid models have other layers of the same name
             found.append(module.get_submodule(family.output))
     if not found:
         raise OptionError(
@@ -88,26 +87,26 @@ def attention_projections(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_match(student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared error of attention outputs relative to the teacher's squared norm, as a mean over layers.
+    """The squared error of attention outputs relative to the teacher's squared norm, averaged over layers.
 
-    The ratio is taken over the positions of a sequence together, so that positions where attention adds next to nothing
-    have no more say than others, and a sequence has the same loss in whatever batch; it is then weighted by their
-    number.
+    The ratio is taken over all positions of a sequence together, so that positions with negligible attention outputs
+    are not overweighted and the loss of a sequence does not depend on its batch. It is then weighted by the number of
+    positions.
 
     Args:
-        student: [b, L, d] for each layer, as `AttentionTap` records them.
-        teacher: the same; gets no gradient.
-        labels: [b, L]; positions with -100 are left out.
+        student: [b, L, d] per layer, as recorded by `AttentionTap`.
+        teacher: the teacher's outputs; receive no gradient.
+        labels: [b, L]; positions with -100 are ignored.
 
     Returns:
-        Sum and number of the positions with a label, both float32.
+        The sum over the labelled positions and their number, both float32.
 
     Raises:
         OptionError: layers or shapes differ.
     """
     if len(student) != len(teacher) or not student:
         raise OptionError(
-            f"the student has {len(student)} attention outputs and the teacher {len(teacher)}: they must match layer by layer"
+            f"the student has {len(student)} attention outputs and the teacher {len(teacher)}: they must be equal"
         )
     seen = labels != IGNORED
     counts = seen.sum(1)
@@ -118,15 +117,15 @@ def attention_match(student: Sequence[Tensor], teacher: Sequence[Tensor], labels
         if output.shape != target.shape or output.shape[:2] != labels.shape:
             raise OptionError(
                 f"attention output {number} is {list(output.shape)} in the student and {list(target.shape)} in the teacher, "
-                f"for labels {list(labels.shape)}: they must have one shape"
+                f"for labels {list(labels.shape)}: the shapes must be equal"
             )
         total = total + (_RelativeError.apply(output, target, seen) * counts).sum().to(total.device)
     return total / len(student), counts.sum().to(total.dtype)
 
 
 class _RelativeError(torch.autograd.Function):  # type: ignore[misc]
-    """|student - teacher|^2 / |teacher|^2 of each sequence [b]; the difference is kept for the way back in the
-    student's type.
+    """|student - teacher|^2 / |teacher|^2 of each sequence [b]; the difference is saved for the backward pass in the
+    student's dtype.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: each appears whole or not at all, the newest few are kept, and a run resumes from the newest.
+"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
 
-A checkpoint is a folder `checkpoints/step-000123` with a sharded state of model and optimizer, written by every process
-for its own part (torch.distributed.checkpoint), and `run.json`, written last, which also knows every file's size and
-SHA-256.
+A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
+process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
+size and SHA-256.
 """
 
 import json
@@ -28,20 +28,20 @@ _FORMAT = 1
 
 @dataclass
 class Progress:
-    """How far a run is; everything else follows from the recipe and the step."""
+    """The progress of a run; everything else follows from the recipe and the step."""
 
     step: int = 0
     """Optimizer steps taken or skipped."""
     tokens: int = 0
     skipped: int = 0
-    """Steps without an update, because a loss or a gradient was not finite."""
+    """Steps without an update because a loss or a gradient was not finite."""
     skipped_in_a_row: int = 0
     evaluations: dict[str, float] = field(default_factory=dict)
-    """Losses on the evaluation data: of the source, and at the start."""
+    """Losses on the evaluation data: that of the `source`, and that at the `start`."""
     evaluated_on: str = ""
-    """Fingerprint of that data."""
+    """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
-    """What changed in the recipe on the way."""
+    """Changes of the recipe during the run."""
 
 
 class Checkpoints:
@@ -49,11 +49,11 @@ class Checkpoints:
 
     Args:
         folder: `output/checkpoints`.
-        keep: how many to keep.
+        keep: how many checkpoints to keep.
         main: whether this is the process that publishes.
-        together: a context in which one process works, and whose errors are raised on all of them.
+        together: a context for the work of one process, whose errors are raised on all processes.
         process: the number of this process.
-        gather: every process's value, in the order of their numbers, of what each of them passes.
+        gather: gathers a value from every process, in the order of their numbers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Checkpoints:
         self._process = process
         self._gather = gather
         self._problems: dict[int, str] = {}
-        """What is wrong with checkpoints that were found to be damaged, by step."""
+        """The problems of checkpoints that were found to be damaged, by step."""
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -86,10 +86,10 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """The step and the record of the newest checkpoint that is whole; those after it are damaged.
+        """The step and the record of the newest intact checkpoint; those after it are damaged.
 
         Raises:
-            ResumeError: there are checkpoints, and none of them is whole.
+            ResumeError: there are checkpoints, and all of them are damaged.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -102,17 +102,18 @@ class Checkpoints:
         if steps:
             problem = self._problems[steps[-1]]
             raise ResumeError(
-                f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to begin anew"
+                f"every checkpoint in {self.folder} is damaged ({problem}): remove the folder to start over"
             )
         return None
 
     def is_intact(self, step: int, record: dict[str, Any], processes: int) -> bool:
-        """Whether the files of a checkpoint hold what was written. Every process calls this, and reads its share.
+        """Whether the files of a checkpoint hold what was written. Every process calls this and reads its share of the
+        files.
 
         Args:
-            step: of the checkpoint, which `newest` passes over from here on if it is not intact.
-            record: its record; one from before digests were recorded has none to compare.
-            processes: how many there are.
+            step: the step of the checkpoint. If it is damaged, `newest` skips it from now on.
+            record: its record; older records without digests have nothing to compare.
+            processes: the number of processes.
         """
         recorded = record.get("sha256", {})
         mine = share(recorded, self._process, processes)
@@ -123,7 +124,7 @@ class Checkpoints:
         return not problem
 
     def _record(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the tensors, which are looked at.
+        """The record that `save` wrote beside the tensors, whose files are checked to exist with their sizes.
 
         Raises:
             OSError, ValueError, KeyError, TypeError: something is missing or cut short.
@@ -131,7 +132,7 @@ class Checkpoints:
         folder = self.path(step)
         record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT:
-            raise ValueError(f"{folder} is in format {record['format']}, this program knows {_FORMAT}")
+            raise ValueError(f"{folder} is in format {record['format']}, this program reads format {_FORMAT}")
         Progress(**record["progress"])
         for name, size in record["files"].items():
             if (found := _size(folder / name)) != size:
@@ -139,9 +140,7 @@ class Checkpoints:
         return record
 
     def set_aside_after(self, step: int) -> list[tuple[Path, str]]:
-        """Rename the checkpoints after a step, which are damaged; returns their new names and what is wrong with
-        them.
-        """
+        """Rename the damaged checkpoints after a step; returns their new names and their problems."""
         aside = []
         for later in self.steps():
             if later > step:
@@ -154,22 +153,22 @@ class Checkpoints:
     def save(
         self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str
     ) -> Path:
-        """Write a checkpoint, publish it, and remove those that are too many. Every process calls this.
+        """Write a checkpoint, publish it, and remove the oldest beyond `keep`. Every process calls this.
 
-        While steps are skipped nothing is removed: what was saved before may be what is needed.
+        While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
 
         Args:
-            state: tensors, whole or sharded, as torch.distributed.checkpoint takes them.
-            progress: where the run is.
-            recipe: resolved, to be compared on resumption.
-            processes: how many there are.
-            samples: fingerprint of the training data, likewise.
+            state: whole or sharded tensors, in the form that torch.distributed.checkpoint accepts.
+            progress: the progress of the run.
+            recipe: the resolved recipe, which is compared when the run resumes.
+            processes: the number of processes.
+            samples: the fingerprint of the training data, which is compared too.
 
         Raises:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         final = self.path(progress.step)
         work = self.folder / f"{_UNFINISHED}{final.name}"
@@ -210,16 +209,15 @@ class Checkpoints:
         return final
 
     def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
-        """Give a finished checkpoint its name and its record."""
+        """Give a finished checkpoint its final name and its record."""
         record["files"] = {path.name: _size(path) for path in work.iterdir()}
-        record["sha256"] |= digests(
-            work, record["files"].keys() - record["sha256"].keys()
-        )  # what a network file system showed late
+        # of files that a network file system showed late
+        record["sha256"] |= digests(work, record["files"].keys() - record["sha256"].keys())
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in work.iterdir():
             sync(path)
         sync(work)
-        if final.exists():  # from before the run went back to an earlier step
+        if final.exists():  # left from before the run returned to an earlier step
             self._remove(int(final.name.removeprefix("step-")))
         work.rename(final)
         sync(self.folder)
@@ -231,7 +229,7 @@ class Checkpoints:
             ResumeError: the checkpoint is damaged.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+        from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         try:
             dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
@@ -243,18 +241,18 @@ class Checkpoints:
             ) from None
 
     def prune(self) -> None:
-        """Remove all but the newest; one process calls this."""
+        """Remove all but the newest checkpoints; one process calls this."""
         for step in self.steps()[: -self._keep]:
             self._remove(step)
 
     def sweep(self) -> None:
-        """Remove what a dead run left unfinished."""
+        """Remove unfinished files of a killed run."""
         if self._main and self.folder.is_dir():
             for path in self.folder.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
-        """Under another name first, so that a half-removed checkpoint is never taken for one."""
+        """Remove a checkpoint, after renaming it so that a partly removed one is never taken for a checkpoint."""
         doomed = self.folder / f"{_UNFINISHED}removed-{step:06d}"
         shutil.rmtree(doomed, ignore_errors=True)
         self.path(step).rename(doomed)
@@ -272,12 +270,12 @@ class Checkpoints:
 
 
 def _inner(problem: BaseException) -> BaseException:
-    """What went wrong on the first process on which something did."""
+    """The error of the first process that failed."""
     failures = getattr(problem, "failures", None)
     return next(iter(failures.values()))[0] if failures else problem
 
 
 def _size(path: Path) -> int:
-    """Of a file; opening it first makes a network file system look."""
+    """The size of a file, which is opened first so that a network file system refreshes it."""
     with path.open("rb") as file:
         return file.seek(0, 2)

@@ -1,15 +1,15 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 import io
 from typing import Any
 
 
 def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes | None:
-    """Training and evaluation losses over tokens, as a PNG file; None if matplotlib is not installed.
+    """Draw training and evaluation losses over tokens as a PNG file; returns None if matplotlib is not installed.
 
     Args:
-        lines: of the metrics file.
-        evaluations: losses at the `start` and of the `source`, as far as they were measured.
+        lines: the lines of the metrics file.
+        evaluations: losses at the `start` and of the `source`, if they were measured.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,7 +1,7 @@
-"""SHA-256 of a checkpoint's files, by which bytes that a disk or a network has lost are noticed.
+"""SHA-256 digests of a checkpoint's files, which detect corruption by a disk or a network.
 
-Every process reads its share, so that the time follows from the bytes per process: those that it has just written
-itself when a checkpoint is saved, and as many when one is resumed.
+Every process reads its share, so that the time depends on the bytes per process. When a checkpoint is saved, a process
+reads the files that it has just written.
 """
 
 import hashlib
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _FILE_OF_PROCESS = re.compile(r"__(\d+)_\d+\.distcp")
-"""What torch.distributed.checkpoint calls the files that a process writes."""
+"""The names that torch.distributed.checkpoint gives to the files of a process."""
 
 
 def share(names: Iterable[str], process: int, processes: int) -> list[str]:
-    """The files that one of `processes` processes reads: those it has written, if there were as many then. Process 0
-    reads the others.
+    """The files that one of `processes` processes reads: those that it wrote, if the number of processes is the same.
+    Process 0 reads the others.
     """
     owners = {name: int(match[1]) % processes if (match := _FILE_OF_PROCESS.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, owner in owners.items() if owner == process)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Name -> hexadecimal SHA-256 of files in a folder; reads them whole.
+    """The hexadecimal SHA-256 of files in a folder, by name.
 
     Raises:
         OSError: a file can't be read.
@@ -35,7 +35,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def first_difference(folder: Path, expected: dict[str, str]) -> str:
-    """What is wrong with the first file that has another digest than the expected one; nothing if none has."""
+    """The problem of the first file whose digest is not the expected one; empty if there is none."""
     for name, digest in expected.items():
         try:
             found = digests(folder, [name])[name]

@@ -1,8 +1,7 @@
-"""The processes of a run: they join, compare values, and fail together.
+"""The processes of a run, which join, compare values, and fail together.
 
-A launch that is not what it looks like is refused at once: a job that silently runs as one process, or as several that
-do not know of each other, wastes days. An error on one process is raised on all of them, since a process that waits for
-a dead one wastes as much.
+Misconfigured launches are refused at once, because a job that silently runs as one process, or as several independent
+ones, wastes days. An error on one process is raised on all of them, so that none waits for a process that has ended.
 """
 
 import os
@@ -16,7 +15,7 @@ from gqa_convert import errors
 from gqa_convert.errors import GQAConvertError, LaunchError
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables in which srun and MPI launchers say how many tasks they started."""
+"""Environment variables in which srun and MPI launchers state how many tasks they started."""
 
 _REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "this program does not use the optimizer and checkpoints of DeepSpeed",
@@ -25,12 +24,14 @@ _REFUSED = {
     "FSDP_OFFLOAD_PARAMS": "this program keeps parameters on the GPUs",
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
-"""Switches of accelerate that would have no effect or another one, and why."""
+"""Switches of accelerate that would have no effect or a different one, and the reason."""
 
 _LONGEST_WAIT = timedelta(days=7)
-"""For the process that tokenises; a process that died is noticed at once nevertheless."""
+"""The time limit of waits, long enough for tokenising. A process that ends is noticed immediately regardless."""
 
-_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, ACCELERATE_USE_CPU=true in front)"
+_ADVICE = (
+    "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
+)
 
 _BROKEN = (
     "DistBackendError",
@@ -39,19 +40,19 @@ _BROKEN = (
     "Connection reset by peer",
     "gloo/transport",
 )
-"""What is found in torch's errors when another process has gone."""
+"""Texts in torch's errors when another process has ended."""
 
 _waiting_group: Any = None
 
 
 def join(**options: Any) -> Any:
-    """accelerate's Accelerator for this process, once all processes of the run have come together.
+    """Join the processes of the run and return accelerate's Accelerator for this process.
 
     Args:
-        options: for it.
+        options: arguments of the Accelerator.
 
     Raises:
-        LaunchError: the launcher started other processes than it was asked for.
+        LaunchError: the launcher did not start the requested processes.
     """
     check_environment(os.environ)
     import torch
@@ -59,8 +60,8 @@ def join(**options: Any) -> Any:
 
     accelerator = Accelerator(mixed_precision="no", **options)
     check_launch(os.environ, accelerator.num_processes)
-    # else transformers would leave the weights of all processes but the first uninitialised, for accelerate to send
-    # them around
+    # otherwise transformers would leave the weights uninitialised on all processes but the first, for accelerate to
+    # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
         global _waiting_group
@@ -69,15 +70,15 @@ def join(**options: Any) -> Any:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse what a launcher or a user has set if it makes no sense, before processes begin to wait for one another.
+    """Refuse inconsistent environment variables before processes begin to wait for one another.
 
     Raises:
-        LaunchError: it makes none.
+        LaunchError: variables of a launcher or a user contradict one another, or are not supported.
     """
     for name, reason in _REFUSED.items():
         if environment.get(name, "false").lower() in ("1", "true", "yes", "on"):
             raise LaunchError(
-                f"{name} is set, by accelerate's configuration perhaps: {reason}; use recipes/accelerate/fsdp2.yaml or no such key"
+                f"{name} is set, perhaps by accelerate's configuration, but {reason}: use recipes/accelerate/fsdp2.yaml, or remove that key"
             )
     stated, rank, local = (_number(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     processes = stated or 1
@@ -85,12 +86,12 @@ def check_environment(environment: Mapping[str, str]) -> None:
     knows = processes if stated is None else _number(environment, "GROUP_WORLD_SIZE") or processes
     if tasks > knows:
         raise LaunchError(
-            f"{tasks} tasks were started ({counter}) and this one knows of {knows}: each would work by itself; start one task per node, "
+            f"{tasks} tasks were started ({counter}) and this one knows of {knows}, so each would train separately: start one task per node, "
             "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
         )
     if "MASTER_ADDR" in environment and stated is None:
         raise LaunchError(
-            "MASTER_ADDR is set, as for several processes, and WORLD_SIZE is not: accelerate starts one process so with --cpu or MULTI_CPU; "
+            "MASTER_ADDR is set, as for several processes, and WORLD_SIZE is not, as when accelerate starts one process with --cpu or MULTI_CPU: "
             f"{_ADVICE}, or unset MASTER_ADDR"
         )
     if stated is None and rank is None and local is None:
@@ -103,7 +104,9 @@ def check_environment(environment: Mapping[str, str]) -> None:
     assert rank is not None
     assert local is not None
     if not (0 <= rank < processes and 0 <= local <= rank):
-        raise LaunchError(f"WORLD_SIZE is {processes}, RANK {rank} and LOCAL_RANK {local}, which can't be: {_ADVICE}")
+        raise LaunchError(
+            f"WORLD_SIZE is {processes}, RANK {rank} and LOCAL_RANK {local}, which is impossible: {_ADVICE}"
+        )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -117,26 +120,26 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def waiting_group() -> Any:
-    """The process group that has patience, on CPUs; None for a single process. A slow disk is none of NCCL's
-    business.
+    """A process group on CPUs with a long timeout, so that a slow disk does not trigger NCCL's; None for a single
+    process.
     """
     return _waiting_group
 
 
 def local_processes() -> int:
-    """How many processes of the run this machine has."""
+    """The number of the run's processes on this machine."""
     return _number(os.environ, "LOCAL_WORLD_SIZE") or 1
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> None:
-    """Refuse a launch of which some processes do not take part.
+    """Refuse a launch in which some of the started processes do not take part.
 
     Args:
-        environment: of this process.
-        processes: how many take part in the run, as accelerate sees it.
+        environment: the environment variables of this process.
+        processes: the number of processes in the run according to accelerate.
 
     Raises:
-        LaunchError: the launcher started another number.
+        LaunchError: the launcher started a different number of processes.
     """
     stated = _number(environment, "WORLD_SIZE") or 1
     if processes != stated:
@@ -145,10 +148,10 @@ def check_launch(environment: Mapping[str, str], processes: int) -> None:
 
 @contextmanager
 def together(accelerator: Any) -> Iterator[None]:
-    """Work that every process does by itself, or only one does: an error of any process is raised on all of them,
-    behind the work.
+    """A context for independent work of every process or of one. An error of any process is raised on all of them when
+    the context ends.
 
-    Processes must not wait for one another within, unless they do so also when they fail.
+    Processes must not wait for one another inside the context, unless they also do so when they fail.
     """
     problem: Exception | None = None
     try:
@@ -171,7 +174,7 @@ def together(accelerator: Any) -> Iterator[None]:
 
 
 def gathered(accelerator: Any, value: Any) -> list[Any]:
-    """Every process's value, in the order of their numbers; small Python objects. Every process calls this."""
+    """The value of every process, in the order of their numbers; for small Python objects. Every process calls this."""
     if accelerator.num_processes == 1:
         return [value]
     import torch
@@ -183,7 +186,7 @@ def gathered(accelerator: Any, value: Any) -> list[Any]:
 
 
 def _error(process: int, name: str, text: str) -> GQAConvertError:
-    """That of another process."""
+    """The error of another process."""
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, GQAConvertError):
         return known(text)
@@ -192,8 +195,8 @@ def _error(process: int, name: str, text: str) -> GQAConvertError:
 
 @contextmanager
 def taking_part() -> Iterator[None]:
-    """Within, `join` may be called; behind it, torch's process groups are gone, without which it may end the process by
-    a signal.
+    """A context inside which `join` may be called. Afterwards torch's process groups are destroyed, since torch may
+    otherwise abort the process at exit.
     """
     try:
         yield
@@ -210,13 +213,13 @@ def taking_part() -> Iterator[None]:
 def _leave() -> None:
     global _waiting_group
     _waiting_group = None
-    torch = sys.modules.get("torch")  # none if a signal has ended its import, which must not begin again
+    torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def wait(accelerator: Any) -> None:
-    """Until all processes are here, however long that takes; an error if one of them has ended."""
+    """Wait until all processes have arrived, without a timeout; raises an error if one of them has ended."""
     if accelerator.num_processes > 1:
         import torch
 
@@ -226,7 +229,7 @@ def wait(accelerator: Any) -> None:
 
 @contextmanager
 def _partners() -> Iterator[None]:
-    """Turn torch's error about a process that has ended into one line."""
+    """Turn torch's errors about a process that has ended into one line."""
     try:
         yield
     except RuntimeError as problem:
@@ -235,12 +238,12 @@ def _partners() -> Iterator[None]:
 
 def _ended(problem: RuntimeError) -> LaunchError:
     return LaunchError(
-        f"another process of this run has ended, or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
+        f"another process of this run has ended or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
     )
 
 
 def summed(accelerator: Any, numbers: list[float]) -> list[float]:
-    """Each number's sum over all processes, in float64."""
+    """The sum of each number over all processes, in float64."""
     if accelerator.num_processes == 1:
         return numbers
     import torch

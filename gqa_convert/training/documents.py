@@ -1,6 +1,4 @@
-"""Whether a model can keep documents apart that are packed into one row: by its config, before it is loaded, and by
-what it computes.
-"""
+"""Checks that a model can separate documents packed into one row: by its config before loading, and by a trial run."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,11 +10,11 @@ from gqa_convert.families.table import FAMILIES
 from gqa_convert.training.masks import model_inputs
 
 _ATTENTION: Final = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Kinds of layers in which tokens meet through attention alone."""
+"""Kinds of layers in which tokens interact only through attention."""
 _LENGTH: Final = 8
 _NOISE: Final = 0.05
-"""Logits may differ by rounding, where experts take other numbers of tokens: by this share of their standard deviation
-at most.
+"""The largest difference of logits, as a share of their standard deviation, that counts as rounding. It occurs if
+experts process a different number of tokens.
 """
 
 
@@ -26,16 +24,16 @@ def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
     Args:
         name: of the checkpoint, for the message.
         config: what its config.json holds.
-        length: tokens of a row.
+        length: the tokens per row.
 
     Raises:
-        RecipeError: it does.
+        RecipeError: the checkpoint mixes documents.
     """
     short = _short_context(config)
     if short is not None and length > short:
         raise RecipeError(
-            f"document_mask with a sequence_length of {length} is impossible, since {name} chooses its rotary frequencies (longrope) by the "
-            f"longest document of a batch, one above {short} tokens or none: lower sequence_length to {short}, or leave document_mask out"
+            f"document_mask with a sequence_length of {length} is impossible, because {name} chooses its rotary frequencies (longrope) by the "
+            f"longest document of a batch, above or below {short} tokens: lower sequence_length to {short}, or remove document_mask"
         )
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -46,13 +44,13 @@ def refuse_mixing(name: str, config: Mapping[str, Any], length: int) -> None:
         reasons.append(family.document_constraint)
     if reasons:
         raise _refusal(
-            f"{name} is of model type {family.model_type}, and document_mask is impossible since {reasons[0]}"
+            f"{name} is of model type {family.model_type}, and document_mask is impossible because {reasons[0]}"
         )
 
 
 def _short_context(config: Mapping[str, Any]) -> int | None:
-    """The length from which on LongRoPE takes its other frequencies, for all documents of a batch at once; None for
-    other positions.
+    """The length above which LongRoPE switches its frequencies, for all documents of a batch at once; None for other
+    position embeddings.
     """
     for key in ("rope_parameters", "rope_scaling"):
         rotary = config.get(key)
@@ -63,14 +61,14 @@ def _short_context(config: Mapping[str, Any]) -> int | None:
 
 
 def check_apart(name: str, model: Any) -> None:
-    """Run a model on two packed documents, and see that neither changes when the other does.
+    """Run a model on two packed documents, and check that neither changes when the other does.
 
-    This catches what `refuse_mixing` can't know of: model types without a record, and versions of transformers that
-    build other masks.
+    This covers cases that `refuse_mixing` can't know: model types without a record, and versions of transformers that
+    build different masks.
 
     Args:
         name: of the checkpoint, for the message.
-        model: a model of transformers; on all processes at once, where it is sharded.
+        model: a transformers model; if it is sharded, all processes must call this.
 
     Raises:
         RecipeError: one document's text reaches the other.
@@ -86,7 +84,8 @@ def check_apart(name: str, model: Any) -> None:
         logits = model.eval()(**model_inputs(model, batch), use_cache=False).logits.float()
     model.train(was_training)
     whole, first_changed, second_changed = logits
-    # The first token of a document sees itself alone: text before or behind the document reaches it first.
+    # The first token of a document attends only to itself, so that a leak of text around the document shows there
+    # first.
     moved = max((whole - first_changed)[_LENGTH].abs().max(), (whole - second_changed)[0].abs().max())
     if moved > _NOISE * whole.std():
         raise _refusal(
@@ -95,4 +94,4 @@ def check_apart(name: str, model: Any) -> None:
 
 
 def _refusal(what: str) -> RecipeError:
-    return RecipeError(f"{what}: leave document_mask out of the recipe")
+    return RecipeError(f"{what}: remove document_mask from the recipe")

@@ -1,13 +1,13 @@
-"""One dropout probability for a whole model, wherever its modules keep theirs."""
+"""Sets one dropout probability in all modules of a model."""
 
 from typing import Any
 
 
 def set_dropout(model: Any, probability: float) -> None:
-    """Set every dropout of a transformers model: modules, numbers that attention hands to its function, and the config
-    they may ask.
+    """Set every dropout of a transformers model: in modules, in the numbers that attention passes to its function, and
+    in the config that modules may read.
 
-    Layers that are dropped whole (`layerdrop`) are left as they are.
+    The probability of dropping whole layers (`layerdrop`) is not changed.
     """
     import torch
 

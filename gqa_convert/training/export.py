@@ -1,5 +1,5 @@
-"""The trained model as an ordinary checkpoint: weights in the type of the checkpoint that training began with, other
-files copied, provenance extended.
+"""Exports the trained model as an ordinary checkpoint: weights in the dtype of the initial checkpoint, other files
+copied, provenance extended.
 """
 
 import json
@@ -19,14 +19,14 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Path, record: dict[str, Any]) -> None:
-    """Write `out`, whole or not at all; an earlier one is replaced.
+    """Write `out` atomically, replacing an earlier one.
 
     Args:
-        model: of transformers, not wrapped.
-        state: its tensors, whole; emptied.
+        model: the transformers model, not wrapped.
+        state: its whole tensors; the mapping is emptied.
         source: the checkpoint that training began with.
         out: the folder.
-        record: what training adds to the provenance.
+        record: the entries that training adds to the provenance.
     """
     assert source.folder is not None
     with StagedFolder(out) as staged:
@@ -37,7 +37,7 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         for name in (
             "config.json",
             *source.carried,
-        ):  # copied: transformers 5 writes them in a form that older versions can't read
+        ):  # copied, because transformers 5 writes them in a form that older versions can't read
             if name != PROVENANCE:
                 target = staged.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,7 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
 
 
 def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
-    """The tensors in the type that most of the source's numbers have; those that are one tensor in the model are one
-    here.
-    """
+    """The tensors in the dtype of most of the source's numbers; tensors that are shared in the model stay shared."""
     import torch
 
     sizes: Counter[str] = Counter()

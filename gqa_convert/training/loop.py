@@ -1,5 +1,5 @@
-"""The training loop. A step is a pure function of the state before it: samples and random numbers depend on the number
-of the step only, so that a resumed run repeats exactly what an uninterrupted one does.
+"""The training loop. A step is a pure function of the state before it, and samples and random numbers depend only on
+the number of the step. A resumed run therefore computes exactly what an uninterrupted one does.
 """
 
 import math
@@ -30,12 +30,12 @@ from gqa_convert.training.utilisation import flops_per_token, peak
 
 Batch = dict[str, np.ndarray[Any, Any]]
 _LONGEST_STREAK = 5
-"""Steps in a row without a finite gradient after which the run ends."""
+"""The number of consecutive steps without a finite gradient after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did, over all processes."""
+    """The result of one optimizer step, over all processes."""
 
     step: int
     tokens: int
@@ -51,7 +51,7 @@ class StepResult:
     skipped: bool
     """The loss or a gradient was not finite, and nothing was changed."""
     hopeless: bool
-    """So many steps in a row were skipped that the run should end."""
+    """Too many consecutive steps were skipped, and the run should end."""
 
 
 class Trainer:
@@ -59,16 +59,16 @@ class Trainer:
 
     Args:
         recipe: the settings.
-        model: as `accelerator.prepare` or `sharding.shard` made it, in training mode.
-        optimizer: over its trained parameters.
+        model: the model from `accelerator.prepare` or `sharding.shard`, in training mode.
+        optimizer: the optimizer of its trained parameters.
         samples: the training data.
-        accelerator: of accelerate; only its processes and devices are used.
-        steps: of the whole run.
+        accelerator: accelerate's Accelerator, of which only the processes and devices are used.
+        steps: the number of steps in the whole run.
         teacher: the model to distil from.
-        progress: where the run is; kept up to date.
+        progress: the progress of the run, which is kept up to date.
 
     Attributes:
-        problem: the error of the text, if that ended the run.
+        problem: the error of reading text, if that ended the run.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Trainer:
             0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
         )
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._autocast = recipe.precision == "bf16" and not sharding.wanted()
+        self._autocast = recipe.precision == "bf16" and not sharding.requested()
         self._taps = recipe.attention_matching > 0
         self._flops_per_token = _flops_per_token(self._inner(), int(samples.tokens_per_sample))
         self._peak: float | None = peak(accelerator.device)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepResult]:
-        """Take the steps that are left, one by one; ends early, between two steps, when `stop` holds or text fails on
-        any process.
+        """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true or
+        reading text fails on any process.
         """
         ahead = ReadAhead(self.micro_batches)
         if self.progress.step < self.steps:
@@ -118,12 +118,12 @@ class Trainer:
             if stops or batches is None:
                 return
             if step < self.steps:
-                ahead.ask(step + 1)  # read while this one computes
+                ahead.ask(step + 1)  # read ahead while this step computes
             yield self._step(step, batches, count, began)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This process's share of a step's samples, as many batches on every process; where samples run out, their
-        labels are ignored.
+        """This process's share of a step's samples, the same number of batches on every process; surplus samples have
+        ignored labels.
         """
         rank, processes, size = (
             self.accelerator.process_index,
@@ -145,22 +145,22 @@ class Trainer:
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = torch.zeros(
-            4, dtype=torch.float64, device=self.accelerator.device
-        )  # read once, at the end: a GPU need not wait
+        # read once at the end, so that the GPU is not synchronised in between
+        parts = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
             loss, found = self.losses(batch)
-            # the mean over processes, which DDP and FSDP take, becomes the sum over all tokens divided by their number
+            # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
+            # number
             (loss * (self.accelerator.num_processes / max(count, 1.0))).backward()
             parts += found
         norm = self._clip()
         total, lm, kl, attention = (value / max(count, 1.0) for value in summed(self.accelerator, parts.tolist()))
         skipped = not (math.isfinite(total) and math.isfinite(norm))
         if not skipped:
-            for (
-                parameter
-            ) in self._trained:  # of an expert that no token came to: its moments are there from the first step on
+            for parameter in (
+                self._trained
+            ):  # of an expert that received no token; zero gradients make its moments exist from the first step on
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
@@ -187,15 +187,13 @@ class Trainer:
         self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
 
     def _clip(self) -> float:
-        """The norm of all gradients together, which are scaled down where it is too large."""
+        """Clip the gradients and return their joint norm before clipping."""
         limit = math.inf if self.recipe.gradient_clipping is None else self.recipe.gradient_clipping
         norm = torch.nn.utils.clip_grad_norm_(self._trained, limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch as a sum over its tokens, and its parts [loss, lm, kl, attention] without
-        gradient.
-        """
+        """The loss of a micro-batch, summed over its tokens, and its parts [loss, lm, kl, attention] without gradient."""
         tensors = {
             name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
             for name, array in batch.items()
@@ -230,7 +228,7 @@ class Trainer:
         return _unwrapped(self.model)
 
     def utilisation(self, tokens_per_second: float) -> float | None:
-        """MFU at a rate of all processes together, where device and model are known."""
+        """The MFU at a joint rate of all processes; None if the device or the model is not known."""
         if self._peak is None or self._flops_per_token is None:
             return None
         return round(
@@ -238,12 +236,12 @@ class Trainer:
         )
 
     def evaluate(self, model: Any, batches: Sequence[Batch]) -> float:
-        """Mean loss in nats per token over fixed batches, shared among the processes; in the precision of training."""
+        """The mean loss in nats per token over fixed batches, which the processes share, in the precision of training."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         was_training = model.training
         model.eval()
         total, count = 0.0, 0.0
-        # every process takes as many forward passes, since a sharded model's are collective
+        # every process runs the same number of forward passes, because those of a sharded model are collective
         for at in range(0, len(batches), processes):
             batch = batches[min(at + rank, len(batches) - 1)]
             tensors = {
@@ -264,12 +262,14 @@ class Trainer:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model of transformers within what DDP makes of it."""
+    """The transformers model inside a DDP wrapper."""
     return model.module if hasattr(model, "module") else model
 
 
 def _flops_per_token(model: Any, length: int) -> float | None:
-    """Of training; None for encoder-decoders, of which a token sees a part only."""
+    """The FLOPs per token in training; None for encoder-decoders, in which a token passes through only a part of the
+    model.
+    """
     config = model.config
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if getattr(config, "is_encoder_decoder", False) or not (isinstance(heads, int) and isinstance(layers, int)):

@@ -1,8 +1,8 @@
-"""What a model is given so that documents packed into one row do not see one another.
+"""Builds model inputs such that documents packed into one row do not attend to one another.
 
-The mask must be the model's own in every other respect: windows and chunks of attention stay, and they differ between
-layers. transformers builds such masks itself from position ids that begin anew with each document; families whose
-classes don't are given prepared masks.
+In every other respect the mask must be the model's own, including sliding windows and chunks, which differ between
+layers. transformers builds these masks from position ids that restart with each document; families whose classes don't
+do so receive prepared masks.
 """
 
 import inspect
@@ -15,14 +15,14 @@ from gqa_convert.families.table import FAMILIES
 
 
 def packed_attention_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention within each document: True where a query may look.
+    """A mask for causal attention within each document: True where a query may attend to a key.
 
     Args:
         document_ids: [b, L], the number of each token's document.
-        window: how many of the latest keys a query may look at, its own among them; None for all.
+        window: how many of the latest keys a query may attend to, including its own; None for all.
 
     Returns:
-        [b, 1, L, L] of bool: queries, then keys.
+        [b, 1, L, L] bool, queries by keys.
     """
     allowed = (document_ids[:, :, None] == document_ids[:, None, :]).tril()
     if window is not None:
@@ -31,15 +31,15 @@ def packed_attention_mask(document_ids: Tensor, window: int | None = None) -> Te
 
 
 def model_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What to call a model with for a batch of packed documents, or for any other batch, which is left unchanged.
+    """The model inputs for a batch of packed documents; any other batch is returned unchanged.
 
     Args:
-        model: a model of transformers, not wrapped.
+        model: a transformers model, not wrapped.
         batch: input_ids and whatever else the forward pass takes [b, L]; with document_ids, documents are kept apart
             and position_ids count within each.
 
     Returns:
-        Without document_ids, and with the masks that the model needs.
+        The batch without document_ids and with the masks that the model needs.
     """
     inputs: dict[str, Any] = dict(batch)
     document_ids = inputs.pop("document_ids", None)
@@ -64,9 +64,7 @@ def _takes_positions(model: Any) -> bool:
 
 
 def _prepared(model: Any, allowed: Tensor) -> Tensor:
-    """A mask as the model's attention expects it: booleans for sdpa, numbers to be added to the scores for eager
-    attention.
-    """
+    """A mask in the form that the model's attention expects: booleans for sdpa, additive numbers for eager attention."""
     if model.config._attn_implementation == "sdpa":
         return allowed
     blocked = torch.finfo(model.dtype).min

@@ -18,7 +18,7 @@ from gqa_convert.training.recipe import Recipe
 
 GB = 1e9
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Logits that the loss works on at a time."""
+"""The number of logits that the loss processes at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +29,33 @@ class Setting:
     trained: int
     sequence_length: int
     target_length: int = 0
-    """Tokens of a decoder beside an encoder."""
+    """Decoder tokens of an encoder-decoder."""
     micro_batch_size: int = 1
     optimizer: str = "adamw"
     bf16: bool = True
     gradient_checkpointing: bool = False
     teacher_parameters: int = 0
     teacher_bytes: int = 2
-    """Of each of them."""
+    """Bytes per parameter of the teacher."""
     processes: int = 1
     sharded: bool = False
     device: str = "cuda"
 
 
 def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
-    """Bytes per process, by part; their sum is the estimate."""
+    """The estimated bytes per process, by part."""
     split = setting.processes if setting.sharded else 1
     tokens, decoded = _tokens(architecture, setting)
     logits = decoded * architecture.vocabulary
     parts = {
         "weights": 4 * setting.parameters / split,
-        # DDP's gradients are views into its buckets (gradient_as_bucket_view), which need nothing more
+        # DDP's gradients are views into its buckets (gradient_as_bucket_view), which need no extra memory
         "gradients": 4 * setting.trained / split,
         "moments": _moments(architecture, setting) / split,
         "gathered layers": _gathered(architecture, setting),
         "weights in bf16": 0.0 if setting.sharded or not setting.bf16 else _copies(architecture, setting),
         "activations": _activations(architecture, setting, tokens - decoded, decoded),
-        # two at most, as measured; and of a chunk the float32 distributions and gradients of student and teacher
+        # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
         "logits": (4 if setting.bf16 else 8) * logits
         + 4 * 4 * min(logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])),
         "teacher": _teacher(architecture, setting, logits),
@@ -64,16 +64,17 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
 
 
 def _tokens(architecture: Architecture, setting: Setting) -> tuple[int, int]:
-    """Of a micro-batch: all, and those of the decoder."""
+    """The tokens of a micro-batch: all of them, and those of the decoder."""
     own = setting.target_length if architecture.encoder_layers else setting.sequence_length
     encoded = setting.sequence_length if architecture.encoder_layers else 0
     return setting.micro_batch_size * (own + encoded), setting.micro_batch_size * own
 
 
 def _moments(architecture: Architecture, setting: Setting) -> float:
-    """AdamW (Loshchilov & Hutter 2019): two numbers per parameter. Adafactor (Shazeer & Stern 2018): one per row and
-    column, that is 1/m + 1/n per parameter of an m x n matrix, and at most 2 / hidden_size. Muon (Jordan et al. 2024): one,
-    beside AdamW on the outer matrices."""
+    """The optimizer's moments. AdamW (Loshchilov & Hutter 2019) keeps two numbers per parameter. Adafactor (Shazeer &
+    Stern 2018) keeps one per row and column, that is 1/m + 1/n per parameter of an m x n matrix, at most 2 /
+    hidden_size. Muon (Jordan et al. 2024) keeps one, with AdamW on the outer matrices.
+    """
     if setting.optimizer == "adafactor":
         return 4 * setting.trained * (2 / architecture.hidden_size if architecture.hidden_size >= 128 else 1.0)
     if setting.optimizer == "muon":
@@ -89,9 +90,10 @@ def _layer_parameters(architecture: Architecture, parameters: int) -> float:
 
 
 def _gathered(architecture: Architecture, setting: Setting) -> float:
-    """FSDP2 (Zhao et al. 2023): the layer that computes and the next one, whole; what is outside the layers; and
-    gradients of a layer and of the latter before they are spread, in float32 too where they were computed in
-    bfloat16."""
+    """What FSDP2 (Zhao et al. 2023) gathers: the current layer and the next one, the parameters outside the layers, and
+    the gradients of a layer and of these parameters before they are scattered, additionally in float32 if they were
+    computed in bfloat16.
+    """
     if not setting.sharded:
         return 0.0
     size = 2 if setting.bf16 else 4
@@ -103,8 +105,8 @@ def _gathered(architecture: Architecture, setting: Setting) -> float:
 
 
 def _copies(architecture: Architecture, setting: Setting) -> float:
-    """Autocasting's copies of the matrices, all of which the backward pass needs, or one layer's where it computes them
-    anew.
+    """Autocasting's copies of the matrices. The backward pass needs all of them, or those of one layer if activations
+    are recomputed.
     """
     layer = _layer_parameters(architecture, setting.parameters)
     outer = architecture.vocabulary * architecture.hidden_size
@@ -113,8 +115,8 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
 
 
 def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int) -> float:
-    """What the layers keep for the backward pass. Recomputed (Chen et al. 2016), each layer keeps its input, and one
-    layer all.
+    """What the layers save for the backward pass. With recomputation (Chen et al. 2016), each layer saves its input,
+    and one layer saves everything.
     """
     cross = architecture.encoder_layers > 0
     own, theirs = setting.target_length if cross else setting.sequence_length, setting.sequence_length
@@ -129,11 +131,12 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
 
 
 def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bool) -> float:
-    """Bytes that a layer keeps per token, as counted among the tensors that autograd saves for Llama, T5, OPT and Phi.
+    """The bytes that a layer saves per token, as counted from the tensors that autograd saves for Llama, T5, OPT and
+    Phi.
 
-    After the manner of Korthikanti et al. 2022, without dropout and without attention scores, and with norms in
-    float32: inputs of norms (twice for RMSNorm), inputs of projections (each its own copy where autocasting makes it),
-    queries, keys, values and the output of attention, and what the MLP's activation and products need.
+    This follows Korthikanti et al. 2022, without dropout and attention scores, and with norms in float32. It counts the
+    inputs of norms (twice for RMSNorm), the inputs of projections (each with its own copy under autocasting), queries,
+    keys, values and the output of attention, and what the MLP's activation and products need.
     """
     a, size = architecture, 2 if bf16 else 4
     blocks = 3 if cross else 2
@@ -141,9 +144,8 @@ def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bo
     inputs = (2 * (3 + (2 if a.gated else 1) + (1 if cross else 0)) if bf16 else 4 * blocks) * a.hidden_size
     attention = size * a.head_dim * (2 * a.heads + 2 * a.kv_heads + (2 * a.heads if cross else 0))
     name = a.activation.removeprefix("gated-")
-    steps = (
-        1 if name == "relu" else 5 if name in ("gelu_new", "NewGELU") else 2
-    )  # the latter is written out in five operations
+    # gelu_new consists of five operations
+    steps = 1 if name == "relu" else 5 if name in ("gelu_new", "NewGELU") else 2
     inner = size * a.inner * (steps + (2 if a.gated else 0))
     return norms + inputs + attention + inner + (4 * a.heads * length if a.scores else 0)
 
@@ -162,7 +164,7 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
 
 
 def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe) -> dict[str, int]:
-    """Numbers of parameters, from the headers of the files."""
+    """The number of parameters, from the headers of the files."""
     from gqa_convert.training.optimizers import trained_names
 
     sizes = {name: entry.elements for _, name, entry in student.tensors()}
@@ -182,7 +184,7 @@ def parameters_of(student: Checkpoint, teacher: Checkpoint | None, recipe: Recip
 
 
 def setting_of(recipe: Recipe, **known: Any) -> Setting:
-    """The setting of a recipe, completed by what only the models and the launch determine."""
+    """The setting of a recipe, completed with the facts that only the models and the launch determine."""
     return Setting(
         micro_batch_size=recipe.micro_batch_size,
         optimizer=recipe.optimizer,
@@ -205,8 +207,8 @@ def shown(parts: Mapping[str, int], free: int | None) -> str:
         return text
     if total > free:
         return (
-            f"{text}: more than the {_amount(free)} that are free; lower micro_batch_size, set gradient_checkpointing to true or use more "
-            "GPUs with fsdp2.yaml if it fails"
+            f"{text}, more than the {_amount(free)} that are free: if it fails, lower micro_batch_size, set gradient_checkpointing to true or use more "
+            "GPUs with fsdp2.yaml"
         )
     return f"{text}, of {_amount(free)} free"
 

@@ -13,18 +13,18 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLine:
-    """One line of the file. Its JSON object leaves out what is None; numbers that are not finite are None.
+    """One line of the file. Its JSON object omits fields that are None; numbers that are not finite are stored as None.
 
     Attributes:
         step: the number of the optimizer step, from 1 on.
-        tokens: of text, since the beginning of the run.
-        loss: what was minimised, in nats per token.
+        tokens: tokens of text since the beginning of the run.
+        loss: the minimised loss, in nats per token.
         lm, kl, attention: the parts of the loss that have a weight.
-        learning_rate: of the step.
-        gradient_norm: before clipping.
-        tokens_per_second: over all processes.
-        mfu: model FLOPs utilisation, on GPUs that are known.
-        evaluation_loss: in nats per token of the held-out text, where it was measured.
+        learning_rate: the learning rate of the step.
+        gradient_norm: the norm of the gradients before clipping.
+        tokens_per_second: the rate over all processes.
+        mfu: model FLOPs utilisation, on known GPUs.
+        evaluation_loss: the loss on the held-out text in nats per token, if it was measured.
         skipped: True where the loss or a gradient was not finite, so that nothing was updated.
     """
 
@@ -42,13 +42,13 @@ class MetricsLine:
     skipped: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The object in the file."""
+        """The line's JSON object."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a caller of `uptrain_checkpoint` learns after a step.
+    """The report that a caller of `uptrain_checkpoint` receives after a step.
 
     Attributes:
         line: the line of the metrics file.
@@ -59,7 +59,7 @@ class StepReport:
     steps: int
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value by its name in the metrics file, or `steps`; for callers that take the report for a mapping."""
+        """A value by its name in the metrics file, or `steps`; for callers that use the report as a mapping."""
         value = self.steps if name == "steps" else getattr(self.line, name)
         return default if value is None else value
 
@@ -72,10 +72,10 @@ def finite(value: float | None) -> float | None:
 
 
 class Metrics:
-    """Appends to the file. A run that resumes from a step drops the lines after it.
+    """Appends lines to the file. A run that resumes from a step removes the lines after it.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         step: the last step that counts; lines of later ones, and a line cut short by a crash, are removed.
     """
 
@@ -85,13 +85,13 @@ class Metrics:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: MetricsLine) -> None:
-        """Add a line; the kernel has it when this returns."""
+        """Append a line and flush it to the kernel."""
         rest = memoryview((json.dumps(line.as_json()) + "\n").encode())
         while rest:
             rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Wait until all lines are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics file up to the first line that is not whole; none if there is no file."""
+    """The objects of a metrics file up to the first incomplete line; empty if there is no file."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
         for text in path.read_bytes().split(b"\n")[:-1]:

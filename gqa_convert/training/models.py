@@ -1,4 +1,4 @@
-"""Loads the models of a run and places them on devices: the student whole, replicated or sharded, others fixed."""
+"""Loads the models of a run and places them on devices; the student may be replicated or sharded."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
-        NoLanguageModelError: it was saved without its language-model head.
+        NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
         model, missing = sharding.load(folder, torch.float32)
@@ -31,10 +31,10 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
 
 
 def place_student(model: Any, accelerator: Any, *, bf16: bool) -> Any:
-    """On the device of this process: whole where it is the only one, else replicated, or sharded where the launcher
-    asks for that.
+    """Place the student on the device of this process: whole for a single process, otherwise replicated, or sharded if
+    the launcher requests it.
     """
-    if sharding.wanted():
+    if sharding.requested():
         return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=bf16)
     if accelerator.num_processes == 1:
         return model.to(accelerator.device)
@@ -42,7 +42,7 @@ def place_student(model: Any, accelerator: Any, *, bf16: bool) -> Any:
 
 
 def place_fixed(model: Any, accelerator: Any) -> Any:
-    """A model without gradients, whole on every device or, where the student is, split."""
-    if sharding.wanted():
+    """Place a model without gradients, whole on every device, or sharded if the student is."""
+    if sharding.requested():
         return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
     return model.to(accelerator.device)

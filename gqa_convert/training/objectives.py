@@ -1,4 +1,4 @@
-"""The objectives and sample lengths that suit a model, by its config and its tokenizer."""
+"""Chooses the objective and the sample length of a model by its config and its tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,23 +13,23 @@ _FIELDS = "source_field and target_field in data"
 
 
 def check_input(name: str, config: dict[str, Any]) -> None:
-    """Refuse models that do not read text.
+    """Refuse models whose input is not text.
 
     Raises:
-        RecipeError: the model reads sound.
+        RecipeError: the model reads audio.
     """
     if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
         raise RecipeError(
-            f"{name} reads sound, and uptrain trains on text: use the conversion without training, or train it on speech with transformers' Trainer"
+            f"{name} reads audio, and uptrain trains on text: use the conversion without training, or train it on speech with transformers' Trainer"
         )
 
 
 def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
-    """The names of the objectives that suit a model that reads text, in the order of preference.
+    """The names of the objectives that suit a model with text input, in the order of preference.
 
     Args:
-        config: what config.json holds.
-        tokenizer: the model's.
+        config: the content of config.json.
+        tokenizer: the model's tokenizer.
     """
     encoder_decoder = is_encoder_decoder(config)
     return tuple(
@@ -38,15 +38,15 @@ def possible_objectives(config: Mapping[str, Any], tokenizer: Any) -> tuple[str,
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) -> str:
-    """The objective that a recipe names or leaves open.
+    """The objective that a recipe names, or the default if it names none.
 
     Raises:
-        RecipeError: the model or its tokenizer can't be trained like that; the message names what can be done.
+        RecipeError: the objective does not suit the model or its tokenizer; the message names the alternatives.
     """
     possible, pairs = possible_objectives(config, tokenizer), recipe.data[0].holds_pairs
     if recipe.document_mask and possible != (CAUSAL,):
         raise RecipeError(
-            f"document_mask is for decoders alone, and {recipe.model} is an encoder-decoder: leave document_mask out"
+            f"document_mask needs a decoder-only model, and {recipe.model} is an encoder-decoder: remove document_mask"
         )
     if recipe.objective != "auto":
         if recipe.objective not in possible:
@@ -55,14 +55,14 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
     if possible == (CAUSAL,):
         if pairs:
             raise RecipeError(
-                f"data names source_field and target_field, and {recipe.model} is a decoder alone: name the text with text_field instead"
+                f"data names source_field and target_field, and {recipe.model} is a decoder-only model: name the text with text_field instead"
             )
         return CAUSAL
     if pairs:
         return PAIRS
     if possible == (PAIRS,):
         raise RecipeError(
-            f"{recipe.model} is an encoder-decoder whose tokenizer has neither sentinel tokens nor a mask token to train on running text with: "
+            f"{recipe.model} is an encoder-decoder whose tokenizer has neither sentinel tokens nor a mask token, one of which training on running text needs: "
             f"use the objective pairs, with {_FIELDS}"
         )
     return possible[0]
@@ -71,7 +71,7 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
 def _refusal(recipe: Recipe, possible: Sequence[str]) -> str:
     objective, named = recipe.objective, f"objective is {recipe.objective} and {recipe.model}"
     if possible == (CAUSAL,):
-        return f"{named} is a decoder alone: use the objective causal, or leave objective out"
+        return f"{named} is a decoder-only model: use the objective causal, or remove objective"
     instead = f"use {_either([*possible[:-1], f'{PAIRS} (with {_FIELDS})'])}"
     if objective == CAUSAL:
         return f"{named} is an encoder-decoder: {instead}"
@@ -83,8 +83,8 @@ def _either(choices: Sequence[str]) -> str:
 
 
 def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """Tokens of a sample, where the recipe leaves them open: as many as the model reads, of an encoder-decoder up to
-    512.
+    """The tokens of a sample: those that the recipe states, or else the model's context length, at most 512 for an
+    encoder-decoder.
 
     Raises:
         RecipeError: the recipe states more than the model has positions for.

@@ -1,4 +1,4 @@
-"""Opens what a recipe names, before anything large is loaded."""
+"""Opens the models that a recipe names, before anything large is loaded."""
 
 import importlib.util
 import json
@@ -20,12 +20,12 @@ from gqa_convert.training.recipe import Recipe
 NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
 """Advice for a checkpoint that was saved without its language-model head."""
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-"""The packages of trackers that are named otherwise; one of them is enough."""
+"""The packages of trackers whose name differs from the tracker's; one of the packages suffices."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What is known of a run before its models are loaded."""
+    """The facts about a run that are known before its models are loaded."""
 
     student: Checkpoint
     student_folder: Path
@@ -33,20 +33,20 @@ class Opened:
     teacher: Checkpoint | None
     teacher_folder: Path | None
     source_folder: Path | None
-    """The checkpoint that the student was converted from, if it lies on this machine."""
+    """The checkpoint that the student was converted from, if it is on this machine."""
     objective: str
     sequence_length: int
     decoder_start: int | None
-    """What the decoder's input begins with, beside an encoder."""
+    """The first token of the decoder's input in an encoder-decoder."""
     starts_with_last: bool
-    """Whether it begins with the target's last token instead."""
+    """Whether the decoder's input begins with the target's last token instead."""
 
 
 def open_recipe(recipe: Recipe) -> Opened:
-    """Look at the models of a recipe.
+    """Read the configs and tokenizers of a recipe's models.
 
     Raises:
-        RecipeError: objective, sequence length or teacher don't suit the model, or the model reads sound.
+        RecipeError: objective, sequence length or teacher don't suit the model, or the model reads audio.
         GQAConvertError: a checkpoint can't be used.
     """
     student = open_checkpoint(recipe.model, download=True)
@@ -97,22 +97,22 @@ def _source_of(student: Path) -> Path | None:
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuse trackers that are not installed, which accelerate would leave out silently.
+    """Refuse trackers that are not installed, which accelerate would omit silently.
 
     Raises:
-        MissingExtraError: one is not.
+        MissingExtraError: a tracker is not installed.
     """
     for tracker in recipe.trackers:
         packages = _PACKAGES.get(tracker, (tracker,))
         if not any(importlib.util.find_spec(package) for package in packages):
             raise MissingExtraError(
-                f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or leave it out"
+                f"trackers names {tracker}, which is not installed: pip install {packages[0]}, or remove it from trackers"
             )
 
 
 @contextmanager
 def explained(name: str, what: str = "") -> Iterator[None]:
-    """Turn transformers' errors about a checkpoint, and a full memory, into one line."""
+    """Turn transformers' errors about a checkpoint, and out-of-memory errors, into one line."""
     try:
         with loading.explained(f"{what} {name}".strip()):
             yield
@@ -122,13 +122,13 @@ def explained(name: str, what: str = "") -> Iterator[None]:
 
 
 def explain_memory(problem: BaseException) -> None:
-    """Raise a clear error if the problem is memory.
+    """Raise DeviceMemoryError if the problem is a lack of memory.
 
     Raises:
-        DeviceMemoryError: it is.
+        DeviceMemoryError: the memory does not suffice.
     """
     if is_out_of_memory(problem):
         raise DeviceMemoryError(
-            "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml, and run the same "
+            "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml; then run the same "
             "command again, which resumes from the last checkpoint"
         ) from None

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and the optimizer that trains them."""
+"""Selects the parameters to train and builds the optimizer that trains them."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ Groups = list[dict[str, Any]]
 
 
 def trained_names(family: Family, names: Iterable[str], trainable: Trainable) -> list[str]:
-    """Those of a model's parameter names that `trainable` stands for, in their order.
+    """The parameter names that the recipe's `trainable` selects, in their order.
 
-    `attention` is every projection of every attention, encoder and cross-attention included, with biases; `kv` is the
-    key and value projections. A fused projection that holds keys and values counts for both and is trained whole, its
-    query rows too: they are one tensor. Norms of queries and keys, and position biases, are no projections.
+    `attention` selects every attention projection with its bias, in encoders and cross-attention too; `kv` selects the
+    key and value projections. A fused projection that holds keys and values belongs to both. It is a single tensor, so
+    its query rows are trained too. Query and key norms and position biases are not selected.
     """
     if trainable == "all":
         return list(names)
@@ -36,13 +36,14 @@ def _either(names: Iterable[str]) -> str:
 
 
 def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
-    """Let only the parameters that `trainable` stands for take gradients; what the model itself holds fixed stays so.
+    """Enable gradients only for the parameters that `trainable` selects; parameters that the model itself freezes stay
+    frozen.
 
     Returns:
-        Their names.
+        The names of the trained parameters.
 
     Raises:
-        RecipeError: there are none, or the model's type is not known well enough to tell.
+        RecipeError: no parameter is selected, or the attention modules of the model's type are unknown.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -51,7 +52,7 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
             names = trained_names(find_family(model_type), names, trainable)
         except UnsupportedFamilyError:
             raise RecipeError(
-                f"trainable is {trainable}, and where model type {model_type!r} has its attention is unknown: use all"
+                f"trainable is {trainable}, and the attention modules of model type {model_type!r} are unknown: use all"
             ) from None
     if not names:
         raise RecipeError(
@@ -64,10 +65,12 @@ def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the parameters that take gradients; call `choose_trained` first."""
+    """Build the recipe's optimizer for the parameters with gradients; call `choose_trained` first."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise RecipeError(f"trainable is {recipe.trainable}, and no parameter of the model takes gradients: use all")
+        raise RecipeError(
+            f"trainable is {recipe.trainable}, and no parameter of the model has gradients enabled: use all"
+        )
     if recipe.optimizer == "adafactor":
         return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
     if recipe.optimizer == "muon":
@@ -76,7 +79,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
-    """Matrices, which decay, and vectors (biases, gains), which don't."""
+    """Two parameter groups: matrices with weight decay, and vectors (biases, gains) without."""
     parameters = list(parameters)
     groups: Groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
@@ -86,34 +89,36 @@ def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Gr
 
 
 def _adamw(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019), in one kernel where every parameter's device has it."""
+    """Build AdamW (Loshchilov & Hutter 2019), with the fused kernel if every parameter's device supports it."""
     fused = all(parameter.device.type in ("cuda", "cpu") and parameter.is_floating_point() for parameter in parameters)
     groups = _decay_groups(parameters, recipe.weight_decay)
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=1e-8, fused=fused)
 
 
 class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """Adafactor (Shazeer & Stern 2018) as T5 was trained with it: the given rate times each parameter's own scale, no
-    first moment.
+    """Adafactor (Shazeer & Stern 2018) in T5's configuration: the learning rate is scaled by each parameter's rms, and
+    there is no first moment.
 
-    With w a parameter, g its gradient, t the step and rms(x) the root of the mean square of x's numbers:
+    For a parameter w with gradient g at step t, where rms(x) is the root mean square of x's elements:
 
         decay = 1 - t^-0.8
-        v     = decay * v + (1 - decay) * (g^2 + 1e-30)         of a matrix only the row means r and the column means c
-        are kept, u     = g / sqrt(v)                                     and v = r c / mean(r) w     = w - lr *
-        max(1e-3, rms(w)) * u / max(1, rms(u) / clipping)
+        v     = decay * v + (1 - decay) * (g^2 + 1e-30)
+        u     = g / sqrt(v)
+        w     = w - lr * max(1e-3, rms(w)) * u / max(1, rms(u) / clipping)
 
-    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same; torch's has another
-    floor under v and caps the rate at 1 / sqrt(t). Neither runs on parameters that FSDP2 has sharded, as this one does:
-    means over a sharded dimension are summed over the processes. T5's own code does not factor matrices with a side
-    below 128; neither does this one.
+    Of a matrix's v, only the row means r and the column means c are kept, and v = r c / mean(r).
+
+    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same; torch's Adafactor bounds
+    v differently and caps the rate at 1 / sqrt(t). Neither of them supports parameters that FSDP2 has sharded. This one
+    does: it reduces means over a sharded dimension across processes. Like T5's own code, it does not factor matrices
+    with a side below 128.
 
     Args:
         params: parameters or groups of them.
-        lr: the rate before scaling; the T5 paper's fine-tuning, and its pretraining at the millionth step, had 1e-3.
-        clipping: largest rms of an update before scaling.
-        weight_decay: decoupled, times the same scaled rate; T5 had none.
-        least_factored: matrices with a shorter side keep v whole.
+        lr: the learning rate before scaling. T5 used 1e-3 in fine-tuning and at the millionth step of pretraining.
+        clipping: the largest rms of an update before scaling.
+        weight_decay: decoupled weight decay, multiplied by the same scaled rate; T5 used none.
+        least_factored: matrices with a shorter side are not factored.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,9 +151,9 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
             state["step"] = torch.zeros((), dtype=torch.float32)
             state.update({name: torch.zeros_like(mean) for name, mean in means.items()})
         state["step"] += 1
-        fresh = float(state["step"]) ** -0.8
+        new_share = float(state["step"]) ** -0.8
         for name, mean in means.items():
-            state[name].mul_(1 - fresh).add_(mean, alpha=fresh)
+            state[name].mul_(1 - new_share).add_(mean, alpha=new_share)
         if factored:
             rows, columns = state["rows"], state["columns"]
             update = gradient * (rows / _mean(rows, -2)).rsqrt() * columns.rsqrt()
@@ -162,7 +167,7 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
 
 
 def _mean(numbers: Tensor, dim: int) -> Tensor:
-    """Over one dimension, which stays with length 1; the same on every process."""
+    """The mean over one dimension, which is kept with length 1; identical on every process."""
     return _summed(numbers.sum(dim, keepdim=True)) / numbers.shape[dim]
 
 
@@ -171,7 +176,7 @@ def _rms(numbers: Tensor) -> Tensor:
 
 
 def _summed(numbers: Tensor) -> Tensor:
-    """With the processes' partial sums added up, where the tensor is spread over several."""
+    """The tensor with partial sums reduced across processes if it is a DTensor."""
     if not isinstance(numbers, DTensor):
         return numbers
     return numbers.redistribute(
@@ -180,8 +185,8 @@ def _summed(numbers: Tensor) -> Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """torch's Muon on some groups and AdamW on the others, as one optimizer: one list of groups, one state, saved as
-    any other.
+    """torch's Muon for some parameter groups and AdamW for the others, combined into one optimizer with one list of
+    groups and one state.
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
@@ -190,13 +195,13 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is no
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both."""
+        """Take one step of both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for part, is_muon in zip(self._parts, (True, False), strict=True):
-            # Loading a state replaces groups and state, and so may whoever wraps this optimizer
+            # Loading a state dict, or a wrapper of this optimizer, may replace the groups and the state
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
             part.step()
@@ -204,16 +209,16 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is no
 
 
 def _muon(model: nn.Module, parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, output layer, vectors and tensors of other
-    shapes.
+    """Build Muon (Jordan et al. 2024) for the hidden matrices and AdamW for embeddings, the output layer, vectors and
+    tensors of other shapes.
 
-    Muon's rate is scaled so that its updates are as large as AdamW's (Liu et al. 2025): one learning rate serves both.
-    A fused projection is orthogonalised whole.
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025), so that both use the same learning rate. A fused
+    projection is orthogonalised as a whole.
     """
     muon = getattr(torch.optim, "Muon", None)
     if muon is None:
         raise RecipeError(
-            f"optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}: update torch or use adamw"
+            f"optimizer muon needs torch 2.9 or newer, and torch is {torch.__version__}: update torch or use adamw"
         )
     ends = {
         id(parameter)

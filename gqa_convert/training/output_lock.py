@@ -1,4 +1,4 @@
-"""The lock that keeps a second job out of a run's output folder."""
+"""The lock that keeps a second job from using a run's output folder."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ class OutputLock:
     """Holds an output folder for one job until it is released or the process ends.
 
     Args:
-        folder: made if it does not exist, with the folders above it.
+        folder: the output folder; created with its parents if it does not exist.
 
     Raises:
         LaunchError: another process holds it.
@@ -28,17 +28,17 @@ class OutputLock:
         self._handle = try_lock(self._path)
         if self._handle is None:
             raise LaunchError(
-                f"another process is training into {folder}: wait for it, or name another output; if it is part of this very job, the "
+                f"another process is training into {folder}: wait for it, or name another output; if it belongs to this job, the "
                 "launcher started processes that do not know of one another"
             )
 
     def release(self) -> None:
-        """Let another job use the folder. If the run was refused before it wrote anything, what the lock made is
-        removed.
+        """Let another job use the folder. If the run was refused before it wrote anything, the files and folders that
+        the lock created are removed.
         """
         if self._handle is None:
             return
-        with contextlib.suppress(OSError):  # the folder may be gone, or can't be written any more
+        with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
             if [each.name for each in self._path.parent.iterdir()] == [LOCK]:
                 self._path.unlink()
                 for each in self._made:

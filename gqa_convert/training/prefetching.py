@@ -1,4 +1,4 @@
-"""Reads what the next step needs while a step computes."""
+"""Reads the data of the next step while the current step computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -10,11 +10,11 @@ _LOOK = 0.2  # seconds
 
 
 class ReadAhead(Generic[T]):
-    """One item at a time, in a thread that the end of the process does not wait for: text from a network may never
-    come.
+    """Reads one item at a time in a daemon thread, so that text that never arrives from a network does not keep the
+    process alive.
 
     Args:
-        read: makes the item of a number.
+        read: reads the item with a given number.
     """
 
     def __init__(self, read: Callable[[int], T]) -> None:
@@ -22,12 +22,12 @@ class ReadAhead(Generic[T]):
         self._answer: Future[T] = Future()
 
     def ask(self, number: int) -> None:
-        """Begin to read an item."""
+        """Start reading an item."""
         self._answer = Future()
         Thread(target=self._run, args=(number, self._answer), name=f"reading {number}", daemon=True).start()
 
     def take(self, stop: Callable[[], bool]) -> tuple[T | None, Exception | None]:
-        """The item that was asked for, or what went wrong; neither if `stop` holds before it is there."""
+        """The requested item, or the error of reading it; neither if `stop` returns true first."""
         while not wait([self._answer], timeout=_LOOK).done:
             if stop():
                 return None, None

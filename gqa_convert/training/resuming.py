@@ -1,4 +1,4 @@
-"""What a run finds in its output: nothing, a complete run, or a checkpoint to resume from."""
+"""Determines what a run's output folder holds: nothing, a complete run, or a checkpoint to resume from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def look_back(
     """The summary of a complete run, and the record of the checkpoint to resume from.
 
     Raises:
-        ResumeError: the output holds a run that this recipe can't resume.
+        ResumeError: the output folder holds a run that this recipe can't resume.
     """
     finished, newest = folder.finished(), checkpoints.newest()
     if finished is None and newest is None:
@@ -31,7 +31,7 @@ def look_back(
         return finished, None
     if newest is None:
         raise ResumeError(
-            f"{recipe.output} is complete and has no checkpoints, so that it can't be resumed: name another output"
+            f"{recipe.output} holds a complete run without checkpoints, which can't be resumed: name another output"
         )
     return None, newest[1]
 
@@ -39,18 +39,18 @@ def look_back(
 def take_up(
     record: dict[str, Any], recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]
 ) -> Progress:
-    """The progress that a run resumes with; differences from when the checkpoint was saved are reported.
+    """The progress that a run resumes with. Differences from the run that saved the checkpoint are reported.
 
     Args:
-        record: of the checkpoint.
-        recipe: the present one.
-        folder: the run's.
-        processes: how many there are now.
+        record: the record of the checkpoint.
+        recipe: the current recipe.
+        folder: the folder of the run.
+        processes: the current number of processes.
         say: called with every difference.
     """
     progress = Progress(**record["progress"])
     if record["processes"] != processes:
-        say(f"the checkpoint was saved by {record['processes']} process(es): sums are rounded differently from here on")
+        say(f"the checkpoint was saved by {record['processes']} process(es): sums are rounded differently from now on")
     for change in make_recipe(record["recipe"]).differences(recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION)):
         progress.changes.append(f"from step {progress.step + 1}: {change}")
         say(change)

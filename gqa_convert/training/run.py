@@ -1,4 +1,4 @@
-"""One uptraining run on this process: `Run.go` leads from what the output holds to the trained model."""
+"""One uptraining run on this process: `Run.go` continues from the state of the output folder to the trained model."""
 
 import time
 from collections.abc import Callable
@@ -41,10 +41,10 @@ from gqa_convert.training.teacher import load_teacher
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The held-out text of a run, in batches; without evaluation_data there are none.
+    """The held-out text of a run, in batches; empty without evaluation_data.
 
     Attributes:
-        batches: of the size of a micro-batch.
+        batches: batches of the size of a micro-batch.
         fingerprint: a hash of the text and the settings.
     """
 
@@ -56,9 +56,9 @@ class Run:
     """One run, on this process.
 
     Args:
-        recipe: what to train.
+        recipe: the recipe of the run.
         stops: signals that ask the run to stop.
-        on_message: called with what happens between the steps.
+        on_message: called with messages about events between the steps.
         on_step: called on the main process after every step that is logged.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
         command: the command line, for the records.
@@ -93,16 +93,18 @@ class Run:
         self.lock: OutputLock | None = None
 
     def go(self) -> dict[str, Any]:
-        """Train, from what the output holds to the trained model.
+        """Train from the state of the output folder to the trained model.
 
         Returns:
-            The summary as JSON holds it; on the main process only.
+            The summary as plain data, on the main process only.
         """
         with self.together():
             self._take_output()
         finished, record = self._look_back()
         if finished is not None:
-            self.say(f"{self.recipe.output} is complete already; a larger budget or another output would train on")
+            self.say(
+                f"{self.recipe.output} is already complete: raise the budget to continue it, or name another output"
+            )
             return finished if self.main else {}
         with self.together():
             check_destination(self.folder.model, None, overwrite=True)
@@ -112,7 +114,7 @@ class Run:
         samples, held_out = self._open_samples(), self._open_held_out()
         self._check_same_samples(record, samples)
         steps = self.recipe.steps(samples.tokens_per_sample)
-        self.recipe.warmup(steps)  # refuses a warm-up that is longer than the run
+        self.recipe.warmup(steps)  # raises an error if the warm-up is longer than the run
         self._say_memory(samples)
 
         torch.manual_seed(self.recipe.seed)
@@ -148,14 +150,14 @@ class Run:
         return self._finish(progress, pace)
 
     def release(self) -> None:
-        """Let others use the output."""
+        """Release the lock of the output folder."""
         if self.lock is not None:
             self.lock.release()
 
-    # Before training: what the output holds, what the recipe names
+    # Before training: read the output folder and open what the recipe names
 
     def _take_output(self) -> None:
-        """Lock the output for this run, and remove what a dead run left unfinished."""
+        """Lock the output folder for this run, and remove unfinished files of a killed run."""
         self.folder.refuse_foreign()
         if self.main:
             self.lock = OutputLock(self.folder.path)
@@ -173,14 +175,14 @@ class Run:
                 return None, record
 
     def _progress(self, record: dict[str, Any] | None) -> Progress:
-        """Where the run is; damaged checkpoints after it are set aside."""
+        """The progress to continue from; later damaged checkpoints are renamed."""
         if record is None:
             return Progress()
         step = int(record["progress"]["step"])
         with self.together():
             aside = self.checkpoints.set_aside_after(step) if self.main else []
         for path, problem in aside:
-            self.say(f"a checkpoint is damaged ({problem}) and was renamed to {path}: going back to the one before it")
+            self.say(f"a checkpoint is damaged ({problem}) and was renamed to {path}: resuming from the previous one")
         self.say(f"resuming from {self.checkpoints.path(step)}")
         return take_up(record, self.recipe, self.folder, self.accelerator.num_processes, self.say)
 
@@ -190,12 +192,12 @@ class Run:
             converted = earlier_record(opened.student)
         if converted is None:
             self.say(
-                f"{self.recipe.model} has no {PROVENANCE}: gqa-convert did not convert it, and trains it unchanged"
+                f"{self.recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged"
             )
         return opened
 
     def _text_settings(self) -> dict[str, Any]:
-        """What training and held-out samples have in common."""
+        """The settings that training and held-out samples share."""
         return {
             "objective": self.opened.objective,
             "sequence_length": self.opened.sequence_length,
@@ -235,11 +237,11 @@ class Run:
         if record and record["samples"] != samples.fingerprint:
             path = self.checkpoints.path(int(record["progress"]["step"]))
             raise ResumeError(
-                f"the training text or the tokenizer is not what it was when {path} was saved: restore it, or name another output"
+                f"the training text or the tokenizer has changed since {path} was saved: restore it, or name another output"
             )
 
     def _say_memory(self, samples: Samples) -> None:
-        """Print the estimate of what this run needs, where the model's sizes are known."""
+        """Report the estimated memory of this run, if the model's sizes are known."""
         opened = self.opened
         architecture = read_architecture(opened.student.config)
         if architecture is None or not self.main:
@@ -252,7 +254,7 @@ class Run:
             sequence_length=length,
             target_length=target,
             processes=self.accelerator.num_processes,
-            sharded=sharding.wanted(),
+            sharded=sharding.requested(),
             device=self.accelerator.device.type,
         )
         free = available_memory(self.accelerator.device, local_processes())
@@ -261,7 +263,7 @@ class Run:
     # Models
 
     def _load_student(self) -> None:
-        """Set `inner`, transformers' model; `model`, which wraps it for several processes; and `optimizer`."""
+        """Set `inner`, the transformers model; `model`, its wrapper for several processes; and `optimizer`."""
         with self.together():
             self.inner = load_student(self.recipe, self.opened.student_folder)
         self.model = place_student(self.inner, self.accelerator, bf16=self.recipe.precision == "bf16")
@@ -269,7 +271,7 @@ class Run:
         self.optimizer = build_optimizer(self.inner, self.recipe)
 
     def _load_teacher(self) -> Any:
-        """The teacher, if the recipe names one; with `compile`, student and teacher are compiled from here on."""
+        """Load the teacher, if the recipe names one. With `compile`, student and teacher are compiled from now on."""
         teacher = None
         if self.opened.teacher_folder is not None:
             teacher = self._load_fixed(self.opened.teacher_folder, str(self.recipe.teacher), self.recipe.teacher_dtype)
@@ -278,7 +280,7 @@ class Run:
         return teacher
 
     def _load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
-        """A model that is not trained."""
+        """Load a model that is not trained."""
         with self.together(), explained(name):
             model = load_teacher(folder, dtype, "cpu")
         model = place_fixed(model, self.accelerator)
@@ -286,7 +288,7 @@ class Run:
         return model
 
     def _check_apart(self, name: str, model: Any) -> None:
-        """Refuse a model that lets documents in one row see each other, where `document_mask` forbids that."""
+        """If `document_mask` is set, refuse a model in which documents in one row affect each other."""
         if self.recipe.document_mask:
             with self.together():
                 check_apart(name, model)
@@ -295,13 +297,15 @@ class Run:
     # Training
 
     def _begin_files(self) -> None:
-        """From here on the folder belongs to this run, which is not complete."""
+        """Write the first files of the run, after which the folder belongs to it."""
         if self.main:
             self.folder.write_recipe(self.recipe)
             self.folder.summary.unlink(missing_ok=True)
 
     def _evaluate_start_and_source(self, trainer: Trainer, held_out: HeldOut) -> None:
-        """Measure the two losses between which the recovery lies, unless an earlier process has."""
+        """Measure the losses at the start and of the source, relative to which recovery is stated, unless they are
+        recorded.
+        """
         progress = trainer.progress
         if not held_out.batches or progress.evaluated_on == held_out.fingerprint:
             return
@@ -320,7 +324,7 @@ class Run:
 
         Raises:
             StoppedError: a signal asked to stop, and the state is saved.
-            DivergedError: many steps in a row had no finite gradient.
+            DivergedError: too many consecutive steps had no finite gradient.
             Exception: the text for the next step can't be read.
         """
         progress, recipe, steps = trainer.progress, self.recipe, trainer.steps
@@ -350,7 +354,7 @@ class Run:
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
-        """End a run that is not complete, on all processes, with the reason of the first one that knows it."""
+        """End an incomplete run on all processes, with the reason of the first process that has one."""
         step = trainer.progress.step
         done = f"after step {step} of {trainer.steps}, which is saved" if step else "before the first step"
         with self.together():
@@ -362,7 +366,7 @@ class Run:
         raise StoppedError(f"stopped {done}: run the same command again to resume")
 
     def _give_up(self, progress: Progress) -> None:
-        """End a run that has diverged; from here on, keys that may help may change.
+        """End a run that has diverged. When it resumes, keys that may help can be changed.
 
         Raises:
             DivergedError: always.
@@ -372,7 +376,7 @@ class Run:
         steps = self.checkpoints.steps()
         where = f"{self.checkpoints.path(steps[-1])} is intact" if steps else "there is no checkpoint yet"
         raise DivergedError(
-            f"{progress.skipped_in_a_row} steps in a row up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
+            f"{progress.skipped_in_a_row} consecutive steps up to step {progress.step} had a loss or a gradient that is not finite; {where}: run "
             "again with a lower learning_rate, a lower gradient_clipping or precision=no"
         )
 
@@ -424,6 +428,6 @@ class Run:
             summary = replace(summary, plot=None)
         else:
             write_whole(self.folder.plot, picture)
-        self.checkpoints.prune()  # a run may have been killed after its last checkpoint appeared and before this
+        self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
         write_json(self.folder.summary, summary.as_json())
         return summary.as_json()

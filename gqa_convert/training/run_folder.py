@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints, and whether a folder is one of a run at all."""
+"""The files of a run beside its checkpoints, and a check that a folder belongs to a run."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from gqa_convert.training.recipe import Recipe, make_recipe
 
 
 class RunFolder:
-    """`output` of a recipe.
+    """The output folder of a recipe.
 
     Attributes:
         path: the folder.
-        checkpoints: `checkpoints/`, to resume from.
+        checkpoints: `checkpoints/`, from which the run resumes.
         model: `model/`, the result.
         metrics: `metrics.jsonl`, a line per step.
         plot: `loss.png`.
@@ -39,7 +39,7 @@ class RunFolder:
         )
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder with files that no run wrote under the names of a run's files; other files are left alone.
+        """Refuse a folder in which files that no run wrote have the names of a run's files; other files are ignored.
 
         Raises:
             OutputError: there are such files.
@@ -56,11 +56,11 @@ class RunFolder:
             ):
                 if path.exists() or path.is_symlink():
                     raise OutputError(
-                        f"{path} exists and no run of this program wrote it: name another output, or move it away"
+                        f"{path} exists and was not written by a run of this program: name another output, or move it away"
                     )
 
     def foreign(self) -> list[str]:
-        """The files in the folder that no run wrote, by their paths in it."""
+        """The files in the folder that no run wrote, as relative paths."""
         if not self.recipe.is_file():
             return sorted(path.name for path in self.path.iterdir())
         kept = (

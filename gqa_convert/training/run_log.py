@@ -1,4 +1,4 @@
-"""What a run writes down after a step: a line of `metrics.jsonl`, a call of the caller's hook, and trackers."""
+"""Logs a step: writes a line of `metrics.jsonl`, calls the caller's hook, and reports to trackers."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +17,9 @@ class RunLog:
     """The log of a run, written by the main process.
 
     Args:
-        path: of the metrics file.
+        path: the path of the metrics file.
         step: the step that the run resumes from; later lines are removed.
-        trainer: takes the steps.
+        trainer: the trainer that takes the steps.
         on_step: called with every line.
         main: whether this is the main process; the others write nothing.
     """
@@ -29,9 +29,7 @@ class RunLog:
         self._metrics = Metrics(path, step) if main else None
 
     def write(self, result: StepResult, evaluated: float | None) -> None:
-        """Log a step if it is due: the last one, one that was skipped, one with an evaluation, and every
-        `log_every`-th.
-        """
+        """Log a step if it is the last one, was skipped, has an evaluation, or is a multiple of `log_every`."""
         trainer, recipe = self._trainer, self._trainer.recipe
         due = result.step == trainer.steps or evaluated is not None or result.skipped
         if self._metrics is None or not (due or result.step % recipe.log_every == 0):
@@ -58,19 +56,19 @@ class RunLog:
             trainer.accelerator.log(numbers, step=result.step)
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Wait until all lines are on disk."""
         if self._metrics:
             self._metrics.sync()
 
     def close(self) -> None:
-        """Close the file; a full or vanished file system is no error, since everything to be saved has been saved."""
+        """Close the file. Errors of the file system are ignored, because everything essential has been saved."""
         if self._metrics:
             with suppress(OSError):
                 self._metrics.close()
 
 
 def start_trackers(accelerator: Any, recipe: Recipe) -> None:
-    """Begin to report to the recipe's trackers."""
+    """Start reporting to the recipe's trackers."""
     if recipe.trackers:
         settings = {
             name: value if isinstance(value, int | float | str | bool) else str(value)

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: the factor on the peak rate as a closed form of the step, counted from 1.
+"""Learning-rate schedules: the factor of the peak rate as a closed form of the step, counted from 1.
 
-Every schedule begins with a linear warm-up, which reaches 1 at its last step. Nothing is carried from step to step, so
-that a resumed run needs no state.
+Every schedule begins with a linear warm-up, which reaches 1 at its last step. Schedules have no state, so a resumed run
+needs none.
 
     S   steps of the run            W   steps of warm-up
     f   share that it ends at       s   the step, 1 to S
@@ -18,7 +18,7 @@ def constant(step: int, warmup: int) -> float:
 
 
 def cosine(step: int, steps: int, warmup: int, final: float) -> float:
-    """After the warm-up, half a cosine from 1 down to f, which the last step has.
+    """After the warm-up, half a cosine from 1 down to f at the last step.
 
     Loshchilov & Hutter 2017 (SGDR), without restarts.
     """
@@ -31,18 +31,18 @@ def cosine(step: int, steps: int, warmup: int, final: float) -> float:
 def inverse_sqrt(step: int, warmup: int) -> float:
     """min(s / W, sqrt(W / s)).
 
-    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)): the same without
-    the rise. Without a warm-up it is 1 / sqrt(s).
+    Vaswani et al. 2017, scaled so that the peak is 1. T5 was pretrained with 1 / sqrt(max(s, 10^4)), which is constant
+    instead of rising during the warm-up. Without a warm-up the factor is 1 / sqrt(s).
     """
     peak = max(1, warmup)
     return min(step / peak, math.sqrt(peak / step))
 
 
 def wsd(step: int, steps: int, warmup: int, final: float, decay_share: float) -> float:
-    """Warm-up, stable at 1, then down to f in a straight line over the last `decay_share` of the steps.
+    """Warm-up, then constant at 1, then linear decay to f over the last `decay_share` of the steps.
 
-    Hu et al. 2024 (MiniCPM), whose last part falls exponentially; the straight line ends at f exactly. A
-    warm-up that reaches into the decay shortens it.
+    Hu et al. 2024 (MiniCPM), where the decay is exponential; the linear decay ends exactly at f. A warm-up that
+    overlaps the decay shortens it.
     """
     if step <= warmup:
         return step / warmup
@@ -56,12 +56,12 @@ def factor(
     """The learning rate of a step as a share of the peak.
 
     Args:
-        schedule: its name.
+        schedule: the name of the schedule.
         step: from 1 to `steps`.
-        steps: of the whole run.
-        warmup: how many of them are warm-up.
-        final: what cosine and wsd end at.
-        decay_share: of the steps, in which wsd decays.
+        steps: the number of steps in the whole run.
+        warmup: the number of warm-up steps.
+        final: the factor at which cosine and wsd end.
+        decay_share: the share of the steps in which wsd decays.
     """
     if not 1 <= step <= steps or not 0 <= warmup <= steps:
         raise ValueError(f"step {step} of {steps}, {warmup} of them warm-up")
@@ -77,7 +77,7 @@ def factor(
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """The learning rate of a step, counted from 1, in a run of so many steps by this recipe."""
+    """The learning rate of a step, counted from 1, in a run of the recipe with this number of steps."""
     share = factor(
         recipe.schedule,
         step,

@@ -1,8 +1,7 @@
-"""How a model is spread over processes: a copy on each (DDP), or parameters, gradients and moments split over all,
-layer by layer (FSDP2).
+"""Distributes a model over processes: as a copy on each (DDP), or with parameters, gradients and moments sharded layer
+by layer (FSDP2).
 
-accelerate's own FSDP switch becomes plain DDP on CPUs without a word, so that sharding is done here, from the same
-configuration.
+accelerate's own FSDP switch silently becomes DDP on CPUs, so the sharding is done here, from the same configuration.
 """
 
 import os
@@ -17,9 +16,9 @@ from gqa_convert.families.loading import load_model, outline_model, read_config
 _TRUE = ("1", "true", "yes", "on")
 
 
-def wanted() -> bool:
-    """Whether the launcher's configuration asks for FSDP (`distributed_type: FSDP` of accelerate) and there is more
-    than one process.
+def requested() -> bool:
+    """Whether the launcher's configuration requests FSDP (`distributed_type: FSDP` of accelerate) for more than one
+    process.
     """
     return (
         os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
@@ -27,14 +26,14 @@ def wanted() -> bool:
 
 
 def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """As `loading.load_model`. Where models are sharded, the first process alone reads weights, and `shard` sends them
-    to the others.
+    """Load a model as `loading.load_model` does. If models are sharded, only the first process reads weights, and
+    `shard` sends them to the others.
 
-    Otherwise a machine with eight GPUs would hold eight whole copies before there is a shard.
+    Otherwise a machine with eight GPUs would hold eight whole copies before sharding.
     """
     import torch
 
-    if wanted() and torch.distributed.get_rank():
+    if requested() and torch.distributed.get_rank():
         config = read_config(folder)
         stated = (
             getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
@@ -42,13 +41,13 @@ def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
         if isinstance(stated, torch.dtype):
             with suppress(
                 Exception
-            ):  # a class that can't be made without its weights, or what the first process will say
+            ):  # a class that can't be built without its weights, or an error that the first process reports
                 return outline_model(folder, stated), []
     return load_model(folder, dtype)
 
 
 def replicate(model: Any, device: Any) -> Any:
-    """A copy on every process, whose gradients are averaged in the backward pass."""
+    """Copy the model to every process; gradients are averaged in the backward pass."""
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
@@ -58,15 +57,15 @@ def replicate(model: Any, device: Any) -> Any:
 
 
 def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
-    """Split a model in place over all processes; matrix products in bfloat16 if asked for, sums of gradients in
-    float32.
+    """Shard a model in place over all processes. Matrix products are computed in bfloat16 if `bf16`, and gradients are
+    summed in float32.
 
     Args:
-        model: on the CPU, so that the device holds one whole layer at a time; its numbers are those of the first
-            process.
-        device: of this process.
-        processes: how many there are.
-        bf16: compute in bfloat16; parameters and optimizer state stay as they are.
+        model: the model on the CPU, so that the device holds one whole layer at a time. The first process's numbers are
+            used.
+        device: the device of this process.
+        processes: the number of processes.
+        bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
 
     Raises:
         CorruptCheckpointError: the processes have different models.
@@ -87,23 +86,23 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
     for layer in layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-    # what lies outside the layers is needed again at once in a backward pass; without one it is freed
+    # parameters outside the layers are needed again immediately in a backward pass; without one they are freed
     learns = any(parameter.requires_grad for parameter in model.parameters())
     model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
     if apart := [name for name, _ in model.named_parameters() if name not in names]:
         raise LaunchError(
-            f"{apart[0]} is shared with another layer, and FSDP2 would train the two apart ({len(apart)} in all): launch with "
+            f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately ({len(apart)} in all): launch with "
             "recipes/accelerate/multi_gpu.yaml"
         )
     set_model_state_dict(model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer in model.buffers():  # those that no checkpoint holds are not among the numbers
+    for buffer in model.buffers():  # buffers that no checkpoint holds are not in the state
         torch.distributed.broadcast(buffer, src=0)
     return model
 
 
 def reshard(model: Any) -> None:
-    """Split again what a forward pass without a backward pass leaves whole, if the model is sharded: an optimizer needs
-    the shards.
+    """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because the optimizer needs
+    shards.
     """
     for module in model.modules():
         if hasattr(module, "reshard"):
@@ -111,8 +110,8 @@ def reshard(model: Any) -> None:
 
 
 def _take_types_of_the_first(model: Any) -> None:
-    """transformers keeps some tensors in float32 whatever is asked for, as it reads weights, which the first process
-    alone may have done.
+    """Give tensors the dtypes of the first process. transformers keeps some tensors in float32 when it reads weights,
+    which only the first process may have done.
 
     Raises:
         CorruptCheckpointError: the processes have different models.
@@ -125,15 +124,15 @@ def _take_types_of_the_first(model: Any) -> None:
     shapes = [{name: shape for name, (shape, _) in layout.items()} for layout in layouts]
     if any(each != shapes[0] for each in shapes):
         raise CorruptCheckpointError(
-            "the processes of this run have different models: give all of them the same files and packages"
+            "the processes of this run have different models: install the same files and packages for all of them"
         )
     for name, (_, dtype) in layouts[0].items():
-        if own[name].dtype != dtype:  # numbers that are replaced at once
+        if own[name].dtype != dtype:  # the values are replaced immediately
             own[name].data = torch.empty_like(own[name], dtype=dtype)
 
 
 def layers(model: Any) -> Iterator[Any]:
-    """The repeated blocks of a model: what its class says must not be split, innermost first."""
+    """The repeated blocks of a model, which its class declares as not to be split, innermost first."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -143,9 +142,9 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def set_gradient_sync(model: Any, sync: bool) -> None:
-    """Whether the next forward and backward pass of a replicated model averages the gradients of all processes.
+    """Set whether the next forward and backward pass of a replicated model averages the gradients of all processes.
 
-    A sharded model always does: otherwise each process would hold whole gradients.
+    A sharded model always reduces them; otherwise each process would hold whole gradients.
     """
     if hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = sync

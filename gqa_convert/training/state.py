@@ -1,4 +1,4 @@
-"""The state of model and optimizer in a checkpoint, which does not depend on how they are spread over processes."""
+"""The state of model and optimizer in a checkpoint, independent of how they are distributed over processes."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and optimizer moments by name; where they are sharded, the part of this process."""
+    """Parameters and optimizer moments by name; if they are sharded, the part of this process."""
     if not optimizer.state:  # all steps so far were skipped, or none has been taken
         get_state_dict(model, optimizer)  # creates the moments by a step with zero gradients, which must not count
         for moments in optimizer.state.values():
@@ -23,12 +23,12 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def set_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put what `state_of` returned back in place."""
+    """Restore a state that `state_of` returned."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def whole_model(model: Any) -> dict[str, Any]:
-    """All parameters on the CPU, gathered from all processes; only the main one holds them."""
+    """All parameters on the CPU, gathered from all processes onto the main one."""
     tensors: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )

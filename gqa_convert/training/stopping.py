@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, as schedulers, terminals and people send them."""
+"""Handles signals that request a run to stop, from schedulers, terminals and users."""
 
 import signal
 import threading
@@ -13,13 +13,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequests:
-    """A context in which these signals raise an error at once, or wait for the end of a step.
+    """A context in which these signals raise an error immediately or at the end of a step.
 
-    Before the first step and after the last one, nothing is lost, and a signal raises StoppedError. Within
-    `at_boundaries`, a signal is only recorded, and a second Ctrl-C raises InterruptedRunError.
+    Before the first step and after the last one, a signal raises StoppedError immediately, because nothing would be
+    lost. Within `at_boundaries`, a signal is only recorded, and a second Ctrl-C raises InterruptedRunError.
 
     Attributes:
-        names: of the signals that came.
+        names: the signals received.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StopRequests:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
-        if threading.current_thread() is threading.main_thread():  # no other can have handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -39,11 +39,11 @@ class StopRequests:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
-            raise self._stopped from None  # what was interrupted, an import say, has made another error of it
+            raise self._stopped from None  # the interrupted code, such as an import, has replaced the exception
 
     @contextmanager
     def at_boundaries(self) -> Iterator[None]:
-        """While this context lasts, requests wait."""
+        """A context in which requests are only recorded."""
         self._patient = True
         try:
             yield

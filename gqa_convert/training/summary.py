@@ -1,4 +1,4 @@
-"""The figures of a whole run: `summary.json`, and the entry in the model's provenance."""
+"""The results of a whole run: `summary.json`, and the entry in the model's provenance."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Recovery:
     """Losses on the held-out text, in nats per token.
 
     Attributes:
-        start: of the converted checkpoint.
-        source: of its source; None where that was not measured.
-        final: of the trained model.
+        start: the loss of the converted checkpoint.
+        source: the loss of its source; None if it was not measured.
+        final: the loss of the trained model.
         recovered_share: the share of the gap between start and source that training closed; None without a gap.
     """
 
@@ -31,8 +31,8 @@ class Pace:
 
     Attributes:
         steps: optimizer steps.
-        seconds: of the training loop.
-        tokens: of text.
+        seconds: seconds in the training loop.
+        tokens: tokens of text.
     """
 
     steps: int
@@ -42,17 +42,17 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What `summary.json` holds.
+    """The content of `summary.json`.
 
     Attributes:
         measurement: command, time, versions and machine, as `checkpoint.machine.measurement` states them.
-        processes: how many trained.
+        processes: the number of processes.
         model: the folder of the trained model.
         steps, tokens, skipped_steps: of the whole run.
-        alpha: `tokens` as a share of the source's pretraining, where that is known.
-        changes: what changed in the recipe between resumptions.
+        alpha: `tokens` as a share of the source's pretraining tokens, if those are known.
+        changes: changes of the recipe when the run was resumed.
         final_loss: the last training loss, in nats per token.
-        evaluation: losses on the held-out text, where they were measured.
+        evaluation: losses on the held-out text, if they were measured.
         steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace.
         plot: the file of the loss curve; None without matplotlib.
     """
@@ -73,24 +73,24 @@ class RunSummary:
     plot: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """The object in the file."""
+        """The summary as plain data."""
         values = dataclasses.asdict(self)
         del values["measurement"]
         return self.measurement | values
 
     def provenance(self, recipe: Recipe) -> dict[str, Any]:
-        """What the trained model's provenance gains."""
+        """The entry for the trained model's provenance."""
         values = self.as_json()
         kept = (*self.measurement, "processes", "tokens", "evaluation", "changes")
         return {name: values[name] for name in kept} | {"recipe": recipe.resolved()}
 
 
 def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | None:
-    """The losses on the held-out text, and how much of the gap is closed; None where they were not measured.
+    """The losses on the held-out text and the share of the gap that was closed; None if they were not measured.
 
     Args:
         evaluations: at the `start` and of the `source`, as far as they were measured.
-        final: at the end.
+        final: the loss at the end.
     """
     if "start" not in evaluations or final is None:
         return None
@@ -110,15 +110,15 @@ def summarise(
     model: str,
     plot: str | None,
 ) -> RunSummary:
-    """The summary of a run that has taken all its steps.
+    """The summary of a complete run.
 
     Args:
-        recipe: of the run.
-        progress: at its end.
-        last: the last line of its metrics file; empty if there is none.
-        pace: since it resumed.
+        recipe: the recipe of the run.
+        progress: the progress at the end of the run.
+        last: the last line of the metrics file; empty if there is none.
+        pace: the pace since the run resumed.
         measurement: command, time, versions and machine.
-        processes: how many trained.
+        processes: the number of processes.
         model: the folder of the trained model.
         plot: the file of the loss curve.
     """

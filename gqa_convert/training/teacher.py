@@ -1,4 +1,4 @@
-"""The teacher: loaded, checked against the student, and run without gradients."""
+"""Loads the teacher, checks it against the student, and runs it without gradients."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,17 +16,17 @@ _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "au
 
 
 def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
-    """The teacher in evaluation mode, without gradients, in the given type.
+    """Load the teacher in evaluation mode, without gradients, in the given dtype.
 
     Args:
         folder: a local checkpoint.
-        dtype: bf16, float32, or auto for the checkpoint's own.
-        device: where to.
+        dtype: bf16, float32, or auto for the checkpoint's dtype.
+        device: the device to place it on.
 
     Raises:
-        RecipeError: the type is unknown.
+        RecipeError: the dtype is unknown.
         CorruptCheckpointError: parameters are missing in the folder.
-        Exception: whatever transformers raises.
+        Exception: any error of transformers.
     """
     if dtype not in _DTYPES:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
@@ -38,19 +38,18 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
 
 
 def shared_vocabulary(student: Path, teacher: Path) -> int:
-    """How many tokens student and teacher can be compared over: all, or where they are padded to different sizes, the
-    lesser number.
+    """The number of tokens over which student and teacher are compared: the smaller of the two vocabulary sizes, which
+    may differ by padding.
 
-    Reads configs and tokenizers only, so that a mistake is found before any model is loaded.
+    Only configs and tokenizers are read, so that a mismatch is found before any model is loaded.
 
     Args:
         student: a local checkpoint with its tokenizer.
-        teacher: a local checkpoint; its tokenizer is looked at if there is one.
+        teacher: a local checkpoint; its tokenizer is compared if there is one.
 
     Raises:
-        ConfigError: a config states no size of the vocabulary.
-        RecipeError: the same number is another token to either, or the student's tokenizer has tokens beyond the shared
-            part.
+        ConfigError: a config does not state the vocabulary size.
+        RecipeError: an id stands for different tokens, or the student's tokenizer has tokens beyond the shared part.
     """
     sizes = {folder: _vocabulary_size(folder) for folder in (student, teacher)}
     shared = min(sizes.values())
@@ -70,7 +69,7 @@ def shared_vocabulary(student: Path, teacher: Path) -> int:
             number, token = different[0]
             theirs = next((repr(each) for each, its in other.items() if its == number), "nothing")
             raise RecipeError(
-                f"token {number} is {token!r} to the student {student} and {theirs} to the teacher {teacher} ({len(different)} differ): "
+                f"token {number} is {token!r} for the student {student} and {theirs} for the teacher {teacher} ({len(different)} ids differ): "
                 "distillation needs a teacher with the student's vocabulary"
             )
     return shared
@@ -88,14 +87,14 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The teacher's logits [b, L, V], fit to enter a loss.
+    """The teacher's logits [b, L, V], in a form that losses accept.
 
-    Autocasting, which the student's forward pass may run under, is off: the teacher computes in the type it was loaded
-    in.
+    Autocasting, which may be active for the student, is disabled: the teacher computes in the dtype it was loaded in.
 
     Args:
-        teacher: from `load_teacher`.
-        batch: what the student's forward pass gets, with decoder_input_ids for an encoder-decoder; labels are left out.
+        teacher: the model from `load_teacher`.
+        batch: the inputs of the student's forward pass, with decoder_input_ids for an encoder-decoder; labels are
+            ignored.
 
     Raises:
         OptionError: an encoder-decoder would get no decoder_input_ids.

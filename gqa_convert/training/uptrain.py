@@ -1,4 +1,4 @@
-"""The entrance to uptraining: a recipe in, a trained model out, and every error in one line."""
+"""The entry point of uptraining: trains a model from a recipe, and reports every error in one line."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,19 +27,19 @@ def uptrain_checkpoint(
     """Uptrain a converted checkpoint by a recipe; a run with checkpoints is resumed.
 
     Args:
-        path: of the recipe.
-        overrides: `key=value`.
-        on_message: called with what happens between the steps.
-        on_step: called on the main process with every line of the metrics file, and how many steps the run has.
+        path: the path of the recipe.
+        overrides: `key=value` pairs that replace values of the recipe.
+        on_message: called with messages about events between the steps.
+        on_step: called on the main process with every line of the metrics file and the number of steps in the run.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
         command: the command line, for the records.
 
     Returns:
-        The summary that is also in `output/summary.json`; on the main process only.
+        The summary that `output/summary.json` holds, on the main process only.
 
     Raises:
         RecipeError: the recipe is wrong.
-        LaunchError: the launcher started other processes than it was asked for.
+        LaunchError: the launcher did not start the requested processes.
         ResumeError: the output holds a run that this recipe can't resume.
         OutputError: the output can't be written, or holds files that no run wrote.
         NoSpaceError: its disk is full.
@@ -52,7 +52,7 @@ def uptrain_checkpoint(
     from gqa_convert.training.stopping import StopRequests
 
     with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
         from gqa_convert.training.distributed import taking_part
 
         with taking_part(), no_bars():
@@ -67,7 +67,7 @@ def uptrain_checkpoint(
 
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
-    """Turn the system's errors about the output or the memory into one line."""
+    """Turn operating-system errors about the output folder or the memory into one line."""
     full = f"the disk or quota of {output} is full: make room and run the same command again, which resumes from the last checkpoint"
     try:
         yield
@@ -76,13 +76,13 @@ def _explained(output: Path) -> Iterator[None]:
             raise NoSpaceError(full) from None
         if problem.filename is not None and Path(str(problem.filename)).absolute().is_relative_to(output.absolute()):
             raise OutputError(
-                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a folder that can be written"
+                f"{output} can't be used ({problem.strerror}: {problem.filename}): name a writable folder"
             ) from None
         raise
     except GQAConvertError:
         raise
     except Exception as problem:
-        if is_disk_full(problem):  # safetensors raises no OSError
+        if is_disk_full(problem):  # safetensors does not raise OSError
             raise NoSpaceError(full) from None
         from gqa_convert.training.opening import explain_memory
 

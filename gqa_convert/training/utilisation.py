@@ -1,5 +1,5 @@
-"""Model FLOPs utilisation (Chowdhery et al. 2022): the share of a GPU's peak that the arithmetic of training itself
-needs.
+"""Model FLOPs utilisation (Chowdhery et al. 2022): the share of a GPU's peak throughput that the arithmetic of training
+uses.
 """
 
 from typing import Any
@@ -26,13 +26,12 @@ _PEAKS = {
     "MI300X": 1307e12,
     "MI250": 383e12,
 }
-"""Dense bfloat16 multiplications and additions per second, from the makers' data sheets; the first name that fits
-counts.
+"""Dense bfloat16 FLOPs per second, from the manufacturers' data sheets; the first matching name applies.
 """
 
 
 def peak(device: Any) -> float | None:
-    """Of a device of torch; None for CPUs and GPUs that are not in the table."""
+    """The peak FLOPs per second of a torch device; None for CPUs and GPUs that are not in the table."""
     if device.type != "cuda":
         return None
     import torch
@@ -42,12 +41,13 @@ def peak(device: Any) -> float | None:
 
 
 def flops_per_token(parameters: int, layers: int, attention_size: int, length: int) -> float:
-    """Of a forward and a backward pass of a decoder, without a teacher's and without what is recomputed.
+    """The FLOPs per token of a forward and a backward pass of a decoder, without the teacher's and without
+    recomputation.
 
     Args:
-        parameters: all of them.
-        layers: how many.
+        parameters: the number of all parameters.
+        layers: the number of layers.
         attention_size: query heads times head_dim.
-        length: tokens of a sample.
+        length: the tokens per sample.
     """
     return 6.0 * parameters + 12.0 * layers * attention_size * length

@@ -138,7 +138,7 @@ def take_steps(accelerator: Any, keys: dict[str, Any], steps: int = 2) -> dict[s
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     choose_trained(model, recipe.trainable)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
-    if sharding.wanted():
+    if sharding.requested():
         placed = sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=recipe.precision == "bf16")
         teacher = teacher and sharding.shard(teacher, accelerator.device, accelerator.num_processes, bf16=False)
     elif accelerator.num_processes > 1:

@@ -151,7 +151,7 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
     ]
     assert all(set(batch) == {"input_ids"} and batch["input_ids"].dtype == torch.int64 for batch in made.batches)
     assert made.warning is not None
-    assert f"gave {len(tokens)}" in made.warning
+    assert f"has only {len(tokens)}" in made.warning
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
 
 

@@ -191,7 +191,7 @@ def test_long_rope_takes_the_frequencies_of_the_longest_document(model_type: str
     older = {"model_type": "phi3", "original_max_position_embeddings": 10, "rope_scaling": {"type": "su", **factors}}
     for config in (stated, older):
         refuse_mixing("here", config, 10)
-        with pytest.raises(RecipeError, match=r"longrope.* lower sequence_length to 10, or leave document_mask out"):
+        with pytest.raises(RecipeError, match=r"longrope.* lower sequence_length to 10, or remove document_mask"):
             refuse_mixing("here", config, 11)
 
 
@@ -317,13 +317,13 @@ def test_evaluation_keeps_documents_apart(home: Path, tmp_path: Path) -> None:
         (
             "jamba",
             None,
-            "jamba is of model type jamba, and document_mask is impossible since its recurrences or convolutions",
+            "jamba is of model type jamba, and document_mask is impossible because its recurrences or convolutions",
         ),
-        ("mistral", "jamba", "jamba is of model type jamba, and document_mask is impossible since its recurrences"),
+        ("mistral", "jamba", "jamba is of model type jamba, and document_mask is impossible because its recurrences"),
         (
             "bloom",
             None,
-            "bloom is of model type bloom, and document_mask is impossible since transformers computes its ALiBi",
+            "bloom is of model type bloom, and document_mask is impossible because transformers computes its ALiBi",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_encoder_decoders_are_refused(home: Path, tmp_path: Path) -> None:
     load_tokenizer(DEMO).save_pretrained(tmp_path / "t5")
     with pytest.raises(
         RecipeError,
-        match=r"document_mask is for decoders alone, and .*t5 is an encoder-decoder: leave document_mask out",
+        match=r"document_mask needs a decoder-only model, and .*t5 is an encoder-decoder: remove document_mask",
     ):
         run(home, tmp_path / "run", model=str(tmp_path / "t5"), data=str(home / "long.txt"), document_mask=True)
 

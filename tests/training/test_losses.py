@@ -571,7 +571,7 @@ def test_vocabularies(tmp_path: Path) -> None:
     assert shared_vocabulary(student, bare) == 3
     with pytest.raises(RecipeError, match=r"logits for 2 tokens .* uses 3"):
         shared_vocabulary(student, checkpoint(next(fresh), ["a", "b"], 2))
-    with pytest.raises(RecipeError, match=r"token 1 is 'b' .* 'c' to the teacher .*2 differ"):
+    with pytest.raises(RecipeError, match=r"token 1 is 'b' .* 'c' for the teacher .*2 ids differ"):
         shared_vocabulary(student, checkpoint(next(fresh), ["a", "c", "b"], 8))
     with pytest.raises(RecipeError, match="nothing"):
         shared_vocabulary(student, checkpoint(next(fresh), ["a", "b"], 8))

@@ -257,4 +257,4 @@ def test_what_is_free_is_said() -> None:
     parts = {"weights": 3 * 10**9, "moments": 2 * 10**9, "logits": 10**6}
     assert memory.shown(parts, None) == "memory per process (estimate): 5.0 GB (weights 3.0 GB, moments 2.0 GB)"
     assert memory.shown(parts, 6 * 10**9).endswith("moments 2.0 GB), of 6.0 GB free")
-    assert "more than the 4.0 GB that are free; lower micro_batch_size" in memory.shown(parts, 4 * 10**9)
+    assert "more than the 4.0 GB that are free: if it fails, lower micro_batch_size" in memory.shown(parts, 4 * 10**9)

@@ -229,7 +229,7 @@ BADKEYS = {
     "evaluation_data: []": "evaluation_data is an empty list",
     "document_mask: true\nobjective: ul2": "document_mask belongs to the causal objective, and objective is ul2",
     "document_mask: true\nobjective: text_infilling": "document_mask belongs to the causal objective, and objective is text_infilling",
-    "objective: pairs": "objective is pairs and data names no fields for them: give it source_field and target_field",
+    "objective: pairs": "objective is pairs and data does not name their fields: give it source_field and target_field",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
     "teacher: [a]": "teacher is ['a']: it must be text",
@@ -256,7 +256,7 @@ BAD_DATA = {
     "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
     "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
     "{source: b, target_language: de}": "data names target_language without source_language: give both, or neither",
-    "{source: b, source_language: en, target_language: de}": "data names target_language and is running text, in one language: leave it",
+    "{source: b, source_language: en, target_language: de}": "data names target_language and is running text in one language: remove target_language",
     "{source: b, source_feild: x}": "data has an unknown key 'source_feild': did you mean 'source_field'?",
     "{source: b, src_lang: en}": "data has an unknown key 'src_lang': did you mean 'source_language'?",
 }
@@ -286,7 +286,7 @@ def test_pairs_beside_other_keys() -> None:
     for keys, message in (
         (
             {"objective": "causal"},
-            "objective is causal and data names source_field and target_field: leave objective out, or name the text",
+            "objective is causal and data names source_field and target_field: remove objective, or name the text",
         ),
         ({"objective": "text_infilling"}, "objective is text_infilling and data names source_field"),
         ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
@@ -310,13 +310,13 @@ BAD_YAML = {
     "model: m\n  output: o\n": "line 2: mapping values are not allowed here",
     "model: [m\noutput: o\n": "line 2: expected ',' or ']'",
     "model: m\n\toutput: o\n": "line 2: found character '\\t'",
-    "model: &a m\noutput: *a\n": "line 1: anchors and aliases are not used here",
-    "model: !!python/name:os.system m\n": "line 1: tags such as tag:yaml.org,2002:python/name:os.system are not used here",
+    "model: &a m\noutput: *a\n": "line 1: anchors and aliases are not supported",
+    "model: !!python/name:os.system m\n": "line 1: tags such as tag:yaml.org,2002:python/name:os.system are not supported",
     "<<: {model: m}\n": "unknown key '<<'",
     "model: m\n---\nmodel: n\n": "line 2: but found another document",
     "null: m\n": "line 1: a key must be a word, not null",
     "[a]: m\n": "line 1: a key must be a word, not ['a']",
-    "model: m\x07\n": "is no YAML: unacceptable character",
+    "model: m\x07\n": "is not valid YAML: unacceptable character",
     "data: " + "[" * 5000: "is nested too deeply",
 }
 
@@ -349,8 +349,8 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "none.yaml", "there is no recipe"),
         (tmp_path, "can't be read: Is a directory"),
-        (tmp_path / "latin.yaml", "no UTF-8"),
-        (tmp_path / "big.yaml", "which is no recipe"),
+        (tmp_path / "latin.yaml", "is not UTF-8 text"),
+        (tmp_path / "big.yaml", "too many for a recipe"),
     ):
         with pytest.raises(RecipeError, match=message):
             read_recipe(path)
@@ -363,8 +363,8 @@ def test_output_must_lie_apart(tmp_path: Path) -> None:
     for output, message in (
         (model, "output and model are the same folder"),
         (f"{model}/../model/", "the same folder"),
-        (f"{model}/run", "one inside the other"),
-        (str(tmp_path), "one inside the other"),
+        (f"{model}/run", "are nested"),
+        (str(tmp_path), "are nested"),
         (str(tmp_path / "file"), "is a file"),
     ):
         with pytest.raises(RecipeError, match=message):
@@ -383,7 +383,7 @@ def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_paths_that_are_none() -> None:
     for key in ("output", "model", "teacher"):
-        with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is no path"):
+        with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is not a path"):
             make(**{key: "x" * 5000})
 
 

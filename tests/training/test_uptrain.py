@@ -287,7 +287,7 @@ def test_an_encoder_decoder_learns_from_its_source(home: Path, t5: Path, tmp_pat
 def test_mistakes_are_found_before_anything_is_trained(
     home: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecipeError, match=r"objective is span_corruption .* is a decoder alone"):
+    with pytest.raises(RecipeError, match=r"objective is span_corruption .* is a decoder-only model"):
         run(home, tmp_path / "run", objective="span_corruption")
     with pytest.raises(RecipeError, match=r"objective is causal .* is an encoder-decoder"):
         run(home, tmp_path / "run", model=str(t5), objective="causal")

@@ -118,7 +118,7 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
     shown = run_command("uptrain", recipe(home, output))
     assert shown.returncode == 0, shown.stderr
     assert "done  384 tokens in 6 steps" in shown.stdout
-    assert f"{output} is complete already" in shown.stderr
+    assert f"{output} is already complete" in shown.stderr
     wrong = run_command("uptrain", recipe(home, output), "seed=1")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
     assert "seed was 0 and is now 1" in wrong.stderr

@@ -167,7 +167,7 @@ def test_run_again_after_the_end(whole: Path) -> None:
     said: list[str] = []
     summary = uptrain_checkpoint(whole.with_suffix(".yaml"), [], on_message=said.append)
     assert summary == json.loads((whole / "summary.json").read_text())
-    assert said == [f"{whole} is complete already; a larger budget or another output would train on"]
+    assert said == [f"{whole} is already complete: raise the budget to continue it, or name another output"]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
 
 
@@ -350,7 +350,7 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     output = tmp_path / "run"
     keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
     with pytest.raises(
-        DivergedError, match=r"5 steps in a row up to step 8 .* is intact: run again with a lower learning_rate"
+        DivergedError, match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
     ):
         run(home, output, **keys)
     saved = sorted(path.name for path in (output / "checkpoints").iterdir())

@@ -231,7 +231,7 @@ def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer:
     if kind == "whisper":
         with pytest.raises(
             RecipeError,
-            match=r"^m reads sound, and uptrain trains on text: use the conversion without training, or train it",
+            match=r"^m reads audio, and uptrain trains on text: use the conversion without training, or train it",
         ):
             check_input("m", config)
         return
@@ -260,7 +260,7 @@ def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer:
 def test_document_mask_is_for_decoders() -> None:
     recipe = make_recipe({"model": "m", "output": "o", "tokens": "10M", "data": "d", "document_mask": True})
     with pytest.raises(
-        RecipeError, match="document_mask is for decoders alone, and m is an encoder-decoder: leave document_mask out"
+        RecipeError, match="document_mask needs a decoder-only model, and m is an encoder-decoder: remove document_mask"
     ):
         choose_objective(recipe, config_of("bart"), bart_tokenizer())
     assert choose_objective(recipe, {"model_type": "llama"}, bart_tokenizer()) == "causal"
@@ -272,13 +272,13 @@ def test_decoders_are_told_what_they_can_do() -> None:
     assert choose_objective(make_recipe(base), config, tokenizer) == "causal"
     for objective in ("span_corruption", "ul2", "text_infilling"):
         with pytest.raises(
-            RecipeError, match=f"objective is {objective} and m is a decoder alone: use the objective causal"
+            RecipeError, match=f"objective is {objective} and m is a decoder-only model: use the objective causal"
         ):
             choose_objective(make_recipe(base | {"objective": objective}), config, tokenizer)
     fields = {"source": "d", "source_field": "a", "target_field": "b"}
     with pytest.raises(
         RecipeError,
-        match="names source_field and target_field, and m is a decoder alone: name the text with text_field",
+        match="names source_field and target_field, and m is a decoder-only model: name the text with text_field",
     ):
         choose_objective(make_recipe(base | {"data": fields}), config, tokenizer)
 
@@ -295,6 +295,6 @@ def test_sound_is_refused_before_a_tokenizer_is_looked_for(home: Path, tmp_path:
     from tests.helpers.own_files import make_source
 
     make_source("whisper", tmp_path / "whisper")
-    with pytest.raises(RecipeError, match="reads sound"):
+    with pytest.raises(RecipeError, match="reads audio"):
         run(home, tmp_path / "run", model=str(tmp_path / "whisper"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,8 +1,8 @@
-"""Recipes of uptraining: a flat YAML file, with `key=value` overrides, made into a checked and frozen `Recipe`.
+"""Recipes of uptraining: a flat YAML file with `key=value` overrides, parsed into a validated, frozen `Recipe`.
 
 Everything that can be refused without loading a model or a text is refused here. Plain YAML scalars stay text until the
-key's declaration turns them into numbers, so that 1e9, 10B and 2e-4 mean what they look like (YAML 1.1 reads 1e9 as
-text, and `no` as false).
+key's declaration converts them, so that 1e9, 10B and 2e-4 are read as numbers and `no` as text (YAML 1.1 reads 1e9 as
+text and `no` as false).
 """
 
 from gqa_convert.text.sources import Source

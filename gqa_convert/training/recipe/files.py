@@ -1,4 +1,4 @@
-"""Recipes in files: YAML without surprises, and overrides from the command line."""
+"""Reads recipes from YAML files and applies overrides from the command line."""
 
 import os
 import re
@@ -19,17 +19,17 @@ _LONGEST_FILE = 1_000_000  # bytes
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without surprises: scalars are text, true, false or null; no key twice, no aliases, no tags."""
+    """A strict YAML loader: scalars are text, true, false or null; duplicate keys, aliases and tags are refused."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not used here", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not supported", problem_mark=event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise yaml.MarkedYAMLError(
-                problem=f"tags such as {event.tag} are not used here", problem_mark=event.start_mark
+                problem=f"tags such as {event.tag} are not supported", problem_mark=event.start_mark
             )
         return super().compose_node(parent, index)
 
@@ -64,7 +64,7 @@ def _load(text: str, where: str) -> Any:
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
         raise RecipeError(f"{where}{line}: {problem.problem or problem.context}: correct it") from None
     except yaml.YAMLError as problem:  # characters that YAML does not allow
-        raise RecipeError(f"{where} is no YAML: {str(problem).splitlines()[0]}") from None
+        raise RecipeError(f"{where} is not valid YAML: {str(problem).splitlines()[0]}") from None
     except RecursionError:
         raise RecipeError(f"{where} is nested too deeply: a recipe is a flat list of keys") from None
 
@@ -77,11 +77,11 @@ def _read_file(path: Path) -> Any:
     except OSError as problem:
         raise RecipeError(f"the recipe {path} can't be read: {problem.strerror or problem}") from None
     if len(raw) > _LONGEST_FILE:
-        raise RecipeError(f"{path} has {len(raw)} bytes, which is no recipe: give the path of a YAML file")
+        raise RecipeError(f"{path} has {len(raw)} bytes, too many for a recipe: give the path of a YAML file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        raise RecipeError(f"{path} is no UTF-8 text (byte {problem.start}): give the path of a YAML file") from None
+        raise RecipeError(f"{path} is not UTF-8 text (byte {problem.start}): give the path of a YAML file") from None
     loaded = _load(text + "\n", str(path))
     if loaded is None or loaded == "":
         raise RecipeError(f"{path} is empty: a recipe has at least the keys model, output, data and tokens")
@@ -111,12 +111,12 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """Read the recipe in a YAML file.
 
     Args:
-        path: of the file.
-        overrides: `key=value`, the value written as in the file; they replace what the file says. A budget stated here
-            replaces the file's, in whichever way the file states it.
+        path: the path of the file.
+        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces the file's budget,
+            whichever keys state it.
 
     Raises:
-        RecipeError: the file or an override can't be read, or the recipe makes no sense.
+        RecipeError: the file or an override can't be read, or the recipe is inconsistent.
     """
     values = dict(_read_file(local_path(path)))
     changes = _read_overrides(overrides)

@@ -1,4 +1,4 @@
-"""A recipe from plain data: every key read by its declaration, then checked beside the others."""
+"""Makes a recipe from plain data: reads each key by its declaration, then checks the keys against one another."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def _as_advice(help_text: str) -> str:
-    """What to give, from the first clause of a key's help."""
+    """Advice on the value to give, from the first clause of a key's help."""
     meaning = help_text.rstrip(".").split(":")[0].split(";")[0]
     return f"give {meaning[0].lower()}{meaning[1:]}"
 
@@ -79,10 +79,10 @@ def _check_folders(recipe: Recipe) -> None:
             continue
         folder = _resolved(name, value)
         if folder == output:
-            raise RecipeError(f"output and {name} are the same folder {value}: name a new folder for output")
+            raise RecipeError(f"output and {name} are the same folder {value}: name another folder for output")
         if folder.is_dir() and (folder in output.parents or output in folder.parents):
             raise RecipeError(
-                f"output {recipe.output} and {name} {value} lie one inside the other: name a folder beside it for output"
+                f"output {recipe.output} and {name} {value} are nested: name a separate folder for output"
             )
     if output.exists() and not output.is_dir():
         raise RecipeError(f"output {recipe.output} is a file: name a folder")
@@ -97,7 +97,9 @@ def _resolved(name: str, path: str) -> Path:
         found = Path(path).resolve()
         found.exists()
     except (OSError, RuntimeError) as problem:  # a name that is too long, a loop of links
-        raise RecipeError(f"{name} {shown(path)} is no path: {getattr(problem, 'strerror', None) or problem}") from None
+        raise RecipeError(
+            f"{name} {shown(path)} is not a path: {getattr(problem, 'strerror', None) or problem}"
+        ) from None
     return found
 
 

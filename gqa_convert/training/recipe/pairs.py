@@ -1,4 +1,4 @@
-"""Whether a recipe's sources are what its objective trains on: running text, or pairs of texts."""
+"""Checks that a recipe's sources fit its objective: running text, or pairs of texts."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def check_pairs(recipe: Recipe) -> None:
     """Refuse sources whose keys contradict one another, the other sources or the objective.
 
     Raises:
-        RecipeError: they do.
+        RecipeError: the keys contradict one another.
     """
     named = [*_named("data", recipe.data), *_named("evaluation_data", recipe.evaluation_data or ())]
     for key, source in named:
@@ -24,11 +24,11 @@ def check_pairs(recipe: Recipe) -> None:
     texts = [key for key, source in named if not source.holds_pairs]
     if recipe.objective == "pairs" and texts:
         raise RecipeError(
-            f"objective is pairs and {texts[0]} names no fields for them: give it source_field and target_field"
+            f"objective is pairs and {texts[0]} does not name their fields: give it source_field and target_field"
         )
     if recipe.objective not in ("auto", "pairs") and pairs:
         raise RecipeError(
-            f"objective is {recipe.objective} and {pairs[0]} names source_field and target_field: leave objective out, or name the text "
+            f"objective is {recipe.objective} and {pairs[0]} names source_field and target_field: remove objective, or name the text "
             "with text_field"
         )
     if pairs and texts:
@@ -38,7 +38,7 @@ def check_pairs(recipe: Recipe) -> None:
     speaking = [key for key, source in named if source.source_language is not None]
     if recipe.objective != "auto" and not OBJECTIVES[recipe.objective].marks_languages and speaking:
         raise RecipeError(
-            f"objective is {recipe.objective} and {speaking[0]} names source_language: it is for pairs and text_infilling"
+            f"objective is {recipe.objective} and {speaking[0]} names source_language, which only pairs and text_infilling use: remove source_language"
         )
 
 
@@ -56,7 +56,7 @@ def _check_keys(key: str, source: Source) -> None:
             raise RecipeError(f"{key} names {one} without {other}: give both, or neither")
     if source.target_language is not None and not source.holds_pairs:
         raise RecipeError(
-            f"{key} names target_language and is running text, in one language: leave it out, or add source_field and target_field"
+            f"{key} names target_language and is running text in one language: remove target_language, or add source_field and target_field"
         )
     if source.holds_pairs and source.text_field != _TEXT_FIELD:
         raise RecipeError(

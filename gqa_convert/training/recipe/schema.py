@@ -1,4 +1,4 @@
-"""What a recipe is: its keys, each declared once, and what follows from them."""
+"""The recipe: its keys, each declared once, and values derived from them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a converted checkpoint is uptrained. `read_recipe` and `make_recipe` make and check it."""
+    """The settings of an uptraining run. `read_recipe` and `make_recipe` create and validate recipes."""
 
     model: str = key("The converted checkpoint: a folder or a Hub id.", path=True, aliases=("source",))
     output: str = key(
@@ -184,7 +184,7 @@ class Recipe:
 
     @property
     def budget_tokens(self) -> int:
-        """The tokens of text to train on, however the recipe states them."""
+        """The training budget in tokens of text, whichever keys state it."""
         if self.tokens is not None:
             return self.tokens
         assert self.alpha is not None
@@ -194,7 +194,7 @@ class Recipe:
 
     @property
     def language_model_weight(self) -> float:
-        """The weight of the language-model loss: what distillation leaves of 1."""
+        """The weight of the language-model loss: 1 minus the weight of distillation."""
         return 1.0 - (self.distillation_weight or 0.0)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
@@ -202,7 +202,7 @@ class Recipe:
         return max(1, (2 * self.tokens_per_step + tokens_per_sample) // (2 * tokens_per_sample))
 
     def steps(self, tokens_per_sample: int | Fraction) -> int:
-        """The fewest whole steps that train on the budget."""
+        """The smallest number of whole steps that covers the budget."""
         return -(-self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample))
 
     def warmup(self, steps: int) -> int:
@@ -220,7 +220,7 @@ class Recipe:
         return self.warmup_steps
 
     def resolved(self) -> dict[str, Any]:
-        """All keys as plain data, defaults included; `make_recipe` makes the same recipe of it."""
+        """All keys as plain data, including defaults; `make_recipe` restores the recipe from it."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def differences(
