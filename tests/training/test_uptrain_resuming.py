@@ -195,7 +195,7 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
         run(home, output, **keys, tokens=192)
     shutil.rmtree(output / "checkpoints")
     assert run(home, output, **keys)["tokens"] == 384
-    with pytest.raises(ResumeError, match="is complete and has no checkpoints"):
+    with pytest.raises(ResumeError, match="holds a complete run without checkpoints"):
         run(home, output, **keys, tokens=512)
 
 
@@ -210,7 +210,7 @@ def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path
     text.write_text((home / "text.txt").read_text())
     run(home, tmp_path / "own", data=str(text), tokens=128)
     text.write_text((home / "text.txt").read_text()[:-100])
-    with pytest.raises(ResumeError, match="the training text or the tokenizer is not what it was"):
+    with pytest.raises(ResumeError, match="the training text or the tokenizer has changed since"):
         run(home, tmp_path / "own", data=str(text))
 
 
@@ -369,7 +369,7 @@ def test_what_is_in_the_way(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "foreign"
     (output / "model").mkdir(parents=True)
     (output / "model" / "config.json").write_text("{}")
-    with pytest.raises(OutputError, match="model exists and no run of this program wrote it"):
+    with pytest.raises(OutputError, match="model exists and was not written by a run of this program"):
         run(home, output)
     lock = OutputLock(tmp_path / "locked")
     with pytest.raises(LaunchError, match="another process is training into"):
