@@ -26,7 +26,7 @@ from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
 from gqa_convert.merging.folding.fitted_error import fitted_errors
-from gqa_convert.merging.folding.heads import Heads, LayerTensors, read_layers
+from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 from gqa_convert.merging.folding.rotary import rotary_pairs
 from tests.helpers.checkpoints import HEADS, Arrays, digests, llama_arrays, read_weights, same_weights, write_llama
@@ -422,7 +422,10 @@ class TestLayers:
     def test_nothing_is_lost_by_cutting_and_joining(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(write_llama(tmp_path / "source"))
         weights = read_weights(tmp_path / "source")
-        for parts, tensors in read_layers(AttentionFinder(checkpoint, FAMILIES["llama"]), weights.__getitem__):
+        finder = AttentionFinder(checkpoint, FAMILIES["llama"])
+        for layer in finder.layers:
+            parts = LayerTensors(finder, layer)
+            tensors = {name: weights[name] for name in parts.names}
             joined = parts.join(parts.cut(tensors), tensors, HEADS)
             assert joined.keys() == tensors.keys()
             assert all(

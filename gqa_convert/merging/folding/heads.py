@@ -5,7 +5,6 @@ keys, w head_dim of values, D hidden size of the layer's output, e inputs of a p
 of a constant input 1.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -210,18 +209,6 @@ class LayerTensors:
                 parts = layouts.split(_upright(array, self.transposed), self._layout(cut, groups))
                 return next(part for section, part in zip(cut, parts, strict=True) if section.role == role)
         return None
-
-
-def read_layers(finder: AttentionFinder, read: Callable[[str], Array]) -> Iterator[tuple[LayerTensors, Tensors]]:
-    """Every attention layer with its tensors, one layer in memory at a time.
-
-    Args:
-        finder: of the checkpoint.
-        read: a tensor by its name.
-    """
-    for layer in finder.layers:
-        parts = LayerTensors(finder, layer)
-        yield parts, {name: read(name) for name in parts.names}
 
 
 def _upright(array: Array, transposed: bool) -> Array:
