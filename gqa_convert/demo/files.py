@@ -1,4 +1,4 @@
-"""The files of a demo, and which of them a new demo may replace."""
+"""The files of a demo, and a check of which of them a new demo may replace."""
 
 import hashlib
 import json
@@ -17,10 +17,10 @@ GROUPS = (12, 6, 3, 1)
 """The numbers of K/V heads that the demo converts to."""
 
 SHOWN = 3
-"""The number whose plan is shown and whose checkpoint is uptrained."""
+"""The number of K/V heads whose plan is shown and whose checkpoint is uptrained."""
 
 RESULTS, PLOT, RECIPE, UPTRAINING = "results.json", "loss_and_cache.svg", "uptraining.yaml", "uptraining"
-"""What the demo writes beside the checkpoints."""
+"""The names of the files and folders that the demo writes beside the checkpoints."""
 
 _RECIPE_SIGNATURE = "# Written by gqa-convert demo; SHA-256 of what follows: "
 
@@ -39,7 +39,7 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
     """Refuse a folder in which the demo would replace files that no demo wrote.
 
     Raises:
-        OutputError: it would, or the folder is not empty and `overwrite` is off.
+        OutputError: the demo would replace such a file, or the folder is not empty and `overwrite` is off.
     """
     if not out.exists():
         return

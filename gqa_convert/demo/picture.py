@@ -11,8 +11,8 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
 
     Args:
         results: the part `results` of the demo's summary.
-        uptraining: its part `uptraining`, if the demo has uptrained.
-        path: of the picture.
+        uptraining: its part `uptraining`; None if the uptraining was skipped.
+        path: the path of the picture.
 
     Returns:
         The path; None without matplotlib.

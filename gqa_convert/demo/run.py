@@ -28,7 +28,7 @@ from gqa_convert.text.stdlib_text import read_texts, source_files
 from gqa_convert.verify import verify_checkpoint
 
 _TOKENS = 40_000
-"""Held-out tokens that the loss is measured on."""
+"""The number of held-out tokens on which the loss is measured."""
 
 UPTRAINING_TOKENS = 200_000
 """Tokens of the uptraining: 1 % of those that the checkpoint was trained on."""
@@ -128,7 +128,7 @@ def _held_out_tokens() -> list[int]:
     texts = read_texts(source_files(held_out=True))
     if not texts:
         raise SourceNotFoundError(
-            "this Python has no sources of its standard library, on which the demo measures: use a Python that has them"
+            "this Python has no sources of its standard library, on which the demo measures losses: use a Python installation that includes them"
         )
     tokenizer = load_tokenizer(CHECKPOINT)
     ids: list[int] = []

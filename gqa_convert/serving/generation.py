@@ -9,7 +9,7 @@ def greedy_tokens(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The greedy tokens after each prompt, with the model's K/V cache; the checkpoint's generation config is ignored.
 
     Args:
-        model: with `generate`; its generation config is replaced, since it could stop at a token or penalise
+        model: a model with `generate`. Its generation config is replaced, because it could stop at a token or penalise
             repetition.
         prompts: token ids.
     """
@@ -31,17 +31,17 @@ def logits_at(model: Any, sequences: list[list[int]], positions: list[list[int]]
     """Float32 logits [positions, vocabulary] of each sequence, computed without a cache.
 
     Args:
-        model: called with `input_ids` and `attention_mask`.
+        model: a model that accepts `input_ids` and `attention_mask`.
         sequences: token ids.
-        positions: of each sequence.
+        positions: the positions of each sequence.
     """
     import torch
 
     found = []
     with torch.no_grad():
-        for sequence, wanted in zip(sequences, positions, strict=True):
+        for sequence, places in zip(sequences, positions, strict=True):
             ids = torch.tensor([sequence])
-            found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, wanted].float().numpy())
+            found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, places].float().numpy())
     return found
 
 

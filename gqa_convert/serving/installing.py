@@ -1,4 +1,4 @@
-"""Finds clients: in an interpreter that the user names, in a folder that `--install` made, or in this program's
+"""Finds clients in an interpreter that the user names, in a folder that `--install` created, or in this program's
 environment.
 """
 
@@ -22,12 +22,12 @@ _PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """An interpreter that has a client.
+    """An interpreter in which a client is installed.
 
     Attributes:
         python: its path.
-        version: of the client.
-        folder: first on its module path, None if it needs none.
+        version: the version of the client.
+        folder: the folder at the start of its module path; None if not needed.
     """
 
     python: str
@@ -59,14 +59,13 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
     """The interpreter to use, None if the client is not installed.
 
     Args:
-        client: to look for.
+        client: the client to look for.
         python: an interpreter that the user named; then no other is considered.
     """
     if python is not None:
         path = shutil.which(python) or shutil.which(local_path(python))
-        candidates = (
-            [Place(str(Path(path).absolute()), "")] if path else []
-        )  # links stay: they lead out of a virtual environment
+        # symbolic links are not resolved, because they lead out of a virtual environment
+        candidates = [Place(str(Path(path).absolute()), "")] if path else []
     else:
         folder = client_folder(client)
         candidates = [Place(sys.executable, "", folder)] if folder.is_dir() else []
@@ -91,7 +90,7 @@ def _version(client: Client, place: Place) -> str | None:
 
 
 def install_command(client: Client) -> list[str]:
-    """The command that makes the client's folder. Its packages come first on the module path; torch and the rest are
+    """The command that creates the client's folder. Its packages come first on the module path; torch and the rest are
     shared with this program.
     """
     return _pip(client, client_folder(client))
@@ -144,6 +143,6 @@ def _add_sources(client: Client, folder: Path) -> None:
             for member in members:
                 inside = PurePosixPath(*PurePosixPath(member.name).parts[1:])
                 content = members.extractfile(member)  # None for folders
-                if content is not None and any(inside.is_relative_to(wanted) for wanted in client.sources):
+                if content is not None and any(inside.is_relative_to(source) for source in client.sources):
                     (folder / inside).parent.mkdir(parents=True, exist_ok=True)
                     (folder / inside).write_bytes(content.read())

@@ -35,7 +35,7 @@ _kept: list[Any] = []
 
 
 def answer(request: Request) -> Answer:
-    """Convert the checkpoint to GGUF in float32, load the result and ask it.
+    """Convert the checkpoint to GGUF in float32, load the result and answer the request.
 
     Raises:
         AbsentError: the converter is missing.

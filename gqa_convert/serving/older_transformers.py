@@ -5,7 +5,7 @@ from .generation import greedy_tokens, logits_at, text_ids
 
 
 def answer(request: Request) -> Answer:
-    """Load the checkpoint in float32 and ask it.
+    """Load the checkpoint in float32 and answer the request.
 
     Raises:
         NotSupportedError: this version does not know the model type.

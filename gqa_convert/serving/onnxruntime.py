@@ -5,7 +5,7 @@ from .optimum import ask_exported
 
 
 def answer(request: Request) -> Answer:
-    """Export the checkpoint to ONNX in float32, load the result and ask it.
+    """Export the checkpoint to ONNX in float32, load the result and answer the request.
 
     Raises:
         NotSupportedError: there is no export of this model type.

@@ -12,11 +12,11 @@ _AS_MANY_HEADS = ("phi",)
 
 
 def ask_exported(model_class: Any, request: Request, **options: Any) -> Answer:
-    """Export in float32 and ask.
+    """Export in float32 and answer the request.
 
     Args:
-        model_class: of optimum.
-        request: to answer.
+        model_class: optimum's model class.
+        request: the request to answer.
         options: further options of `from_pretrained`.
 
     Raises:

@@ -7,14 +7,14 @@ from .client import NEW_TOKENS, Answer, NotSupportedError, Request
 
 
 def answer(request: Request) -> Answer:
-    """Load the checkpoint in float32 and ask it; logits are those from which vLLM chooses the token after each prefix
-    of a sequence.
+    """Load the checkpoint in float32 and answer the request. The logits are those from which vLLM chooses the token
+    after each prefix of a sequence.
 
     Raises:
         NotSupportedError: its attention has no kernel for this head_dim.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # an error is raised here, instead of told in a log of another process
+        "0"  # run in this process, so that an error is raised here instead of being logged by another process
     )
     from vllm import LLM
 

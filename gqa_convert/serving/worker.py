@@ -4,7 +4,7 @@ program.
     python -c BOOT FOLDER MODULE
 
 `FOLDER` holds `request.json`; `outcome.json` and `answer.npz` are written beside it. `BOOT` is `boot_code()`: it makes
-this package, and nothing that lies beside it, importable there.
+this package, but nothing beside it, importable there.
 """
 
 import json
@@ -82,7 +82,7 @@ def main() -> None:
         status, detail = UNSUPPORTED, str(reason)
     except AbsentError as reason:
         status, detail = SKIPPED, str(reason)
-    except Exception as problem:  # whatever an engine raises on a checkpoint is what this program exists to find
+    except Exception as problem:  # any error of an engine on a checkpoint is a result to report
         lines = str(problem).strip().splitlines()
         status, detail = FAILED, f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
     (folder / "outcome.json").write_text(json.dumps({"status": status, "detail": detail}), encoding="utf-8")

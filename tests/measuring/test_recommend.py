@@ -444,7 +444,7 @@ def test_results_stand_in_place_of_measuring(
     assert (result["speed"]["from"], result["speed"]["context"]) == (str(runs / "benchmark.json"), 512)
     assert result["groups"] == 4
     assert result["next"] is None  # it is there already
-    assert any("batch 2, context 512, and batch 2, context 500 is asked for" in note for note in result["notes"])
+    assert any("batch 2, context 512, and batch 2, context 500 was requested" in note for note in result["notes"])
     assert any(f"N = 4 is {runs / 'c4'}" in note for note in result["notes"])
     show_recommendation(result)
     shown = capsys.readouterr().out

@@ -80,14 +80,14 @@ def watched(model: Any, family: Family, clock: Clock) -> Iterator[Callable[[], P
     for block in decoder_blocks(model, family):
         hook(block, "layers")
 
-    def told() -> Parts:
+    def measured() -> Parts:
         parts = Parts(projection_bytes=sum(seen.values()))
         for part, first, second in marks:
             parts.seconds[part] += clock.seconds(first, second)
         return parts
 
     try:
-        yield told
+        yield measured
     finally:
         for handle in handles:
             handle.remove()

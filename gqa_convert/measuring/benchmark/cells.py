@@ -113,10 +113,10 @@ def _turn(
         for _ in range(LEAD):
             decoder.step()
         with ExitStack() as stack:
-            told = stack.enter_context(watched(version.model, family, clock))
+            measured = stack.enter_context(watched(version.model, family, clock))
             walk()
             clock.wait()
-            parts = told()
+            parts = measured()
         decoder.rewind()
         parts.seconds = {part: whole / steps for part, whole in parts.seconds.items()}
         return _Turn(seconds, parts, reader.bytes_per_second())

@@ -83,7 +83,7 @@ def benchmark_model(
         full = plans if subject is whole else plan_versions(headers(whole, dtype), [plan.groups for plan in plans])
         weight_bytes = {plan.groups: plan.weight_bytes_after for plan in full}
         check_budget(options.memory, weight_bytes)
-    with _memory_told():
+    with _memory_explained():
         return _measure(
             subject,
             plans,
@@ -263,7 +263,7 @@ def _lengths(subject: Subject, options: BenchmarkOptions) -> tuple[list[int], in
 
 
 @contextmanager
-def _memory_told() -> Any:
+def _memory_explained() -> Any:
     try:
         yield
     except Exception as problem:

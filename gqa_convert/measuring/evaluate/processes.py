@@ -16,7 +16,7 @@ class Processes:
     """This process among those of a run; `training.distributed.together` accepts it in place of an accelerator.
 
     Attributes:
-        device: that it computes on.
+        device: the device that it computes on.
     """
 
     num_processes: int
@@ -31,8 +31,8 @@ class Processes:
         """The indices, of `count`, that this process computes."""
         return range(self.process_index, count, self.num_processes)
 
-    def told(self, value: Any) -> Any:
-        """The first process's value, on every process."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first process's value on every process."""
         if self.num_processes == 1:
             return value
         import torch

@@ -247,7 +247,7 @@ class _Run:
                     text = read_pairs(data, self.settings.pairs, self.settings.tokens, show)
                 else:
                     text = read_pieces(data, self.models[0].tokenizer, self.settings.tokens, show)
-        return self.processes.told(text)
+        return self.processes.broadcast(text)
 
     def _material(self, candidate: Candidate) -> "Material":
         from gqa_convert.measuring.evaluate.examples import pair_material, span_material

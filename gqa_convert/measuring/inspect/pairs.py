@@ -33,10 +33,10 @@ def pair_errors(
     Returns:
         The errors of keys and of values, as from `fitted_errors`, by the indices of the two heads in ascending order.
     """
-    asking, seen = (moments.queries, moments.keys) if moments else (None, None)
-    queries = _rooted(_products(heads.queries, asking))  # [K, r, c, c]
+    query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
+    queries = _rooted(_products(heads.queries, query_moment))  # [K, r, c, c]
     outputs = _rooted(np.einsum("krDw,krDv->krwv", heads.outputs, heads.outputs, optimize=True))
-    inner = [_Inner(rows, seen) for rows in (heads.keys, heads.values)]
+    inner = [_Inner(rows, key_moment) for rows in (heads.keys, heads.values)]
     found = {}
     for pair in combinations(range(heads.groups), 2):
         keys, values = (each.pair(pair) for each in inner)

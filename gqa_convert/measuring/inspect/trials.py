@@ -150,8 +150,8 @@ def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
     if labels is None:
         logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
     total = 0.0
-    for row, wanted in zip(logits, labels.to(logits.device), strict=True):
-        total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="none").double().sum())
+    for row, targets in zip(logits, labels.to(logits.device), strict=True):
+        total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="none").double().sum())
     return total, int((labels != IGNORED).sum())
 
 

@@ -97,16 +97,16 @@ class Limit:
         value = self.value(candidate)
         return math.inf if value is None else value - self.bound if self.upper else self.bound - value
 
-    def told(self, candidate: Candidate) -> str:
+    def describe(self, candidate: Candidate) -> str:
         """A candidate's value in words."""
         value = self.value(candidate)
         return f"has no known {self.part}" if value is None else self.words(value)
 
-    def missed(self, candidate: Candidate) -> str:
+    def describe_shortfall(self, candidate: Candidate) -> str:
         """A candidate's value, and by how much it misses the constraint, in words."""
         if self.value(candidate) is None:
-            return self.told(candidate)
-        return f"{self.told(candidate)}, {self.unit(self.excess(candidate))} {'more' if self.upper else 'less'} than {self.option}"
+            return self.describe(candidate)
+        return f"{self.describe(candidate)}, {self.unit(self.excess(candidate))} {'more' if self.upper else 'less'} than {self.option}"
 
 
 def limits(constraints: Constraints) -> list[Limit]:
@@ -182,7 +182,7 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
     chosen = fitting[0] if loss_alone else fitting[-1]
     place = able.index(chosen)
     named = _listed([limit.option for limit in asked])
-    states = _listed([limit.told(chosen) for limit in asked])
+    states = _listed([limit.describe(chosen) for limit in asked])
     if chosen.is_source:
         return (
             chosen.groups,
@@ -198,7 +198,7 @@ def choose(candidates: Sequence[Candidate], constraints: Constraints) -> tuple[i
     what = "the smallest" if loss_alone else "the largest"
     reason = f"N = {chosen.groups} is {what} of {tried} that meets {named}: it {states}"
     if better is not None:
-        reason += f"; N = {better.groups} {_listed([limit.missed(better) for limit in asked if not limit.met(better)])}"
+        reason += f"; N = {better.groups} {_listed([limit.describe_shortfall(better) for limit in asked if not limit.met(better)])}"
     return chosen.groups, reason
 
 
@@ -231,7 +231,7 @@ def _nearest(candidates: Sequence[Candidate], limit: Limit) -> str:
     nearest = min(candidates, key=lambda each: (limit.excess(each), -each.groups))
     if limit.value(nearest) is None:
         return f"no {limit.part} is known"
-    return f"N = {nearest.groups} comes nearest: it {limit.missed(nearest)}"
+    return f"N = {nearest.groups} comes nearest: it {limit.describe_shortfall(nearest)}"
 
 
 def _listed(parts: Sequence[str]) -> str:

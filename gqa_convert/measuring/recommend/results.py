@@ -176,9 +176,9 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
     if found.timing is not None and constraints.min_speedup is not None:
         given, asked = (found.timing["batch"], found.timing["context"]), (constraints.batch, constraints.context)
         if given[0] != asked[0] or asked[1] not in (None, given[1]):
-            wanted = f"batch {asked[0]}" if asked[1] is None else f"batch {asked[0]}, context {asked[1]:,}"
+            requested = f"batch {asked[0]}" if asked[1] is None else f"batch {asked[0]}, context {asked[1]:,}"
             found.notes.append(
-                f"{found.timing['from']} was timed at batch {given[0]}, context {given[1]:,}, and {wanted} is asked for"
+                f"{found.timing['from']} was timed at batch {given[0]}, context {given[1]:,}, and {requested} was requested"
             )
 
 

@@ -1,7 +1,7 @@
-"""Runs the source and the student together over calibration text, one attention module at a time.
+"""The lockstep runner: runs the source and the student together over calibration text, one attention module at a time.
 
-The interface is `LockstepRunner` and what it yields; docs/lockstep-runner.md explains how it works and how it fails.
-Everything outside this folder imports from here.
+The interface is `LockstepRunner` and the captured modules that it yields; docs/lockstep-runner.md explains how it works
+and how it fails. Code outside this folder imports from here only.
 """
 
 from gqa_convert.conversion.fit.lockstep.captured_module import Call, CapturedModule

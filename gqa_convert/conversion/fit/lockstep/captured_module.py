@@ -1,4 +1,4 @@
-"""An attention module that every batch of the source and the student has reached, and the calls that wait there."""
+"""An attention module that every batch of the source and the student has reached, with the paused calls."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.lockstep.substitution import replaced
 
 _STATES = ("key_value_states", "encoder_hidden_states")
-"""Keyword arguments that carry what keys and values are made from, where queries are made from something else."""
+"""Keyword arguments for the states that keys and values are projected from, in cross-attention."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,34 +20,37 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     counted: Tensor | None
-    """[B, L] bool: the positions that are not padding; None where all count."""
+    """[B, L] bool: the positions that are not padding; None if there is no padding."""
     states_counted: Tensor | None
-    """The same for `states`."""
+    """[B, S] bool: the positions of `states` that are not padding; None if there is no padding."""
     added_to: Tensor | None = None
-    """[B, L, d] what the attention's output will be added to, in units of that output; see `CapturedModule.residual`."""
+    """[B, L, d], the tensor that the attention's output will be added to, in units of that output; see
+    `CapturedModule.residual`.
+    """
 
     @property
     def hidden(self) -> Tensor:
-        """[B, L, d] what queries are made from."""
+        """[B, L, d], the states that queries are projected from."""
         hidden = self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
         assert isinstance(hidden, Tensor)
         return hidden
 
     @property
     def states(self) -> Tensor:
-        """[B, S, d] what keys and values are made from: `hidden`, or an encoder's output."""
+        """[B, S, d], the states that keys and values are projected from: `hidden`, or an encoder's output."""
         return next((self.kwargs[name] for name in _STATES if isinstance(self.kwargs.get(name), Tensor)), self.hidden)
 
 
 class CapturedModule:
-    """An attention module, which `run` calls again with any weights.
+    """A captured attention module, which `run` calls again with any weights.
 
     Args:
-        name: as the checkpoint names it.
+        name: the module's name in the checkpoint.
         module: the loaded module.
         source: the source's parameters by name inside the module.
-        calls: one pair per batch, of the source and of the student.
-        output: the name inside the module of its output projection, where that alone is what attention contributes.
+        calls: one pair per batch: the source's call and the student's.
+        output: the name of the output projection inside the module, if its output alone is the attention's
+            contribution.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class CapturedModule:
 
         Args:
             call: one of `calls`.
-            parameters: replace the source's; the others stay the source's.
-            capture: the name inside the module of the output projection, to return its input too.
+            parameters: parameters that replace the source's; all others are the source's.
+            capture: the name of the output projection inside the module, to return its input too.
 
         Returns:
-            What attention contributes [B, L, d]; and the input of the output projection [B, L, heads * head_dim], None
-            without `capture`.
+            The attention's contribution [B, L, d], and the input of the output projection [B, L, heads * head_dim],
+            which is None without `capture`.
         """
         caught: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -96,15 +99,15 @@ class CapturedModule:
         return output.reshape(shape), None if entered is None else entered.reshape(shape)
 
     def residual(self, call: Call) -> Tensor | None:
-        """The tensor r [B, L, d] for which r + (what attention contributes) is, up to one constant factor, what the
-        layers above read.
+        """The tensor r [B, L, d] for which r + (the attention's contribution) is, up to one constant factor, the
+        residual stream that later layers read.
 
-        None where there is no such tensor, for example where the output is normed before it is added.
+        None if there is no such tensor, for example if the output is normed before it is added.
         """
         return call.added_to
 
     def commit(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set the student's weights, converted to the module's type and device; the others stay the source's.
+        """Set the student's weights, converted to the module's dtype and device; all others stay the source's.
 
         Raises:
             ValueError: the module has no such parameter, or it has another shape.

@@ -1,4 +1,4 @@
-"""Computations that stop inside a call, however deeply nested, and continue later: one greenlet each."""
+"""Computations that pause inside a call, however deeply nested, and resume later; each runs in a greenlet."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 
 class Paused:
-    """A computation without gradients that runs up to its next `pause`, and then waits with all its frames.
+    """A computation without gradients that runs up to its next `pause` and then waits with all its frames.
 
     torch keeps its gradient mode per thread, not per greenlet, so that every entry sets it and restores it.
     """
@@ -18,7 +18,7 @@ class Paused:
 
     @property
     def identity(self) -> object:
-        """What `current()` returns inside the computation."""
+        """The value of `current()` inside the computation."""
         return self._greenlet
 
     @property
@@ -31,16 +31,16 @@ class Paused:
         return self._greenlet.gr_frame
 
     def resume(self, answer: Any = None) -> Any:
-        """Continue to the next pause.
+        """Resume the computation until the next pause.
 
         Args:
-            answer: what the pause returns inside the computation; the first call ignores it.
+            answer: the return value of the pause inside the computation; ignored by the first call.
 
         Returns:
-            The message of the next pause, or the computation's result once it is `finished`.
+            The message of the next pause, or the computation's result if it is `finished`.
 
         Raises:
-            BaseException: whatever the computation raises, which ends it.
+            BaseException: any error of the computation, which ends it.
         """
         enabled = torch.is_grad_enabled()
         self._greenlet.parent = getcurrent()
@@ -51,7 +51,7 @@ class Paused:
             torch.set_grad_enabled(enabled)
 
     def close(self) -> None:
-        """End the computation where it waits, which runs its `finally` clauses."""
+        """End the computation at its pause, which runs its `finally` clauses."""
         if self._greenlet and not self._greenlet.dead:
             enabled = torch.is_grad_enabled()
             self._greenlet.parent = getcurrent()
@@ -67,7 +67,7 @@ def current() -> object:
 
 
 def pause(message: Any) -> Any:
-    """Stop here and pass `message` to the caller of `resume`; returns the answer of the next `resume`."""
+    """Pause and pass `message` to the caller of `resume`; returns the answer of the next `resume`."""
     parent = getcurrent().parent
     assert parent is not None, "only a paused computation may pause"
     return parent.switch(message)

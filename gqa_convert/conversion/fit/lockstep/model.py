@@ -17,26 +17,26 @@ from gqa_convert.families.loading import check_complete, load_model
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 _SHARE = 0.7
-"""The share of the free memory that weights may take; activations need the rest."""
+"""The share of free memory that weights may take; the rest is for activations."""
 
 
 def open_model(
     folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, memory_limit: int | None = None
 ) -> Any:
-    """A model with logits, in evaluation mode and without gradients.
+    """Open a model with logits, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
-        device: where to run it.
-        dtype: type to compute with.
-        memory_limit: bytes that its weights may take on the device; None for 70% of the free ones. The weights of a
-            larger model stay in the files, and each is read when it is used.
+        device: the device to run it on.
+        dtype: the dtype to compute in.
+        memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. The weights of
+            a larger model stay in the files, and each is read when it is used.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
-        NoLanguageModelError: those of the language-model head are, and the folder does not claim to have one.
-        GQAConvertError: as `open_checkpoint`.
-        Exception: whatever transformers raises.
+        NoLanguageModelError: the language-model head is missing, and the folder does not claim to have one.
+        GQAConvertError: see `open_checkpoint`.
+        Exception: any error of transformers.
     """
     place = torch.device(device)
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * dtype.itemsize
@@ -51,7 +51,7 @@ def open_model(
 
 
 def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
-    scratch = tempfile.mkdtemp(prefix="gqa-offload-")  # for the few weights that transformers rewrites as it loads them
+    scratch = tempfile.mkdtemp(prefix="gqa-offload-")  # for the few weights that transformers rewrites while loading
     try:
         with _no_remark():
             model, missing = load_model(folder, dtype, device_map={"": "disk"}, offload_folder=scratch)
@@ -65,7 +65,7 @@ def _left_on_disk(folder: Path, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _no_remark() -> Iterator[None]:
-    """accelerate warns that weights are on the disk, as they are meant to be."""
+    """Silence accelerate's warning that weights are on disk, which is intended."""
     logger = logging.getLogger("accelerate.big_modeling")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -76,7 +76,7 @@ def _no_remark() -> Iterator[None]:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that weights may take."""
+    """The bytes that weights may take."""
     from accelerate.utils import get_max_memory
 
     memory = get_max_memory()

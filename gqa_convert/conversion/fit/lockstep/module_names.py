@@ -1,4 +1,4 @@
-"""Finds modules of a loaded model by the names that a checkpoint gives them."""
+"""Finds modules of a loaded model by their names in the checkpoint."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,20 +7,20 @@ from gqa_convert.errors import ConfigError
 
 
 def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """The loaded model's name of each module.
+    """The name of each module in the loaded model.
 
-    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). The match is therefore
-    the module that shares the most components at the end of its name, the layer's number among them.
+    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). Therefore, the module
+    whose name shares the longest suffix of components, including the layer's number, is the match.
 
     Args:
         model: a loaded model.
-        names: modules, as the checkpoint names them.
+        names: the modules' names in the checkpoint.
 
     Returns:
-        The loaded model's names by the checkpoint's, in the given order.
+        The names in the loaded model by those in the checkpoint, in the given order.
 
     Raises:
-        ConfigError: a name matches no module, or several, or two names match the same one.
+        ConfigError: a name matches no module or several, or two names match the same module.
     """
     by_end: dict[str, list[list[str]]] = {}
     for name, _ in model.named_modules():
@@ -44,7 +44,7 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def _common_end(left: Sequence[str], right: Sequence[str]) -> int:
-    """How many components two names share at their ends."""
+    """The number of components that two names share at their ends."""
     count = 0
     for one, other in zip(reversed(left), reversed(right), strict=False):
         if one != other:
@@ -54,11 +54,11 @@ def _common_end(left: Sequence[str], right: Sequence[str]) -> int:
 
 
 def layers_without(model: Any, names: Iterable[str]) -> list[str]:
-    """The elements of the model's outermost lists of modules that hold none of the named modules.
+    """The elements of the model's outermost module lists that contain none of the named modules.
 
     Args:
         model: a loaded model.
-        names: the loaded model's names of modules.
+        names: names of modules in the loaded model.
     """
     from torch.nn import ModuleList
 
@@ -70,7 +70,7 @@ def layers_without(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def encoder_of(model: Any) -> str | None:
-    """The loaded model's name of its encoder; None for a model without one."""
+    """The name of the encoder in the loaded model; None for a model without an encoder."""
     if not model.config.is_encoder_decoder:
         return None
     encoder = model.get_encoder()

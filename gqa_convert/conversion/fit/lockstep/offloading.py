@@ -1,4 +1,4 @@
-"""Leaves weights in a checkpoint's files and reads each when a module uses it."""
+"""Leaves weights in the checkpoint's files and reads each when a module uses it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class _Parameters(dict[str, Any]):
-    """A module's parameters, of which some are read from files by whoever asks for them: its own forward, or that of a
-    module around it.
+    """A module's parameters, some of which are read from files on access, by its own forward pass or by that of an
+    enclosing module.
 
-    Walking over all of them reads nothing.
+    Iterating over all of them reads nothing.
 
     Args:
-        parameters: of the module, those that are left out being on torch's `meta` device.
-        read: how to get one of those by its name.
+        parameters: the parameters of the module; offloaded ones are on torch's `meta` device.
+        read: reads an offloaded parameter by its name.
     """
 
     def __init__(self, parameters: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
@@ -37,14 +37,14 @@ class _Parameters(dict[str, Any]):
 
 
 class OffloadedWeights:
-    """Reads the weights of a model that transformers has left on the disk, each as it is used.
+    """Reads the weights of a model that transformers has left on disk, each when it is used.
 
-    They are let go when the call of the module that has them, or of one around it, is over; or while weights are held,
-    all at once by `release`, so that a layer that many batches pass one after the other is read once.
+    They are released when the call of their module or of an enclosing one ends. While weights are held, `release` drops
+    all of them at once instead, so that a layer that many batches pass in turn is read once.
 
     Args:
-        model: what `from_pretrained` returns for a device map that sends everything to the disk.
-        device: where modules run.
+        model: the result of `from_pretrained` with a device map that leaves everything on disk.
+        device: the device on which modules run.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class OffloadedWeights:
 
         self.device, self._holding = device, False
         self._files: dict[int, Mapping[str, Tensor]] = {}
-        """By the module's id."""
+        """Offloaded parameters by the module's id."""
         self._loaded: dict[int, Any] = {}
         for module in model.modules():
             hook = getattr(module, "_hf_hook", None)
@@ -81,7 +81,7 @@ class OffloadedWeights:
         return read
 
     def _read(self, module: Any, name: str) -> Tensor:
-        # copied, since what is read may be a view of the whole mapped file
+        # copied, because the tensor may be a view of the whole mapped file
         found = self._files[id(module)][name].to(self.device, module._parameters.absent[name].dtype, copy=True)
         return torch.nn.Parameter(found, requires_grad=False)
 
@@ -99,7 +99,7 @@ class OffloadedWeights:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what is read until `release`, or the end."""
+        """Keep weights that are read until `release` or the end of the context."""
         self._holding = True
         try:
             yield
@@ -108,7 +108,7 @@ class OffloadedWeights:
             self.release()
 
     def parameters(self, module: Any) -> dict[str, Tensor]:
-        """Of a module and all within it, by name, read now."""
+        """The parameters of a module and its submodules by name; offloaded ones are read immediately."""
         return {
             f"{path}.{name}" if path else name: parameter.detach()
             if not parameter.is_meta
@@ -120,8 +120,8 @@ class OffloadedWeights:
 
 
 def _make_again(model: Any, module: Any, devices: Mapping[str, torch.device]) -> None:
-    """Parameters that no file holds, such as a table of sines, were made by the model, and accelerate has thrown them
-    away.
+    """Recompute parameters that are not in any file, such as a table of sines, which the model created and accelerate
+    discarded.
     """
     lost = [name for name, device in devices.items() if name in module._parameters and device.type != "meta"]
     for name in lost:
@@ -133,7 +133,7 @@ def _make_again(model: Any, module: Any, devices: Mapping[str, torch.device]) ->
 
 
 def offloaded_weights(model: Any) -> OffloadedWeights | None:
-    """What reads the model's weights; None where they are in memory."""
+    """The reader of the model's weights; None if they are in memory."""
     found = getattr(model, "_gqa_offloaded", None)
     assert found is None or isinstance(found, OffloadedWeights)
     return found

@@ -1,4 +1,4 @@
-"""Which positions of a call count, and which are padding."""
+"""Determines which positions of a call are padding."""
 
 from torch import Tensor
 
@@ -6,13 +6,13 @@ from gqa_convert.conversion.fit.lockstep.forward_pass import Batch
 
 
 def masks_of(batch: Batch, module: str, *, encoder_decoder: bool, cross: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The masks of the positions that ask, and of those that are read; None where the batch has none.
+    """The padding masks of the query side and of the key side of an attention module; None if the batch has none.
 
     Args:
-        batch: what the model was called with.
-        module: the loaded model's name of the attention module.
-        encoder_decoder: whether the model is one.
-        cross: whether the module reads something other than what asks.
+        batch: the inputs of the model.
+        module: the name of the attention module in the loaded model.
+        encoder_decoder: whether the model is an encoder-decoder.
+        cross: whether the module is cross-attention, whose keys come from other states than its queries.
     """
     outer = batch.get("attention_mask")
     if not encoder_decoder or "encoder" in module.split("."):
@@ -22,7 +22,7 @@ def masks_of(batch: Batch, module: str, *, encoder_decoder: bool, cross: bool) -
 
 
 def as_counted(mask: Tensor | None, states: Tensor) -> Tensor | None:
-    """The mask [B, L] as booleans; None where it has another shape than the states [B, L, d], or where all count."""
+    """The mask [B, L] as booleans; None if its shape does not match the states [B, L, d], or if nothing is padded."""
     if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
         return None
     return mask.bool()

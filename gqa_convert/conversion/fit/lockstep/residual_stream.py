@@ -1,8 +1,8 @@
-"""Find out by measurement what an attention module's output is added to.
+"""Determines by measurement which tensor an attention module's output is added to.
 
-Families differ in where the residual stream passes by attention: around a norm before it, around a norm behind it,
-around a module that holds both, beside an MLP in parallel. No table says so here: on a few tokens every tensor that
-enters a module of the layer is tried.
+Families differ in how the residual stream bypasses attention: around a norm before it, around a norm after it, around a
+module that holds both, or beside a parallel MLP. There is no table of these structures; instead, every tensor that
+enters a module of the layer is tested on a few tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 _ELEMENTS = 8192
-"""How many numbers of a tensor are compared."""
+"""The number of elements of a tensor that are compared."""
 _SLACK = 1e-3
-"""Relative error of attention's output that is taken for rounding: of float32 with TF32, for one."""
+"""The relative error of attention's output that counts as rounding, for example in float32 with TF32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the tensor r enters a module, such that r + factor * (what attention contributes) is read by the layers
-    above.
+    """The place at which a tensor r enters a module, where later layers read r + factor * (the attention's
+    contribution).
     """
 
     module: str
-    """By the loaded model's name."""
+    """The module's name in the loaded model."""
     key: int | str
     """The argument's position or name."""
     factor: float
     output: str | None = None
-    """The module inside attention whose output is the contribution, where attention itself adds r to it."""
+    """The module inside attention whose output is the contribution, if attention itself adds r to it."""
 
     def taken(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The tensor among a module's arguments, as a multiple of attention's output."""
+        """The tensor among a module's arguments, in units of attention's output."""
         tensor = args[self.key] if isinstance(self.key, int) else kwargs[self.key]
         assert isinstance(tensor, Tensor)
         return tensor if self.factor == 1 else tensor / self.factor
@@ -59,9 +59,9 @@ class Observer:
     name: str
     route: Route | None = None
     _known: list[_Known] = field(default_factory=list)
-    """Up to the call of attention."""
+    """Tensors that entered a module before the call of attention."""
     _made: list[Tensor] = field(default_factory=list)
-    """Outputs of the other modules of the layer."""
+    """Outputs of the layer's other modules."""
     _output: Tensor | None = None
     _projected: tuple[str, Tensor] | None = None
     """The last output inside attention of a module with weights."""
@@ -69,7 +69,7 @@ class Observer:
 
     @property
     def layer(self) -> str:
-        """The module around attention that is an element of a list; else the one that holds it."""
+        """The enclosing module that is an element of a module list; otherwise the parent of the attention module."""
         parts = self.name.split(".")
         numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
         return ".".join(parts[: numbers[-1] + 1] if numbers else parts[:-1])
@@ -79,7 +79,7 @@ class Observer:
 
         Args:
             model: the loaded model.
-            add: is given the handle of each.
+            add: called with the handle of each hook.
         """
         for name, module in model.get_submodule(self.layer).named_modules(prefix=self.layer):
             inner = name.removeprefix(f"{self.name}.") if name.startswith(f"{self.name}.") else None
@@ -98,7 +98,7 @@ class Observer:
             if self._output is not None:
                 for each in tensors.values():
                     self._try(each)
-                return  # whatever is known by now stays all there is
+                return  # no tensor is recorded after this point
             self._known += [_Known(name, key, each.detach().clone()) for key, each in tensors.items() if each.dim() > 1]
 
         return entering
@@ -140,8 +140,8 @@ class Observer:
         self._known, self._made, self._output, self._projected = [], [], None, None
 
     def _try(self, tensor: Tensor, *, contribution: Tensor | None = None, output: str | None = None) -> None:
-        """Whether a tensor is something known plus attention's output, and perhaps plus something that another module
-        has made.
+        """Test whether a tensor is a recorded tensor plus attention's output, possibly plus the output of another
+        module.
         """
         contribution = self._output if contribution is None else contribution
         if self._over or contribution is None or tensor.numel() != contribution.numel():
@@ -159,8 +159,8 @@ class Observer:
 def _factor(total: Tensor, known: Tensor, columns: list[Tensor]) -> float | None:
     """The number a for which total = known + a * columns[0] (+ b * columns[1]) up to rounding; None if there is none.
 
-    Weighted least squares, so that the few huge numbers of a residual stream, whose rounding errors may exceed
-    attention's whole output, do not decide.
+    This is weighted least squares: the few huge numbers of a residual stream, whose rounding errors may exceed
+    attention's whole output, must not dominate.
     """
     rounding = 4 * torch.finfo(total.dtype).eps
     whole, part, *rest = (_sample(each) for each in (total, known, *columns))
@@ -171,12 +171,12 @@ def _factor(total: Tensor, known: Tensor, columns: list[Tensor]) -> float | None
     if matrix.shape[0] < 8 or not bool(matrix[:, 0].any()):
         return None
     factors = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
-    if bool((factors[1:] <= 0).any()):  # it must be added, not what is known taken away again
+    if bool((factors[1:] <= 0).any()):  # the output must be added; a negative factor would subtract the known tensor
         return None
     contribution = (factors[0] * matrix[:, 0]).abs()
     error = (target - matrix @ factors).abs()
     fits = error <= 1 + _SLACK * contribution
-    told = contribution > 16  # numbers large enough to tell a fit from none at all
+    told = contribution > 16  # numbers large enough to distinguish a fit from chance
     if fits.double().mean() < 0.999 or told.double().mean() < 0.05:
         return None
     factor = float(factors[0])
@@ -184,7 +184,7 @@ def _factor(total: Tensor, known: Tensor, columns: list[Tensor]) -> float | None
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Numbers at even distances, the same ones of all tensors of a size."""
+    """Elements at equal distances, the same for all tensors of one size."""
     flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // _ELEMENTS) | 1  # odd, lest it should be a divisor of the width
+    step = max(1, flat.numel() // _ELEMENTS) | 1  # odd, so that it does not divide the hidden_size
     return flat[::step].double().cpu()

@@ -1,9 +1,9 @@
 """Runs the source and the student side by side over all batches, from one attention module to the next.
 
-Both are one tree of modules and share every weight but those of attention. Each batch of each is an ordinary call of
-the whole model in its own greenlet, which stops wherever it enters one of the named attention modules. The runner
-therefore needs no knowledge of how a model chains its layers, computes every layer once, and keeps one paused call per
-batch.
+Both are one tree of modules and share all weights except those of attention. Each batch of each model is an ordinary
+call of the whole model in a separate greenlet, which pauses when it enters one of the named attention modules. The
+runner therefore needs no knowledge of how a model chains its layers, computes every layer once, and keeps one paused
+call per batch and model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,18 +28,18 @@ from gqa_convert.errors import UnsupportedFamilyError
 
 
 class LockstepRunner:
-    """All forward passes of the source and the student; a context manager that ends those that wait.
+    """Runs all forward passes of the source and the student; a context manager that ends paused passes on exit.
 
-    Iterate over it for the attention modules in the order in which the model reaches them, call `commit` on each, and
-    call `logits` behind the last.
+    Iterate over it to get the attention modules in the order in which the model reaches them, call `commit` on each,
+    and call `logits` after the last.
 
     Args:
         model: a loaded model in evaluation mode. Its modules are patched until `close`.
-        batches: what the model is called with, each by itself.
-        names: attention modules, as the checkpoint names them.
-        spill: an existing folder on a disk for the tensors that waiting passes keep (on the CPU); None for memory.
-        paired: whether to run the source and the student. Otherwise each batch has one pass, with the committed
-            weights, which stands for both.
+        batches: the inputs of the model, one mapping per batch.
+        names: the attention modules' names in the checkpoint.
+        spill: an existing folder for the tensors of paused passes (on the CPU); None to keep them in memory.
+        paired: whether to run both the source and the student. Otherwise each batch has a single pass with the
+            committed weights, which represents both.
 
     Raises:
         ConfigError: the model has no such module.
@@ -118,7 +118,7 @@ class LockstepRunner:
         return forward
 
     def _stopping(self, name: str | None, module: Any, forward: Any) -> Any:
-        """A module's `forward` that first waits, and then runs with the weights that it is answered with."""
+        """Wrap a module's `forward` so that it pauses first and then runs with the weights from the answer."""
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
             if current() not in self._passes:
@@ -130,7 +130,7 @@ class LockstepRunner:
         return stopping
 
     def _sharing(self, forward: Any) -> Any:
-        """The `forward` of an encoder in which nothing is merged: the student takes over the source's output."""
+        """Wrap the `forward` of an encoder in which nothing is merged, so that the student reuses the source's output."""
 
         def sharing(*args: Any, **kwargs: Any) -> Any:
             running = self._passes.get(current())
@@ -147,13 +147,13 @@ class LockstepRunner:
         return sharing
 
     def __iter__(self) -> Iterator[CapturedModule]:
-        """The attention modules in the order in which the model reaches them. Weights committed to one are in force
-        from the next on.
+        """The attention modules in the order in which the model reaches them. Weights that are committed to a module
+        apply once the iteration continues.
 
         Raises:
             UnsupportedFamilyError: a module is not reached, or is reached twice.
             RuntimeError: batches reach different modules.
-            BaseException: whatever the model raises.
+            BaseException: any error of the model.
         """
         try:
             self._measure()
@@ -175,8 +175,8 @@ class LockstepRunner:
             raise
 
     def _measure(self) -> None:
-        """Find what each attention output is added to, by one pass of the source over the first sequence, and have
-        every later pass note that tensor.
+        """Find the tensor that each attention output is added to, by one pass of the source over the first sequence,
+        and record that tensor in every later pass.
         """
         if not self._pairs or self._measured:
             return
@@ -212,7 +212,7 @@ class LockstepRunner:
         return noting
 
     def _parameters(self, name: str) -> dict[str, Tensor]:
-        """The source's parameters of one of the modules, by name inside it."""
+        """The source's parameters of a captured module, by their names inside it."""
         module = self._model.get_submodule(self._names[name])
         if self._offloaded is not None:
             return self._offloaded.parameters(module)
@@ -255,25 +255,25 @@ class LockstepRunner:
         assert arrival.name is not None
         added_to = forward.noted.pop(arrival.name, None)
         call = Call(args=arrival.args, kwargs=arrival.kwargs, counted=None, states_counted=None, added_to=added_to)
-        asking, reading = masks_of(
+        query_mask, key_mask = masks_of(
             forward.batch,
             self._names[arrival.name],
             encoder_decoder=self._model.config.is_encoder_decoder,
             cross=call.states is not call.hidden,
         )
-        call.counted, call.states_counted = as_counted(asking, call.hidden), as_counted(reading, call.states)
+        call.counted, call.states_counted = as_counted(query_mask, call.hidden), as_counted(key_mask, call.states)
         return call
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The logits [B, L, vocabulary] of the source and the student, batch after batch, once all modules are done.
 
         Raises:
-            RuntimeError: modules are left.
+            RuntimeError: the iteration has not reached all modules.
         """
         try:
             if self._left:
                 raise RuntimeError(
-                    f"the runner has not passed {', '.join(self._left)} yet: iterate over it to the end first"
+                    f"the runner has not reached {', '.join(self._left)} yet: iterate over it to the end first"
                 )
             for pair in self._pairs:
                 logits = []
@@ -293,7 +293,7 @@ class LockstepRunner:
 
 
 class _DroppingCalls(list[tuple[Call, Call]]):
-    """Calls whose tensors leave the resident memory when the next pair is asked for."""
+    """Calls whose tensors leave the resident memory when the next pair is requested."""
 
     def __init__(self, pairs: list[tuple[Call, Call]], spills: list[list[Spill]]) -> None:
         super().__init__(pairs)

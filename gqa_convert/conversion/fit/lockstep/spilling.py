@@ -1,4 +1,4 @@
-"""Keeps the tensors of waiting passes in files that are mapped into memory, so that little of them is resident."""
+"""Keeps the tensors of paused passes in memory-mapped files, so that little of them is resident."""
 
 import ctypes
 import os
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 _LEAST = 4096
-"""Bytes of the smallest tensor that is worth a file."""
+"""The size in bytes from which a tensor is moved to a file."""
 _MADV_DONTNEED = 4
 _LIBC = ctypes.CDLL(None)
 _TRIM = getattr(_LIBC, "malloc_trim", None)
-"""Of glibc only."""
+"""glibc's `malloc_trim`; None with other C libraries."""
 
 
 def mapped_file(folder: Path, nbytes: int) -> Tensor:
     """A new file as a tensor of bytes [nbytes]. The file has no name and lives as long as the tensor.
 
     Raises:
-        OSError: the disk has no room. The room is reserved at once, since running out of it through a mapping would
+        OSError: the disk is full. The space is reserved immediately, because running out of it through a mapping would
             kill the process.
     """
     with NamedTemporaryFile(dir=folder, prefix="waiting-") as file:
@@ -31,24 +31,24 @@ def mapped_file(folder: Path, nbytes: int) -> Tensor:
 
 
 class Spill:
-    """The files of one pass. They have no names, so that none is left behind, whatever ends the program.
+    """The files of one pass. They have no names, so that none remains after the program ends in whatever way.
 
     Args:
-        folder: an existing folder on a disk.
+        folder: an existing folder.
         twin: the spill of the pass that shares tensors with this one.
     """
 
     def __init__(self, folder: Path, twin: "Spill | None" = None) -> None:
         self._folder, self._twin = folder, twin
         self._maps: dict[int, Tensor] = {}
-        """The files by address. While they are held here, no other memory can have these addresses."""
+        """The files by address. While they are referenced here, no other memory can have these addresses."""
 
     def take(self, frame: Any, others: Iterable[Any], kept: frozenset[int]) -> None:
-        """Move tensors to files, whatever refers to them, and drop the files of tensors that are gone.
+        """Move tensors to files in place, and drop the files of tensors that no longer exist.
 
         Args:
-            frame: the innermost waiting frame; its variables and those of its callers are searched.
-            others: more objects to search: tensors, and tuples, lists and dicts of them.
+            frame: the innermost paused frame; its variables and those of its callers are searched.
+            others: further objects to search: tensors, and tuples, lists and dicts of tensors.
             kept: addresses of storages that stay in memory, such as weights.
         """
         self.drop()  # including files that are dropped below: a frame's last snapshot of its variables may still refer to them
@@ -66,7 +66,7 @@ class Spill:
         found.clear()
         self.drop()
         if _TRIM is not None:
-            _TRIM(0)  # else malloc keeps what was moved
+            _TRIM(0)  # otherwise malloc keeps the memory of the moved tensors
 
     def _move(self, tensors: list[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
@@ -78,7 +78,7 @@ class Spill:
                 tensor.set_(mapped.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def drop(self) -> None:
-        """Let the pages of all files leave the resident memory; using them reads them again."""
+        """Drop the pages of all files from the resident memory; they are read again on use."""
         for address, mapped in self._maps.items():
             _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mapped.numel()), _MADV_DONTNEED)
 
@@ -90,7 +90,7 @@ def _held_by_frames(frame: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _held(place: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors within nested tuples, lists and dicts, each object once; parameters aside."""
+    """The tensors in nested tuples, lists and dicts, each object once, except parameters."""
     if id(place) in seen:
         return
     seen.add(id(place))

@@ -1,4 +1,4 @@
-"""Runs a module with weights other than its own."""
+"""Runs a module with substituted weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from torch import Tensor
 
 @contextmanager
 def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replaces a module's parameters within the context; gradients reach those that require them.
+    """A context in which a module's parameters are replaced; gradients reach replacements that require them.
 
     Args:
         module: a torch module.
-        parameters: by name inside the module; the others stay.
+        parameters: the replacements by name inside the module; all others are kept.
     """
     homes = []
     for name, tensor in parameters.items():
         path, _, last = name.rpartition(".")
         home = module.get_submodule(path)._parameters
-        homes.append((home, last, home.get(last)))  # `get` reads no offloaded weight
+        homes.append((home, last, home.get(last)))  # `get` does not read offloaded weights
         home[last] = tensor
     try:
         yield
@@ -30,7 +30,7 @@ def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def wrapped_forward(module: Any, forward: Any) -> Iterator[None]:
-    """Replaces a module's `forward` within the context."""
+    """A context in which a module's `forward` is replaced."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
