@@ -37,13 +37,15 @@ def why_unsupported(model_class: Any, config: Any) -> str | None:
     if getattr(config, "alibi", False) and str(config.model_type).removeprefix("gqa_") == "falcon":
         return f"{name} adds ALiBi twice in transformers' eager attention and once in its sdpa attention"
     if not model_class._can_set_attn_implementation():
-        return f"{name} computes attention in code of its own"
+        return f"{name} has custom attention code"
     if model_class._supports_sdpa or config.model_type in VERIFIED:
         return None
     if hasattr(config, "attn_logit_softcapping"):
         cap = config.attn_logit_softcapping
         return None if cap is None else f"{name} caps its attention scores (attn_logit_softcapping is {cap})"
-    return f"{name} rules out scaled dot-product attention (it has attention sinks, a bias of its own or the like)"
+    return (
+        f"{name} rules out scaled dot-product attention (for example because of attention sinks or an attention bias)"
+    )
 
 
 def check_supported(model_class: Any, config: Any, name: str = "gqa") -> None:

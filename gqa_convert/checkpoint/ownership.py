@@ -89,7 +89,7 @@ def _foreign(folder: Path, inside: str, record: str, ours: Entries, parents: set
 
 
 def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
-    """Return whether a file is as it was written.
+    """Return whether a file is unchanged since it was written.
 
     The record is written last, so a file that is newer than the record must have the recorded hash.
     """

@@ -15,12 +15,12 @@ from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 
 PROVENANCE = RECORD
 FORMAT_VERSION = 1
-"""Of the record. A change that older versions of this program cannot read raises it."""
+"""The format version of the record, which is raised by changes that older versions of this program cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file, as it is recognised later."""
+    """The size and the hash by which a file is recognised later."""
 
     nbytes: int
     sha256: str | None = None

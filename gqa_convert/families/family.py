@@ -136,7 +136,9 @@ class Family:
     attention: tuple[str, ...] = ("self_attn",)
     """Names of the attention module inside a layer."""
     cross_attention: tuple[str, ...] = ()
-    """Those of `attention` that attend to an encoder's output; a fused projection holds only keys and values there."""
+    """The modules among `attention` that attend to an encoder's output; a fused projection there holds only keys and
+    values.
+    """
     encoder: str | None = None
     """Name of the module whose attention belongs to an encoder; that is converted only with `--encoder`."""
 

@@ -302,7 +302,7 @@ TARGETS: Final = (
 def family_of_result(model_type: str) -> Family:
     """The record by which the attention of a source or of a result is found.
 
-    A target architecture without a record of its own names its tensors as its source does.
+    A target architecture without a separate record has the tensor names of its source.
 
     Raises:
         UnsupportedFamilyError: the model type is unknown.

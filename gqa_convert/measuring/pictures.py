@@ -1,4 +1,4 @@
-"""Pictures that a command draws with matplotlib: refused before the long work, and known again as this program's."""
+"""Pictures drawn with matplotlib: checks before long work, and recognition of files that this program drew."""
 
 import io
 from pathlib import Path

@@ -26,7 +26,7 @@ class Need(StrEnum):
 
 
 class Proof(StrEnum):
-    """How `verify` proves a result. `verify` has an enum of its own with the same values, and a test compares them."""
+    """How `verify` proves a result. `verify` has a separate enum with the same values, and a test compares the two."""
 
     IDENTICAL = "identical"
     """Every K/V head is one of the source's, bit for bit."""
@@ -229,7 +229,7 @@ _ALL: Final = (
 METHODS: Final = {method.name: method for method in _ALL}
 """Every method by its name, those that lose least first."""
 CHOICES: Final = tuple(method for method in _ALL if not method.is_exact)
-"""Those that `--method` takes."""
+"""The methods that `--method` accepts."""
 MEAN, FIRST, REPEAT, COPY = (METHODS[name] for name in ("mean", "first", "repeat", "copy"))
 DEFAULT: Final = METHODS["factor"]
 """The default without calibration text."""

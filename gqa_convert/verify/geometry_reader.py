@@ -1,6 +1,7 @@
 """Reads a checkpoint's geometry from SOURCE's config and the shapes of both checkpoints' tensors.
 
-The converter reads the same facts from the same files with code of its own. That the two agree is part of the proof.
+The converter reads the same facts from the same files with different code. The agreement of the two is part of the
+proof.
 """
 
 from typing import Any

@@ -36,7 +36,7 @@ PROOFS: Final = {
 """The proof of each method without calibration text; for methods that require one, with it."""
 
 CALIBRATED_PROOFS: Final = {"factor": Proof.MEASURED, "fit": Proof.MEASURED}
-"""The proof of each method with calibration text. The other methods take none."""
+"""The proof of each method with calibration text. The other methods accept none."""
 
 RECOMPUTED: Final = tuple(name for name, proof in PROOFS.items() if proof is Proof.RECOMPUTED)
 """Methods that compute K/V heads from SOURCE's K/V heads alone."""

@@ -1,4 +1,4 @@
-"""Leads a verification: reads the inputs, then checks stored data, then what the models compute."""
+"""Runs a verification: reads the inputs, checks the stored data, then checks what the models compute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def verify_checkpoint(
         logits: also load and run both models.
         text: a UTF-8 file on which the loss of both models is measured; needs `logits`.
         max_text_tokens: measure only on the first tokens of the text.
-        seed: of the random tokens that the models run on.
+        seed: the seed of the random tokens that the models run on.
         on_check: called as each check ends.
         progress: called with the progress of the work.
 

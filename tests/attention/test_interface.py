@@ -24,9 +24,7 @@ from tests.helpers.own_files import CASES, SIZES, auto_class, make_source
 from tests.helpers.tiny import VOCAB, make_config, randomise
 
 REFUSED = {
-    **dict.fromkeys(
-        ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "gqa_mpt"), "attention in code of its own"
-    ),
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "gqa_mpt"), "has custom attention code"),
     **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping is 50.0"),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
     **dict.fromkeys(("falcon, RW", "gqa_falcon, RW"), "ALiBi twice"),

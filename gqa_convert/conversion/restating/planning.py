@@ -151,7 +151,7 @@ class _Restater:
         self.entries = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
         self.claimed: set[str] = set()
         self.outputs: dict[str, list[OutputTensor]] = {}
-        """By the source tensor that they come from."""
+        """The tensors of the result by the source tensor that they come from."""
         self.biased = self._attention_biased()
 
     def shards(self) -> list[OutputShard]:

@@ -1,4 +1,4 @@
-"""What fits into a memory budget."""
+"""Computes what fits into a memory budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def check_room(plans: Sequence[Plan], batch: int, context: int, encoder_tokens: 
     """
     if room is None or any(
         plan.config.get("sliding_window") for plan in plans
-    ):  # what a window leaves of a cache is the model's affair
+    ):  # models with sliding windows truncate their caches themselves
         return
     needed = sum(
         batch

@@ -1,4 +1,4 @@
-"""What is timed, how often and on what."""
+"""The settings of a benchmark: the versions, repetitions and inputs."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ from gqa_convert.errors import OptionError
 ATTENTIONS: Final = ("gqa", "sdpa", "eager")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 CONTEXT: Final = 512
-"""Cached tokens where none are named."""
+"""The default number of cached tokens."""
 LEAD: Final = 1
 """Decode steps before the timed ones of a turn: the version before has left its own weights in the processor's
 caches.
@@ -20,7 +20,7 @@ class BenchmarkOptions:
     """How a model is timed. Named as the command line names them.
 
     Raises:
-        OptionError: a value that makes no sense by itself.
+        OptionError: a value is out of range.
     """
 
     groups: tuple[int, ...] | None = None

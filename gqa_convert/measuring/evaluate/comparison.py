@@ -74,7 +74,7 @@ class Measured:
         return int((~np.isfinite(self.scores.loss)).sum())
 
     def loss(self) -> Mean | None:
-        """In nats per token."""
+        """The mean loss in nats per token."""
         return self._mean(self.material.scored)
 
     def bits_per_byte(self) -> Mean | None:

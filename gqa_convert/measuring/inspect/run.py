@@ -31,7 +31,7 @@ from gqa_convert.measuring.results.schemas import (
 from gqa_convert.measuring.results.stored import FORMAT_VERSION
 
 MAX_LOSS_INCREASE = 0.1
-"""In nats per token."""
+"""The default limit of the loss increase, in nats per token."""
 _MOST_GROUPS = 6
 """Maximum number of group counts that are tried by default."""
 

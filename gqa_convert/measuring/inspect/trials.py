@@ -25,7 +25,7 @@ from gqa_convert.merging.folding.merge import Moments
 from gqa_convert.text.labels import IGNORED
 
 _HELD_OUT = 5
-"""One block in this many is held out from the moments."""
+"""One in this many blocks is held out from the moments."""
 
 
 def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -66,7 +66,7 @@ def run_trials(
     Args:
         model: the loaded source.
         layers: its attention layers.
-        inspection: begins the work on one.
+        inspection: creates the inspection of a layer.
         groups: numbers of groups.
         text: batches for the moments.
         held_out: batches for the losses.

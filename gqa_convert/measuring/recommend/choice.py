@@ -19,7 +19,7 @@ class Constraints:
     """
 
     max_loss_increase: float | None = None
-    """In nats per token over the source."""
+    """Loss increase over the source, in nats per token."""
     min_speedup: float | None = None
     """Speed-up of a decode step over the source, a factor above 1."""
     memory: int | None = None
@@ -64,7 +64,7 @@ class Candidate:
     is_source: bool = False
     """Whether this is the source itself, without merging."""
     loss_increase: float | None = None
-    """In nats per token over the source."""
+    """Loss increase over the source, in nats per token."""
     speedup: float | None = None
     """Speed-up of a decode step over the source."""
     memory_bytes: int | None = None

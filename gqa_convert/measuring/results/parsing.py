@@ -1,4 +1,4 @@
-"""From the JSON of each command to the records of a report."""
+"""Parses the JSON of each command into the records of a report."""
 
 import shlex
 from pathlib import Path

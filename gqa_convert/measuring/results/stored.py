@@ -13,7 +13,8 @@ from gqa_convert.errors import ReportError
 from gqa_convert.measuring.results.fields import printable
 
 FORMAT_VERSION = 1
-"""Of the declared files. A file without `format_version` was written before there were versions and has this one."""
+"""The format version of the declared files. A file without `format_version` predates versions and counts as this one.
+"""
 _LONGEST = 40
 """Characters of a wrong value that a message shows."""
 

@@ -52,9 +52,9 @@ class OutRun:
     parameters: dict[str, Any]
     """Parameters that the comparison gives to SOURCE's model."""
     token_ids: list[int] | None = None
-    """Of the text."""
+    """The token ids of the text."""
     loss: float | None = None
-    """Of the text, in nats per token."""
+    """The loss on the text, in nats per token."""
     predictions: Predictions | None = None
     """For `fit`: what OUT's predictions are compared on."""
     predicted: Any = None

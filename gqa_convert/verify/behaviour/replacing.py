@@ -35,8 +35,8 @@ def replace_heads(
 ) -> int:
     """Give every K/V head of the loaded SOURCE the merged head of its group, and return how many parameters changed.
 
-    The merged heads are computed from the loaded SOURCE's own heads, and OUT's must be near. Random heads, and heads
-    whose maps are folded into queries and outputs, can only be OUT's; the queries and outputs are OUT's then too.
+    The merged heads are computed from the loaded SOURCE's own heads, and OUT's must be close to them. Random heads, and
+    heads whose maps are folded into queries and outputs, can only be OUT's; the queries and outputs are OUT's then too.
 
     Args:
         model: the loaded SOURCE, whose fused projections have the family's layout.
@@ -164,8 +164,8 @@ class _Replacer:
 
 
 def merged_head(heads: list[Any], method: Any, ours: Any, spacing: float) -> Any:
-    """OUT's merged head, once it is seen to be near the merge of SOURCE's heads, which has more digits than OUT has on
-    disk.
+    """OUT's merged head, after a check that it is close to the merge of SOURCE's heads, which has more digits than OUT
+    on disk.
 
     Args:
         heads: SOURCE's heads of a group.
@@ -174,7 +174,7 @@ def merged_head(heads: list[Any], method: Any, ours: Any, spacing: float) -> Any
         spacing: the smallest distance of two numbers on disk.
 
     Raises:
-        Failure: OUT's head is not near.
+        Failure: OUT's head is not close to it.
     """
     if method == "random" or method in FOLDING:
         return ours

@@ -1,4 +1,4 @@
-"""Leads the checks on what the models compute: OUT first, then SOURCE."""
+"""Runs the checks on what the models compute: OUT first, then SOURCE."""
 
 from collections.abc import Callable
 

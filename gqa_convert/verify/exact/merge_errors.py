@@ -14,7 +14,7 @@ class MergeError:
     squared_norm: float = 0.0
 
     def add(self, heads: Iterable[Any], merged: Any) -> None:
-        """Add the heads of one group and the merged head that stands for them, as it is stored."""
+        """Add the heads of one group and the stored merged head that replaces them."""
         wide_merged = merged.double()
         for head in heads:
             wide = head.double()

@@ -1,4 +1,4 @@
-"""The folding constraints of an attention module, read from SOURCE's config and tensors by rules of verify's own."""
+"""The folding constraints of an attention module, read from SOURCE's config and tensors by verify's own rules."""
 
 import importlib
 from dataclasses import dataclass
@@ -29,7 +29,9 @@ class FoldingConstraints:
     values: bool
     """Whether maps of values fold into the output projection: no gate, norm or clipping lies between them."""
     pairs: RotaryPairs
-    """Of each of these pairs only a complex factor folds; of the other rows of a key head, any matrix does."""
+    """The rotary pairs. For each of them only a complex factor folds; for the other rows of a key head, any matrix
+    does.
+    """
 
 
 def read_folding_constraints(

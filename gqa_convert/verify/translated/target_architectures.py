@@ -1,6 +1,6 @@
 """The target architectures of translations: which stock model type stands for which, and the tensor names of both.
 
-The converter has tables of its own. That the two agree is part of the proof.
+The converter has separate tables. The agreement of the two is part of the proof.
 """
 
 from dataclasses import dataclass
