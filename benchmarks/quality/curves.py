@@ -134,13 +134,14 @@ def run(job: Job, training_tokens: int, arguments: argparse.Namespace, cache: Pa
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     began = time.perf_counter()
     result = uptrain_checkpoint(path, [])
+    assert result is not None
     seconds = time.perf_counter() - began
-    loss = loss_of(Path(result["model"]), job.model, cache, **HELD_OUT)
+    loss = loss_of(Path(result.model), job.model, cache, **HELD_OUT)
     shutil.rmtree(folder)
     kept = {key: value for key, value in values.items() if key not in ("model", "output", "data", "teacher")}
     return cell | {
-        "tokens": result["tokens"],
-        "steps": result["steps"],
+        "tokens": result.tokens,
+        "steps": result.steps,
         "loss": round(loss, 4),
         "seconds": round(seconds),
         "recipe": kept,

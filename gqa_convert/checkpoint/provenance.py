@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.ownership import RECORD, WRITTEN
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -87,7 +88,7 @@ class ConversionRecord:
     """UTC, as 2025-01-31T12:00:00Z."""
     command: list[str] | None
     """The command line, if there was one."""
-    machine: Mapping[str, Any]
+    machine: Machine
     source_id: str
     """A folder or a Hub id."""
     source_revision: str | None
@@ -126,7 +127,7 @@ class ConversionRecord:
             "format_version": FORMAT_VERSION,
             "created": self.created,
             "command": self.command,
-            "machine": dict(self.machine),
+            "machine": asdict(self.machine),
             "source": {
                 "id": self.source_id,
                 "revision": self.source_revision,

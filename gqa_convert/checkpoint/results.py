@@ -1,9 +1,22 @@
 """The base of what the functions behind the commands return."""
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.strict_json import JsonObject
+
+
+def plain(value: Any) -> Any:
+    """Turn dataclasses and mappings into dictionaries, and sequences into lists, all the way down."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value
 
 
 class Result:
@@ -16,7 +29,7 @@ class Result:
 
     def as_json(self) -> JsonObject:
         """The result as plain data."""
-        raise NotImplementedError
+        return plain(self)  # type: ignore[no-any-return]
 
     def __getitem__(self, key: str) -> Any:
         warnings.warn(

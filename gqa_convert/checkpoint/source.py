@@ -11,7 +11,7 @@ from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -50,10 +50,10 @@ class Checkpoint:
     """The commit on the Hub, or None for a local folder."""
     folder: Path | None
     """The local folder with the files, or None if they are on the Hub and were not downloaded."""
-    config: dict[str, Any]
+    config: JsonObject
     weights_format: Literal["safetensors", "torch"]
     shards: tuple[Shard, ...]
-    index_metadata: dict[str, Any] | None
+    index_metadata: JsonObject | None
     """The `metadata` of the index, or None if there is a single weight file."""
     carried: tuple[str, ...]
     """Sidecar files that a conversion copies unchanged."""
@@ -139,12 +139,12 @@ def _local_path(source: str | Path) -> Path | None:
 class _Survey:
     """What the file names, the config and the index of a checkpoint say."""
 
-    config: dict[str, Any]
+    config: JsonObject
     chosen: str
     """The weight file or index that transformers would load."""
     weight_map: dict[str, str] | None
     """File by tensor name, or None if there is no index."""
-    index_metadata: dict[str, Any] | None
+    index_metadata: JsonObject | None
     shard_files: list[str]
     others: tuple[str, ...]
     """Weight files that are not read."""
@@ -163,7 +163,7 @@ def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
             f"{source_id}/{CONFIG} names {named!r} as its weights instead of {chosen}: save the model again with save_pretrained"
         )
     weight_map: dict[str, str] | None = None
-    index_metadata: dict[str, Any] | None = None
+    index_metadata: JsonObject | None = None
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
         weight_map, index_metadata = _read_index(files, chosen, source_id)
         shard_files = sorted(set(weight_map.values()))
@@ -210,7 +210,7 @@ def _read_json(files: CheckpointFiles, name: str) -> bytes:
     return files.read(name, 0, files.sizes[name])
 
 
-def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict[str, str], dict[str, Any]]:
+def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict[str, str], JsonObject]:
     """Return the index's weight map (tensor to file) and metadata, after checking that every entry is a file name."""
     where = f"{source_id}/{name}"
     suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
@@ -14,6 +14,10 @@ class _DuplicateKeyError(ValueError):
 
 JsonObject = dict[str, Any]
 """A JSON object, as `json.loads` returns it and `json.dumps` takes it."""
+
+
+Config = Mapping[str, Any]
+"""The content of a config.json that somebody else wrote."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:

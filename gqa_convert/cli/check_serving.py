@@ -72,10 +72,10 @@ def check_serving(
             progress=step,
         )
     if as_json:
-        print_json(report)
+        print_json(report.as_json())
     elif not quiet:
         show_serving(report)
-    if not report["passed"]:
+    if not report.passed:
         raise typer.Exit(1)
 
 

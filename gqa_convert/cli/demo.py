@@ -44,8 +44,8 @@ def demo(
             progress=step,
         )
     if as_json:
-        print_json(summary)
+        print_json(summary.as_json())
     elif not quiet:
         show_demo(summary)
-    if not summary["passed"]:
+    if not summary.passed:
         raise typer.Exit(1)

@@ -123,6 +123,6 @@ def publish(
         on_checked=lambda checked: None if quiet or (as_json and dry_run) else show_checked(checked),
     )
     if as_json:
-        print_json(made)
+        print_json(made.as_json())
     elif not quiet:
         show_arrival(made)

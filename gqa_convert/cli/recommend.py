@@ -129,8 +129,8 @@ def recommend(
             progress=step,
         )
     if as_json:
-        print_json(result)
+        print_json(result.as_json())
     elif not quiet:
         show_recommendation(result)
-    if result["groups"] is None:
+    if result.groups is None:
         raise typer.Exit(1)

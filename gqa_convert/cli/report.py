@@ -48,6 +48,6 @@ def report(
 
     made = make_report(run_dirs, out, overwrite=overwrite)
     if as_json:
-        print_json(made)
+        print_json(made.as_json())
     elif not quiet:
         show_report(made)

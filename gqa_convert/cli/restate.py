@@ -41,14 +41,14 @@ def restate(
             source, out, revision=revision, overwrite=overwrite, on_plan=begin, progress=lambda nbytes: bar[0](nbytes)
         )
     if not quiet:
-        for note in result["notes"]:
+        for note in result.notes:
             stderr_console().print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if as_json:
-        print_json(result)
+        print_json(result.as_json())
     elif not quiet:
         console = stdout_console()
         console.print(
-            styled(("done", "green"), f"  {result['model_type']} -> {result['result_model_type']}, in {result['out']}"),
+            styled(("done", "green"), f"  {result.model_type} -> {result.result_model_type}, in {result.out}"),
             soft_wrap=True,
         )
-        console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result['out'], '--groups'])} N", soft_wrap=True)
+        console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result.out, '--groups'])} N", soft_wrap=True)

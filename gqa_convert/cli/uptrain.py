@@ -50,9 +50,9 @@ def uptrain(
             on_tokenize=screen.tokenize,
             command=["gqa-convert", *sys.argv[1:]],
         )
-    if not summary:  # only the main process has the summary
+    if summary is None:  # only the main process has the summary
         return
     if as_json:
-        print_json(summary)
+        print_json(summary.as_json())
     elif not quiet:
         show_training(summary)

@@ -1,17 +1,18 @@
 """Draws the demo's results."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.measuring.pictures import save_picture
+from gqa_convert.measuring.results.schemas import DemoConversion, DemoUptraining
 
 
-def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path: Path) -> str | None:
+def draw(results: Sequence[DemoConversion], uptraining: DemoUptraining | None, path: Path) -> str | None:
     """Draw the loss and the K/V-cache size over N, and the loss during uptraining.
 
     Args:
-        results: the part `results` of the demo's summary.
-        uptraining: its part `uptraining`; None if the uptraining was skipped.
+        results: the conversions by mean pooling, with those by fitting.
+        uptraining: the uptraining; None if it was skipped.
         path: the path of the picture.
 
     Returns:
@@ -22,13 +23,13 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
         from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
     except ImportError:
         return None
-    groups = [result["groups"] for result in results]
+    groups = [result.groups for result in results]
     figure = Figure(figsize=(12 if uptraining else 8, 3.4), layout="constrained")
     left, middle, *right = figure.subplots(1, 3 if uptraining else 2)
-    left.plot(groups, [result["loss"] for result in results], marker="o", color="tab:red", label="mean pooling")
+    left.plot(groups, [result.loss for result in results], marker="o", color="tab:red", label="mean pooling")
     left.plot(
         groups,
-        [result.get("fit", result)["loss"] for result in results],
+        [(result.fit or result).loss for result in results],
         marker="o",
         color="tab:blue",
         label="fit on calibration text",
@@ -36,7 +37,7 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
     left.set_ylabel("held-out loss, nats per token")
     left.set_title("Loss before uptraining", fontsize=10)
     left.legend()
-    middle.plot(groups, [result["kv_bytes_per_token"] for result in results], marker="o", color="tab:orange")
+    middle.plot(groups, [result.kv_bytes_per_token for result in results], marker="o", color="tab:orange")
     middle.set_ylabel("K/V-cache bytes per token")
     middle.set_ylim(bottom=0)
     middle.set_title("K/V cache", fontsize=10)
@@ -48,13 +49,12 @@ def draw(results: list[dict[str, Any]], uptraining: dict[str, Any] | None, path:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.3)
     for axes in right:
-        assert uptraining
-        curve = uptraining["curve"]
-        axes.plot(
-            [point["tokens"] for point in curve], [point["loss"] for point in curve], marker="o", color="tab:green"
-        )
-        axes.axhline(uptraining["evaluation"]["source"], color="gray", linestyle="--", label="source")
-        axes.set_title(f"Loss during uptraining, N = {uptraining['groups']}", fontsize=10)
+        assert uptraining is not None
+        assert uptraining.evaluation is not None
+        curve = uptraining.curve
+        axes.plot([point.tokens for point in curve], [point.loss for point in curve], marker="o", color="tab:green")
+        axes.axhline(uptraining.evaluation.source, color="gray", linestyle="--", label="source")
+        axes.set_title(f"Loss during uptraining, N = {uptraining.groups}", fontsize=10)
         axes.set_xlabel("tokens of uptraining")
         axes.set_ylabel("held-out loss, nats per token")
         axes.grid(alpha=0.3)

@@ -23,6 +23,7 @@ from gqa_convert.demo.picture import draw
 from gqa_convert.demo.uptraining import uptrain
 from gqa_convert.errors import SourceNotFoundError
 from gqa_convert.families.loading import load_causal_lm, load_tokenizer
+from gqa_convert.measuring.results.schemas import DemoConversion, DemoFile
 from gqa_convert.text.scoring.text_loss import text_loss
 from gqa_convert.text.stdlib_text import read_texts, source_files
 from gqa_convert.verify import verify_checkpoint
@@ -46,7 +47,7 @@ def run_demo(
     fit_steps: int = FIT_STEPS,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> dict[str, Any]:
+) -> DemoFile:
     """Convert the bundled checkpoint to several numbers of K/V heads, by mean pooling and by fitting on calibration text.
 
     Every result is verified, and its loss is measured on held-out text. One of them is uptrained.
@@ -61,9 +62,7 @@ def run_demo(
         progress: called with a stage, the amount done and the total.
 
     Returns:
-        `{"source", "held_out_tokens", "calibration_tokens", "passed", "results": [{"groups", "out",
-        "kv_bytes_per_token", "loss", ..., "fit": {"out", "loss", ...}}], "plot", "uptraining"}`, losses in nats per
-        token; the same is written to `results.json`.
+        The results, which are also written to `results.json`.
 
     Raises:
         OutputError: `out` is not empty, or (with `overwrite`) the demo would replace files that no demo wrote.
@@ -89,38 +88,40 @@ def run_demo(
         progress("converting, verifying, measuring", number, len(GROUPS))
         result = _convert(mean_checkpoint(out, groups), groups, ids, overwrite, {"method": "mean"})
         if groups != GROUPS[0]:
-            result["fit"] = _convert(fitted_checkpoint(out, groups), groups, ids, overwrite, calibration)
+            fit = _convert(fitted_checkpoint(out, groups), groups, ids, overwrite, calibration)
+            result = result.model_copy(update={"fit": fit})
         results.append(result)
-    summary: dict[str, Any] = {
-        "source": str(CHECKPOINT),
-        "held_out_tokens": len(ids),
-        "calibration_tokens": calibration_tokens,
-        "passed": all(each["verified"] for result in results for each in (result, result.get("fit", result))),
-        "results": results,
-        "results_file": str(out / RESULTS),
-        "plot": draw(results, None, out / PLOT),
-        "uptraining": None,
-    }
-    write_json(out / RESULTS, summary)
+    summary = DemoFile(
+        source=str(CHECKPOINT),
+        held_out_tokens=len(ids),
+        calibration_tokens=calibration_tokens,
+        passed=all(each.verified for result in results for each in (result, result.fit or result)),
+        results=tuple(results),
+        results_file=str(out / RESULTS),
+        plot=draw(results, None, out / PLOT),
+        uptraining=None,
+    )
+    write_json(out / RESULTS, summary.as_json())
     if uptraining_tokens:
-        summary["uptraining"] = uptrain(out, uptraining_tokens, progress)
-        summary["plot"] = draw(results, summary["uptraining"], out / PLOT)
-        write_json(out / RESULTS, summary)
+        uptraining = uptrain(out, uptraining_tokens, progress)
+        plot = draw(results, uptraining, out / PLOT)
+        summary = summary.model_copy(update={"uptraining": uptraining, "plot": plot})
+        write_json(out / RESULTS, summary.as_json())
     return summary
 
 
-def _convert(folder: Path, groups: int, ids: list[int], overwrite: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _convert(folder: Path, groups: int, ids: list[int], overwrite: bool, options: dict[str, Any]) -> DemoConversion:
     """Convert, verify and measure one checkpoint."""
     converted = convert_checkpoint(CHECKPOINT, folder, groups, overwrite=overwrite, **options)
-    return {
-        "groups": groups,
-        "out": str(folder),
-        "method": converted.plan.effective_method,
-        "kv_bytes_per_token": converted.plan.cache_bytes_per_token(after=True),
-        "parameters": converted.plan.parameters_after,
-        "verified": verify_checkpoint(folder, CHECKPOINT).passed,
-        "loss": _loss(folder, ids),
-    }
+    return DemoConversion(
+        groups=groups,
+        out=str(folder),
+        method=converted.plan.effective_method,
+        kv_bytes_per_token=converted.plan.cache_bytes_per_token(after=True),
+        parameters=converted.plan.parameters_after,
+        verified=verify_checkpoint(folder, CHECKPOINT).passed,
+        loss=_loss(folder, ids),
+    )
 
 
 def _held_out_tokens() -> list[int]:

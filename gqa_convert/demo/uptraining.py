@@ -2,17 +2,18 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.demo.files import CHECKPOINT, RECIPE, SHOWN, UPTRAINING, fitted_checkpoint, signed_recipe
 from gqa_convert.errors import InterruptedRunError, StoppedError
+from gqa_convert.measuring.results.schemas import DemoPoint, DemoUptraining, RecoveredLoss
 
 _PRETRAINING_TOKENS = 20_004_864
 """Tokens that the bundled checkpoint was trained on."""
 
 
-def uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+def uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -> DemoUptraining:
     """Distil the source into the fitted checkpoint of `SHOWN` heads. The recipe stays beside the result.
 
     Args:
@@ -21,7 +22,7 @@ def uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -
         progress: called with a stage, the steps done and their total.
 
     Returns:
-        The part `uptraining` of the demo's summary.
+        The losses on the way, and the run's figures.
 
     Raises:
         InterruptedRunError: the user stopped the run.
@@ -61,10 +62,19 @@ def uptrain(out: Path, tokens: int, progress: Callable[[str, int, int], None]) -
         raise InterruptedRunError(
             f"stopped while uptraining: run gqa-convert uptrain {path} to continue, or demo --overwrite to start over"
         ) from None
-    lines = read_metrics(run / "metrics.jsonl")
+    assert result is not None
+    assert result.evaluation is not None
     points = [
-        {"tokens": line["tokens"], "loss": line["evaluation_loss"]} for line in lines if "evaluation_loss" in line
+        DemoPoint(tokens=line["tokens"], loss=line["evaluation_loss"])
+        for line in read_metrics(run / "metrics.jsonl")
+        if "evaluation_loss" in line
     ]
-    curve = [{"tokens": 0, "loss": result["evaluation"]["start"]}, *points]
-    kept = ("model", "tokens", "alpha", "evaluation")
-    return {"groups": SHOWN, "recipe": str(path), "curve": curve} | {key: result[key] for key in kept}
+    return DemoUptraining(
+        groups=SHOWN,
+        recipe=str(path),
+        curve=(DemoPoint(tokens=0, loss=result.evaluation.start), *points),
+        model=result.model,
+        tokens=result.tokens,
+        alpha=result.alpha,
+        evaluation=RecoveredLoss(**asdict(result.evaluation)),
+    )

@@ -4,7 +4,7 @@
 transformers (`check-serving`; docs/serving.md names the versions).
 """
 
-from typing import Any
+from gqa_convert.checkpoint.strict_json import Config
 
 ENGINES = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""
@@ -52,7 +52,7 @@ def listed_in(model_type: str) -> frozenset[str]:
     return frozenset(engine for engine, types in _LISTED.items() if model_type in types)
 
 
-def same_up_to(engine: str, config: dict[str, Any]) -> int | None:
+def same_up_to(engine: str, config: Config) -> int | None:
     """Number of tokens of a text up to which an engine computes the same as transformers; None for any number.
 
     Args:

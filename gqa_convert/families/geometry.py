@@ -8,6 +8,7 @@ from typing import Any
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
 from gqa_convert.families.family import AttentionKind as AttentionKind
@@ -28,7 +29,7 @@ class AttentionLayer:
     attention_kind: AttentionKind
 
 
-def config_value(config: dict[str, Any], dotted: str) -> Any:
+def config_value(config: Config, dotted: str) -> Any:
     """The value at a dotted key, or None."""
     value: Any = config
     for key in dotted.split("."):

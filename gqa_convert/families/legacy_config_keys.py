@@ -2,8 +2,7 @@
 other software of its time would silently take defaults.
 """
 
-from typing import Any
-
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.family import LegacyConfigKeys
 from gqa_convert.families.table import FAMILIES
 
@@ -11,7 +10,7 @@ _BASE = "rope_theta"
 _SHARE = "partial_rotary_factor"
 
 
-def legacy_config_keys(config: dict[str, Any]) -> dict[str, Any]:
+def legacy_config_keys(config: Config) -> JsonObject:
     """What `config` states only under the names of transformers 5, under those of transformers 4.
 
     Args:
@@ -24,7 +23,7 @@ def legacy_config_keys(config: dict[str, Any]) -> dict[str, Any]:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     legacy = LegacyConfigKeys() if family is None else family.legacy
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if isinstance(config.get("dtype"), str):
         found["torch_dtype"] = config["dtype"]
     found |= {old: config[new] for new, old in legacy.renamed if new in config}
@@ -43,7 +42,7 @@ def legacy_config_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if config.get(key) is None}
 
 
-def _by_kind(rotary: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _by_kind(rotary: JsonObject) -> tuple[JsonObject, JsonObject]:
     """Rotary parameters of layers with sliding-window attention and of layers with full attention; both empty where the
     layers do not differ.
     """
@@ -51,7 +50,7 @@ def _by_kind(rotary: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return (local, full or {}) if isinstance(local, dict) and isinstance(full, dict | None) else ({}, {})
 
 
-def _scaling(config: dict[str, Any], rotary: dict[str, Any], legacy: LegacyConfigKeys) -> dict[str, Any]:
+def _scaling(config: Config, rotary: JsonObject, legacy: LegacyConfigKeys) -> JsonObject:
     """`rope_scaling` and what belongs beside it, where they are needed: transformers 5 reads `rope_scaling` in place of
     `rope_parameters`.
     """

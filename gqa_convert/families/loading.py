@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError
 from gqa_convert.families.table import FAMILIES
 
@@ -58,7 +59,7 @@ def _no_warnings() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """What config.json holds; an empty dict if it can't be read, which transformers reports when it loads."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -67,7 +68,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def auto_class(config: dict[str, Any]) -> str:
+def auto_class(config: Config) -> str:
     """The auto class of a checkpoint: of the class that it was saved from, or else of its type's language model.
 
     Args:
@@ -89,7 +90,7 @@ def auto_class(config: dict[str, Any]) -> str:
     return TASKS[2] if model_type in speech and model_type not in text else TASKS[1]
 
 
-def headless_class(config: dict[str, Any]) -> str | None:
+def headless_class(config: Config) -> str | None:
     """The auto class of a checkpoint that was saved without a language-model head; None if it has one or does not say.
 
     Args:
@@ -101,11 +102,11 @@ def headless_class(config: dict[str, Any]) -> str | None:
     return None if _states_language_model(config) else _stated_class(config, _OTHERS)
 
 
-def _states_language_model(config: dict[str, Any]) -> bool:
+def _states_language_model(config: Config) -> bool:
     return _stated_class(config, dict(zip(TASKS, _MAPPINGS, strict=True))) is not None
 
 
-def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
+def _stated_class(config: Config, tables: dict[str, str]) -> str | None:
     """The first auto class of `tables` that one of the stated architectures belongs to."""
     from transformers.models.auto import modeling_auto
 
@@ -121,7 +122,7 @@ def _stated_class(config: dict[str, Any], tables: dict[str, str]) -> str | None:
     )
 
 
-def check_language_model(name: str, config: dict[str, Any], advice: str) -> None:
+def check_language_model(name: str, config: Config, advice: str) -> None:
     """Refuse a checkpoint whose config says that it has no language-model head, before its weights are loaded.
 
     A checkpoint of only the layers passes if its head may be tied to its embeddings.
@@ -165,7 +166,7 @@ def check_complete(name: str, folder: Path, model: Any, missing: list[str], advi
     )
 
 
-def _no_language_model(name: str, config: dict[str, Any], advice: str) -> NoLanguageModelError:
+def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageModelError:
     stated = config.get("architectures")
     saved = (
         f"was saved as {stated[0]}, which" if isinstance(stated, list) and stated else "was saved without its class and"

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config as Config
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.target_architectures import NoTargetArchitecture
-
-Config = dict[str, Any]
 
 _ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 """Kinds of rotary scaling that source and target compute with the same function of transformers."""

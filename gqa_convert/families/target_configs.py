@@ -1,8 +1,8 @@
 """The config of a target architecture, written from the config of its source."""
 
 import copy
-from typing import Any
 
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.source_sizes import Config, Dimensions, Rotary, count, read_dimensions, read_rotary
 from gqa_convert.families.target_architectures import ORIGINS, TargetArchitecture
 
@@ -25,7 +25,7 @@ _SOURCE_KEYS = _words(
 )
 
 
-def translate_config(config: Config, target_architecture: TargetArchitecture, groups: int) -> Config:
+def translate_config(config: Config, target_architecture: TargetArchitecture, groups: int) -> JsonObject:
     """The target's config.json for a source's, with the keys of transformers 4 and 5.
 
     Keys that belong neither to the source's type nor to the target's are copied.
@@ -65,10 +65,10 @@ def _decoder(
     config: Config,
     target_architecture: TargetArchitecture,
     dimensions: Dimensions,
-    drop: dict[str, Any],
+    drop: JsonObject,
     epsilon: float,
     activation: str,
-) -> Config:
+) -> JsonObject:
     """The entries that phi and starcoder2 share."""
     rotary = read_rotary(config, dimensions)
     assert isinstance(rotary, Rotary)  # else there would be no target
@@ -104,7 +104,7 @@ def _decoder(
     } | specific
 
 
-def _from_gpt_neox(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> Config:
+def _from_gpt_neox(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> JsonObject:
     hidden = config.get("hidden_dropout", 0.0)
     drop = {"residual": hidden, "embedding": hidden, "attention": config.get("attention_dropout", 0.0)}
     translated = _decoder(
@@ -118,7 +118,7 @@ def _from_gpt_neox(config: Config, target_architecture: TargetArchitecture, dime
     return translated | {"max_position_embeddings": config.get("max_position_embeddings", 2048)}
 
 
-def _from_gptj(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> Config:
+def _from_gptj(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> JsonObject:
     drop = {
         name: config.get(key, 0.0)
         for name, key in (("residual", "resid_pdrop"), ("embedding", "embd_pdrop"), ("attention", "attn_pdrop"))
@@ -130,7 +130,7 @@ def _from_gptj(config: Config, target_architecture: TargetArchitecture, dimensio
     }
 
 
-def _from_gpt2(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> Config:
+def _from_gpt2(config: Config, target_architecture: TargetArchitecture, dimensions: Dimensions) -> JsonObject:
     assert target_architecture.model_type == "gpt_bigcode"
     same = {
         "resid_pdrop": 0.1,

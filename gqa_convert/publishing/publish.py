@@ -3,13 +3,15 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.results import Result, plain
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.publishing.card import Subject, card_text
 from gqa_convert.publishing.facts import README, Base, Facts, read_facts
@@ -51,6 +53,37 @@ class Options:
     overwrite_card: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication(Result):
+    """What `publish` sent, or would send.
+
+    Attributes:
+        repo_id, url, revision: the place on the Hub.
+        commit, pull_request: on the Hub; None in a dry run and before the upload.
+        files: what is sent, by path.
+        replaced: paths whose content on the Hub differs; None in a dry run.
+        card: the file of the model card.
+        warnings: sentences for the publisher.
+        dry_run: whether nothing is sent.
+    """
+
+    repo_id: str
+    url: str
+    revision: str | None
+    commit: str | None = None
+    pull_request: str | None = None
+    files: tuple[Digest, ...]
+    replaced: tuple[str, ...] | None
+    card: str
+    warnings: tuple[str, ...]
+    dry_run: bool
+
+    def as_json(self) -> JsonObject:
+        files = [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in self.files]
+        content: JsonObject = plain(self)
+        return content | {"files": files}
+
+
 def publish(
     out: str | Path,
     place: Place,
@@ -58,8 +91,8 @@ def publish(
     *,
     dry_run: bool = False,
     reading: Reading = lambda nbytes: nullcontext(lambda count: None),
-    on_checked: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
+    on_checked: Callable[[Publication], None] = lambda result: None,
+) -> Publication:
     """Publish a converted checkpoint on the Hub.
 
     Args:
@@ -69,10 +102,6 @@ def publish(
         dry_run: write the card and send nothing; no network is used.
         reading: shows the progress of hashing the files.
         on_checked: called with the result before anything is sent.
-
-    Returns:
-        `repo_id`, `url`, `revision`, `commit` and `pull_request` (None in a dry run), `files` with `path`, `bytes` and
-        `sha256`, `replaced` (None in a dry run), `card`, `warnings`, `dry_run`.
 
     Raises:
         GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
@@ -96,25 +125,22 @@ def publish(
             key=lambda each: each.path,
         )
     warnings += [*_unrecorded(facts, files), *_strayed(facts, files)]
-    result: dict[str, Any] = {
-        "repo_id": place.repo_id,
-        "url": place.url,
-        "revision": place.revision,
-        "commit": None,
-        "pull_request": None,
-        "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in files],
-        "replaced": None
-        if dry_run
-        else [each.path for each in files if there and each.path in there and differs(there[each.path], each)],
-        "card": str(write_card(facts, card.content)),
-        "warnings": warnings,
-        "dry_run": dry_run,
-    }
+    replaced = (each.path for each in files if there and each.path in there and differs(there[each.path], each))
+    result = Publication(
+        repo_id=place.repo_id,
+        url=place.url,
+        revision=place.revision,
+        files=tuple(files),
+        replaced=None if dry_run else tuple(replaced),
+        card=str(write_card(facts, card.content)),
+        warnings=tuple(warnings),
+        dry_run=dry_run,
+    )
     on_checked(result)
     if repository is not None:
         commit = repository.send(facts.folder, [each.path for each in files], _message(facts))
         repository.check_arrived(str(commit.oid), files)
-        result |= {"commit": str(commit.oid), "pull_request": commit.pr_url}
+        return replace(result, commit=str(commit.oid), pull_request=commit.pr_url)
     return result
 
 

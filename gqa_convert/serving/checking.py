@@ -4,10 +4,12 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.results import Result, plain
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.loading import (
     TASKS,
@@ -21,7 +23,7 @@ from gqa_convert.families.loading import (
 from gqa_convert.families.table import FAMILIES
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
-from .comparing import compare
+from .comparing import Comparison, compare
 from .generation import greedy_tokens, logits_at
 from .installing import Place, find_place, install, install_command
 from .process import run
@@ -29,6 +31,59 @@ from .prompts import has_tokenizer, make_prompts, make_text, places
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, boot_code, read_answer, read_outcome, write_request
 
 _HEAD = "engines are compared by its predictions; convert the language model that the checkpoint was made from"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientReport:
+    """What one engine did.
+
+    Attributes:
+        client: its name.
+        version: that was run; None if it was not.
+        status: ok, failed, not supported or skipped.
+        detail: the reason or the agreement, in words.
+        found: the comparison with transformers, if the engine answered.
+        seconds: that the engine took, if it ran.
+    """
+
+    client: str
+    version: str | None
+    status: str
+    detail: str
+    found: Comparison | None = None
+    seconds: float | None = None
+
+    def as_json(self) -> JsonObject:
+        entry = {"client": self.client, "version": self.version, "status": self.status, "detail": self.detail}
+        found = {} if self.found is None else plain(self.found)
+        return entry | found | ({} if self.seconds is None else {"seconds": self.seconds})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingReport(Result):
+    """What `check_serving` found.
+
+    Attributes:
+        out: the checkpoint's folder.
+        model_type: of its config.
+        transformers: the version that the engines are compared with.
+        prompts: the lengths of the prompts; empty if no engine ran.
+        new_tokens: how many tokens each prompt is continued by.
+        clients: a report for each engine.
+        passed: no engine failed, at least one was right, and no named one was skipped.
+    """
+
+    out: str
+    model_type: str | None
+    transformers: str
+    prompts: tuple[int, ...] = ()
+    new_tokens: int = NEW_TOKENS
+    clients: tuple[ClientReport, ...] = ()
+    passed: bool = False
+
+    def as_json(self) -> JsonObject:
+        content: JsonObject = plain(self)
+        return content | {"clients": [client.as_json() for client in self.clients]}
 
 
 def check_serving(
@@ -40,7 +95,7 @@ def check_serving(
     minutes: float = 60.0,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     known: tuple[Client, ...] = CLIENTS,
-) -> dict[str, Any]:
+) -> ServingReport:
     """Compare serving engines with transformers on a checkpoint, all in float32 on the CPU.
 
     Args:
@@ -51,11 +106,6 @@ def check_serving(
         minutes: time limit for each engine.
         progress: called with the name of a stage, the steps done and the number of steps.
         known: all engines.
-
-    Returns:
-        `out`, `model_type`, `transformers` (its version), `prompts` (their lengths), `new_tokens`, `clients` (each with
-        `client`, `version`, `status` (ok, failed, not supported or skipped), `detail`, `seconds` and the results of
-        `compare`) and `passed`: no client failed, at least one was right, and no named one was skipped.
 
     Raises:
         OptionError: a name is unknown, or the time limit is not positive.
@@ -82,17 +132,9 @@ def check_serving(
         )
     check_language_model(str(out), config, _HEAD)
     chosen = [client for client in known if not clients or client.name in named]
-    report: dict[str, Any] = {
-        "out": str(out),
-        "model_type": config.get("model_type"),
-        "transformers": transformers.__version__,
-        "prompts": [],
-        "new_tokens": NEW_TOKENS,
-        "clients": [],
-    }
+    report = ServingReport(out=str(out), model_type=config.get("model_type"), transformers=transformers.__version__)
     if reason := _unfit(config):
-        report["clients"] = [_entry(client, None, UNSUPPORTED, reason) for client in chosen]
-        return report | {"passed": False}
+        return replace(report, clients=tuple(ClientReport(client.name, None, UNSUPPORTED, reason) for client in chosen))
     found = {client.name: find_place(client, pythons.get(client.name)) for client in chosen}
     for client in chosen if install_absent else ():
         if client.name in clients and client.name not in pythons and found[client.name] is None:
@@ -104,21 +146,23 @@ def check_serving(
     if any(found.values()):
         progress("running", 0, steps)
         request, reference = _ask_transformers(out, config)
-        report["prompts"] = [len(prompt) for prompt in request.prompts]
+        report = replace(report, prompts=tuple(len(prompt) for prompt in request.prompts))
+    reports: list[ClientReport] = []
     for done, client in enumerate(chosen, 1):
         progress("running", done, steps)
         place = found[client.name]
         if place is None:
-            report["clients"].append(_entry(client, None, SKIPPED, _how_to_get(client, pythons.get(client.name))))
+            reports.append(ClientReport(client.name, None, SKIPPED, _how_to_get(client, pythons.get(client.name))))
             continue
-        report["clients"].append(_check(client, place, request, reference, minutes * 60))
+        reports.append(_check(client, place, request, reference, minutes * 60))
     progress("running", steps, steps)
-    states = {entry["client"]: entry["status"] for entry in report["clients"]}
+    states = {each.client: each.status for each in reports}
     named_ones_ran = not any(states[name] == SKIPPED for name in named)
-    return report | {"passed": FAILED not in states.values() and OK in states.values() and named_ones_ran}
+    passed = FAILED not in states.values() and OK in states.values() and named_ones_ran
+    return replace(report, clients=tuple(reports), passed=passed)
 
 
-def _unfit(config: dict[str, Any]) -> str:
+def _unfit(config: Config) -> str:
     """The reason why no client can load the checkpoint, empty if there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -141,7 +185,7 @@ def _how_to_get(client: Client, python: str | None) -> str:
     return f"not installed: add --install --client {client.name}, or run {shlex.join(install_command(client))}{needs}"
 
 
-def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answer]:
+def _ask_transformers(out: Path, config: Config) -> tuple[Request, Answer]:
     import numpy as np
     import torch
 
@@ -166,29 +210,23 @@ def _ask_transformers(out: Path, config: dict[str, Any]) -> tuple[Request, Answe
     return Request(out.resolve(), config, prompts, sequences, positions, Path(), text), Answer(tokens, logits, ids)
 
 
-def _check(client: Client, place: Place, request: Request, reference: Answer, seconds: float) -> dict[str, Any]:
+def _check(client: Client, place: Place, request: Request, reference: Answer, seconds: float) -> ClientReport:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gqa-convert-serving-") as made:
         folder = Path(made)
         write_request(request, folder)
         ended = run([place.python, "-c", boot_code(), str(folder), client.module], place.environment(), folder, seconds)
         status, detail = read_outcome(folder) or (FAILED, str(ended))
-        found: dict[str, Any] = {}
+        found = None
         if status == OK:
             found = compare(reference, read_answer(folder), request.prompts, client.tolerance)
-            status, detail = (
-                (FAILED, "; ".join(found["problems"])) if found["problems"] else (OK, _agreement(found, request))
-            )
-    return _entry(client, place.version, status, detail) | found | {"seconds": round(time.monotonic() - begun, 1)}
+            status, detail = (FAILED, "; ".join(found.problems)) if found.problems else (OK, _agreement(found, request))
+    return ClientReport(client.name, place.version, status, detail, found, round(time.monotonic() - begun, 1))
 
 
-def _agreement(found: dict[str, Any], request: Request) -> str:
-    ties = f", {found['ties']} ties" if found["ties"] else ""
-    tokens = f"{found['tokens']} of {NEW_TOKENS * len(request.prompts)} tokens equal{ties}"
-    if found["largest_difference"] is None:
+def _agreement(found: Comparison, request: Request) -> str:
+    ties = f", {found.ties} ties" if found.ties else ""
+    tokens = f"{found.tokens} of {NEW_TOKENS * len(request.prompts)} tokens equal{ties}"
+    if found.largest_difference is None:
         return f"{tokens}; no logits available"
-    return f"{tokens}, logits within {found['largest_difference']:.1e} ({found['allowed']:.1e} allowed)"
-
-
-def _entry(client: Client, version: str | None, status: str, detail: str) -> dict[str, Any]:
-    return {"client": client.name, "version": version, "status": status, "detail": detail}
+    return f"{tokens}, logits within {found.largest_difference:.1e} ({found.allowed:.1e} allowed)"

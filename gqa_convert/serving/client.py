@@ -3,7 +3,7 @@
 The module is also imported by the client's interpreter, so it uses only the standard library.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ class Request:
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     prompts: list[list[int]]
     sequences: list[list[int]]
     positions: list[list[int]]
@@ -45,7 +45,7 @@ class Request:
 
 
 @contextmanager
-def head_dim_from_hidden_size(config: dict[str, Any]) -> Iterator[None]:
+def head_dim_from_hidden_size(config: Mapping[str, Any]) -> Iterator[None]:
     """A context for an engine that assumes head_dim = hidden_size / heads. For a model with another head_dim, its error
     about dimensions becomes `NotSupportedError`. Any other error, and a wrong answer, stays a failure.
 

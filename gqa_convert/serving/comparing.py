@@ -1,11 +1,32 @@
 """Compares a client's answer with that of transformers."""
 
-from typing import Any
+from dataclasses import dataclass
 
 from .client import NEW_TOKENS, Answer
 
 
-def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The differences between a client's answer and that of transformers.
+
+    Attributes:
+        problems: what is wrong, in words; empty if the client is right.
+        largest_difference: of the logits; None if the client gives none or they are not finite.
+        allowed: the largest difference of logits that is accepted.
+        compared_logits: how many logits were compared.
+        tokens: how many tokens are equal.
+        ties: how many other tokens are as likely within the tolerance.
+    """
+
+    problems: tuple[str, ...]
+    largest_difference: float | None
+    allowed: float
+    compared_logits: int
+    tokens: int
+    ties: int
+
+
+def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> Comparison:
     """Compare two answers. A different token counts as a tie if transformers' logits of both tokens are within the
     tolerance.
 
@@ -15,10 +36,6 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
         prompts: the prompts of both.
         tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest
             and lowest logit.
-
-    Returns:
-        `problems`, empty if the client is right; `largest_difference` of the logits and the one that is `allowed`;
-        `compared_logits`; the numbers of equal `tokens` and of `ties`.
     """
     import numpy as np
 
@@ -64,11 +81,5 @@ def compare(reference: Answer, answer: Answer, prompts: list[list[int]], toleran
             problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
     if answer.text_ids is not None and answer.text_ids != reference.text_ids:
         problems.append("its tokenizer gives other tokens for the same text")
-    return {
-        "problems": problems,
-        "largest_difference": largest if largest is None or np.isfinite(largest) else None,
-        "allowed": allowed,
-        "compared_logits": compared,
-        "tokens": equal,
-        "ties": ties,
-    }
+    finite = largest if largest is None or np.isfinite(largest) else None
+    return Comparison(tuple(problems), finite, allowed, compared, equal, ties)

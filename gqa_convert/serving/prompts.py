@@ -3,8 +3,8 @@ the logits to compare.
 """
 
 from pathlib import Path
-from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.text.stdlib_text import read_texts, source_files
@@ -23,7 +23,7 @@ def make_text() -> str:
     return "naïve façade § 12,345.67 €\n\n    " + read_texts(source_files(held_out=True))[0][:_TEXT]
 
 
-def make_prompts(config: dict[str, Any], ids: list[int] | None) -> list[list[int]]:
+def make_prompts(config: Config, ids: list[int] | None) -> list[list[int]]:
     """Prompts of increasing length that leave room for the new tokens.
 
     Args:

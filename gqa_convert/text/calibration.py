@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import (
@@ -193,7 +194,7 @@ class _Blocks:
 
     WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}  # noqa: RUF012
 
-    def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Any, length: int | None, seed: int) -> None:
+    def __init__(self, folder: Path, config: Config, tokenizer: Any, length: int | None, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self.kind = "causal"
         if is_encoder_decoder(config):
@@ -334,7 +335,7 @@ def usable_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _check_vocabulary(config: dict[str, Any], made: Sequence[tuple[dict[str, Integers], int]], folder: Path) -> None:
+def _check_vocabulary(config: Config, made: Sequence[tuple[dict[str, Integers], int]], folder: Path) -> None:
     """Refuse text with tokens that the model has no embedding for. Only the tokens in the text are checked.
 
     Raises:

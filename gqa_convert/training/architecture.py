@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.geometry import config_value
@@ -97,6 +98,6 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
     )
 
 
-def _count(config: dict[str, Any], *keys: str) -> int | None:
+def _count(config: Config, *keys: str) -> int | None:
     found = (config_value(config, key) for key in keys)
     return next((value for value in found if type(value) is int and value > 0), None)

@@ -10,15 +10,17 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
+from gqa_convert.training.state import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
@@ -42,6 +44,47 @@ class Progress:
     """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
     """Changes of the recipe during the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The content of `run.json` in a checkpoint.
+
+    Attributes:
+        progress: the progress of the run.
+        recipe: the resolved recipe, which is compared when the run resumes.
+        processes: the number of processes that wrote the checkpoint.
+        samples: the fingerprint of the training data, which is compared too.
+        sha256: the digest of every file, by name; empty in checkpoints of versions that did not record digests.
+        files: the size of every file, by name.
+    """
+
+    progress: Progress
+    recipe: JsonObject
+    processes: int
+    samples: str
+    sha256: dict[str, str]
+    files: dict[str, int]
+
+    def as_json(self) -> JsonObject:
+        """The record as plain data."""
+        return {"format": _FORMAT} | asdict(self)
+
+    @classmethod
+    def from_json(cls, content: JsonObject) -> Self:
+        """The record in a file.
+
+        Raises:
+            KeyError, TypeError: a key is missing or unknown.
+        """
+        return cls(
+            progress=Progress(**content["progress"]),
+            recipe=content["recipe"],
+            processes=content["processes"],
+            samples=content["samples"],
+            sha256=content.get("sha256", {}),
+            files=content["files"],
+        )
 
 
 class Checkpoints:
@@ -85,8 +128,8 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """The step and the record of the newest intact checkpoint; those after it are damaged.
+    def newest(self) -> RunRecord | None:
+        """The record of the newest intact checkpoint; those after it are damaged.
 
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
@@ -96,7 +139,7 @@ class Checkpoints:
             if step in self._problems:
                 continue
             try:
-                return step, self._record(step)
+                return self._record(step)
             except (OSError, ValueError, KeyError, TypeError) as raised:
                 self._problems[step] = str(raised)
         if steps:
@@ -106,16 +149,16 @@ class Checkpoints:
             )
         return None
 
-    def is_intact(self, step: int, record: dict[str, Any], processes: int) -> bool:
+    def is_intact(self, record: RunRecord, processes: int) -> bool:
         """Whether the files of a checkpoint hold what was written. Every process calls this and reads its share of the
         files.
 
         Args:
-            step: the step of the checkpoint. If it is damaged, `newest` skips it from now on.
-            record: its record; older records without digests have nothing to compare.
+            record: the record of the checkpoint; older records without digests have nothing to compare. If the
+                checkpoint is damaged, `newest` skips it from now on.
             processes: the number of processes.
         """
-        recorded = record.get("sha256", {})
+        recorded, step = record.sha256, record.progress.step
         mine = share(recorded, self._process, processes)
         found = self._gather(first_difference(self.path(step), {name: recorded[name] for name in mine}))
         problem = next(filter(None, found), "")
@@ -123,18 +166,18 @@ class Checkpoints:
             self._problems[step] = problem
         return not problem
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _record(self, step: int) -> RunRecord:
         """The record that `save` wrote beside the tensors, whose files are checked to exist with their sizes.
 
         Raises:
             OSError, ValueError, KeyError, TypeError: something is missing or cut short.
         """
         folder = self.path(step)
-        record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        if record["format"] != _FORMAT:
-            raise ValueError(f"{folder} is in format {record['format']}, this program reads format {_FORMAT}")
-        Progress(**record["progress"])
-        for name, size in record["files"].items():
+        content: JsonObject = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"{folder} is in format {content['format']}, this program reads format {_FORMAT}")
+        record = RunRecord.from_json(content)
+        for name, size in record.files.items():
             if (found := _size(folder / name)) != size:
                 raise ValueError(f"{folder / name} has {found} bytes, expected {size}")
         return record
@@ -150,9 +193,7 @@ class Checkpoints:
                 aside.append((new, self._problems.get(later, "it is not complete")))
         return aside
 
-    def save(
-        self, state: dict[str, Any], progress: Progress, recipe: dict[str, Any], processes: int, samples: str
-    ) -> Path:
+    def save(self, state: StateDict, progress: Progress, recipe: JsonObject, processes: int, samples: str) -> Path:
         """Write a checkpoint, publish it, and remove the oldest beyond `keep`. Every process calls this.
 
         While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
@@ -184,19 +225,19 @@ class Checkpoints:
         except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
             raise self._explained(raised) from None
-        record = {
-            "format": _FORMAT,
-            "progress": asdict(progress),
-            "recipe": recipe,
-            "processes": processes,
-            "samples": samples,
-        }
         with self._together():
             try:
                 mine = digests(work, share((path.name for path in work.iterdir()), self._process, processes))
             except OSError as raised:
                 raise self._explained(raised) from None
-        record["sha256"] = {name: digest for part in self._gather(mine) for name, digest in part.items()}
+        record = RunRecord(
+            progress=progress,
+            recipe=recipe,
+            processes=processes,
+            samples=samples,
+            sha256={name: digest for part in self._gather(mine) for name, digest in part.items()},
+            files={},
+        )
         with self._together():
             if self._main:
                 try:
@@ -208,12 +249,12 @@ class Checkpoints:
                     raise self._explained(raised) from None
         return final
 
-    def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
+    def _publish(self, work: Path, final: Path, record: RunRecord) -> None:
         """Give a finished checkpoint its final name and its record."""
-        record["files"] = {path.name: _size(path) for path in work.iterdir()}
-        # of files that a network file system showed late
-        record["sha256"] |= digests(work, record["files"].keys() - record["sha256"].keys())
-        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        files = {path.name: _size(path) for path in work.iterdir()}
+        late = digests(work, files.keys() - record.sha256.keys())  # of files that a network file system showed late
+        record = replace(record, sha256=record.sha256 | late, files=files)
+        (work / _RECORD).write_text(json.dumps(record.as_json(), indent=2) + "\n", encoding="utf-8")
         for path in work.iterdir():
             sync(path)
         sync(work)
@@ -222,7 +263,7 @@ class Checkpoints:
         work.rename(final)
         sync(self.folder)
 
-    def load(self, step: int, state: dict[str, Any], processes: int) -> None:
+    def load(self, step: int, state: StateDict, processes: int) -> None:
         """Fill `state` in place.
 
         Raises:

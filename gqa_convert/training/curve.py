@@ -1,10 +1,12 @@
 """Draws the loss curve of a run."""
 
 import io
-from typing import Any
+from collections.abc import Sequence
+
+from gqa_convert.training.metrics import MetricsLine
 
 
-def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> bytes | None:
+def draw_curve(lines: Sequence[MetricsLine], evaluations: dict[str, float]) -> bytes | None:
     """Draw training and evaluation losses over tokens as a PNG file; returns None if matplotlib is not installed.
 
     Args:
@@ -19,10 +21,10 @@ def draw_curve(lines: list[dict[str, Any]], evaluations: dict[str, float]) -> by
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    measured = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
+    measured = [(line.tokens, line.loss) for line in lines if line.loss is not None]
     if measured:
         axes.plot(*zip(*measured, strict=True), color="tab:blue", alpha=0.5, linewidth=1, label="training loss")
-    held_out = [(line["tokens"], line["evaluation_loss"]) for line in lines if line.get("evaluation_loss") is not None]
+    held_out = [(line.tokens, line.evaluation_loss) for line in lines if line.evaluation_loss is not None]
     if "start" in evaluations:
         held_out.insert(0, (0, evaluations["start"]))
     if held_out:

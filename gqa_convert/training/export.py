@@ -13,12 +13,14 @@ from gqa_convert.checkpoint.ownership import WRITTEN, list_written
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record, files_as_json, hash_files
 from gqa_convert.checkpoint.publication import StagedFolder
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.training.state import StateDict
 
 _SHARD = "5GB"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Path, record: dict[str, Any]) -> None:
+def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject) -> None:
     """Write `out` atomically, replacing an earlier one.
 
     Args:
@@ -59,7 +61,7 @@ def export_model(model: Any, state: dict[str, Any], source: Checkpoint, out: Pat
         staged.publish(overwrite=True)
 
 
-def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dict[str, Any]:
+def _in_first_type(model: Any, state: StateDict, source: Checkpoint) -> StateDict:
     """The tensors in the dtype of most of the source's numbers; tensors that are shared in the model stay shared."""
     import torch
 
@@ -70,7 +72,7 @@ def _in_first_type(model: Any, state: dict[str, Any], source: Checkpoint) -> dic
     dtype = getattr(torch, _DTYPES[sizes.most_common(1)[0][0]])
     first: dict[int, str] = {}
     own = {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
-    made: dict[str, Any] = {}
+    made: StateDict = {}
     for name in list(state):
         tensor, owner = state.pop(name), own.get(name, name)
         if owner not in made:

@@ -6,9 +6,10 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.strict_json import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,15 @@ class MetricsLine:
     evaluation_loss: float | None = None
     skipped: bool | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """The line's JSON object."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, content: JsonObject) -> Self:
+        """The line of an object in a file; a key that an earlier version did not write becomes None."""
+        values: JsonObject = {field.name: content.get(field.name) for field in dataclasses.fields(cls)}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,9 @@ class Metrics:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """The objects of a metrics file up to the first incomplete line; empty if there is no file."""
-    lines: list[dict[str, Any]] = []
+    lines: list[JsonObject] = []
     if path.is_file():
         for text in path.read_bytes().split(b"\n")[:-1]:
             try:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder
@@ -12,7 +13,7 @@ from gqa_convert.training.recipe import Recipe
 _FIELDS = "source_field and target_field in data"
 
 
-def check_input(name: str, config: dict[str, Any]) -> None:
+def check_input(name: str, config: Config) -> None:
     """Refuse models whose input is not text.
 
     Raises:

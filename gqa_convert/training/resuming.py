@@ -1,17 +1,18 @@
 """Determines what a run's output folder holds: nothing, a complete run, or a checkpoint to resume from."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from gqa_convert.errors import ResumeError
-from gqa_convert.training.checkpoints import Checkpoints, Progress
+from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
 from gqa_convert.training.recipe import AGAINST_DIVERGENCE, BOOKKEEPING, EXECUTION, Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
+from gqa_convert.training.summary import RunSummary
 
 
 def look_back(
     recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+) -> tuple[RunSummary | None, RunRecord | None]:
     """The summary of a complete run, and the record of the checkpoint to resume from.
 
     Raises:
@@ -20,7 +21,7 @@ def look_back(
     finished, newest = folder.finished(), checkpoints.newest()
     if finished is None and newest is None:
         return None, None
-    earlier = make_recipe(newest[1]["recipe"]) if newest else folder.read_recipe()
+    earlier = make_recipe(newest.recipe) if newest else folder.read_recipe()
     may_change = (*BOOKKEEPING, *EXECUTION, *(AGAINST_DIVERGENCE if folder.diverged.exists() else ()))
     different = earlier.differences(recipe, may_change=may_change)
     if different:
@@ -33,11 +34,11 @@ def look_back(
         raise ResumeError(
             f"{recipe.output} holds a complete run without checkpoints, which can't be resumed: name another output"
         )
-    return None, newest[1]
+    return None, newest
 
 
 def take_up(
-    record: dict[str, Any], recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]
+    record: RunRecord, recipe: Recipe, folder: RunFolder, processes: int, say: Callable[[str], None]
 ) -> Progress:
     """The progress that a run resumes with. Differences from the run that saved the checkpoint are reported.
 
@@ -48,10 +49,10 @@ def take_up(
         processes: the current number of processes.
         say: called with every difference.
     """
-    progress = Progress(**record["progress"])
-    if record["processes"] != processes:
-        say(f"the checkpoint was saved by {record['processes']} process(es): sums are rounded differently from now on")
-    for change in make_recipe(record["recipe"]).differences(recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION)):
+    progress = replace(record.progress, changes=[*record.progress.changes])
+    if record.processes != processes:
+        say(f"the checkpoint was saved by {record.processes} process(es): sums are rounded differently from now on")
+    for change in make_recipe(record.recipe).differences(recipe, may_grow=(), may_change=(*BOOKKEEPING, *EXECUTION)):
         progress.changes.append(f"from step {progress.step + 1}: {change}")
         say(change)
     if folder.diverged.exists():

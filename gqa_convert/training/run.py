@@ -18,13 +18,13 @@ from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.architecture import read_architecture
-from gqa_convert.training.checkpoints import Checkpoints, Progress
+from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
 from gqa_convert.training.curve import draw_curve
 from gqa_convert.training.distributed import gathered, join, local_processes, together, wait
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import Batch, Trainer
-from gqa_convert.training.metrics import read_metrics
+from gqa_convert.training.metrics import MetricsLine, read_metrics
 from gqa_convert.training.models import load_student, place_fixed, place_student
 from gqa_convert.training.opening import Opened, check_trackers, explained, open_recipe
 from gqa_convert.training.optimizers import build_optimizer
@@ -33,9 +33,9 @@ from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
 from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.training.run_log import OnStep, RunLog, start_trackers
-from gqa_convert.training.state import set_state, state_of, whole_model
+from gqa_convert.training.state import StateDict, set_state, state_of, whole_model
 from gqa_convert.training.stopping import StopRequests
-from gqa_convert.training.summary import Pace, summarise
+from gqa_convert.training.summary import Pace, RunSummary, summarise
 from gqa_convert.training.teacher import load_teacher
 
 
@@ -92,11 +92,11 @@ class Run:
         )
         self.lock: OutputLock | None = None
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> RunSummary | None:
         """Train from the state of the output folder to the trained model.
 
         Returns:
-            The summary as plain data, on the main process only.
+            The summary on the main process, None on the others.
         """
         with self.together():
             self._take_output()
@@ -105,7 +105,7 @@ class Run:
             self.say(
                 f"{self.recipe.output} is already complete: raise the budget to continue it, or name another output"
             )
-            return finished if self.main else {}
+            return finished if self.main else None
         with self.together():
             check_destination(self.folder.model, None, overwrite=True)
         progress = self._progress(record)
@@ -164,21 +164,21 @@ class Run:
             sweep(self.folder.path)
             self.checkpoints.sweep()
 
-    def _look_back(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    def _look_back(self) -> tuple[RunSummary | None, RunRecord | None]:
         """The summary of a complete run, or the record of the newest checkpoint whose files are intact."""
         while True:
             with self.together():
                 finished, record = look_back(self.recipe, self.folder, self.checkpoints)
             if record is None:
                 return finished, None
-            if self.checkpoints.is_intact(int(record["progress"]["step"]), record, self.accelerator.num_processes):
+            if self.checkpoints.is_intact(record, self.accelerator.num_processes):
                 return None, record
 
-    def _progress(self, record: dict[str, Any] | None) -> Progress:
+    def _progress(self, record: RunRecord | None) -> Progress:
         """The progress to continue from; later damaged checkpoints are renamed."""
         if record is None:
             return Progress()
-        step = int(record["progress"]["step"])
+        step = record.progress.step
         with self.together():
             aside = self.checkpoints.set_aside_after(step) if self.main else []
         for path, problem in aside:
@@ -233,9 +233,9 @@ class Run:
         batches = (blocks.batch(range(at, min(at + size, len(blocks)))) for at in range(0, len(blocks), size))
         return HeldOut(tuple(batches), blocks.fingerprint)
 
-    def _check_same_samples(self, record: dict[str, Any] | None, samples: Samples) -> None:
-        if record and record["samples"] != samples.fingerprint:
-            path = self.checkpoints.path(int(record["progress"]["step"]))
+    def _check_same_samples(self, record: RunRecord | None, samples: Samples) -> None:
+        if record and record.samples != samples.fingerprint:
+            path = self.checkpoints.path(record.progress.step)
             raise ResumeError(
                 f"the training text or the tokenizer has changed since {path} was saved: restore it, or name another output"
             )
@@ -399,9 +399,9 @@ class Run:
 
     # After training
 
-    def _finish(self, progress: Progress, pace: Pace) -> dict[str, Any]:
+    def _finish(self, progress: Progress, pace: Pace) -> RunSummary | None:
         state = whole_model(self.model)
-        summary: dict[str, Any] = {}
+        summary = None
         with self.together():
             if self.main:
                 summary = self._publish(state, progress, pace)
@@ -409,13 +409,13 @@ class Run:
             self.accelerator.end_training()
         return summary
 
-    def _publish(self, state: dict[str, Any], progress: Progress, pace: Pace) -> dict[str, Any]:
+    def _publish(self, state: StateDict, progress: Progress, pace: Pace) -> RunSummary:
         """Write the trained model, the curve and, last, the summary."""
-        lines = read_metrics(self.folder.metrics)
+        lines = [MetricsLine.from_json(line) for line in read_metrics(self.folder.metrics)]
         summary = summarise(
             self.recipe,
             progress,
-            lines[-1] if lines else {},
+            lines[-1] if lines else None,
             pace,
             measurement=measurement("uptrain", self.command, str(self.accelerator.device)),
             processes=self.accelerator.num_processes,
@@ -430,4 +430,4 @@ class Run:
             write_whole(self.folder.plot, picture)
         self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
         write_json(self.folder.summary, summary.as_json())
-        return summary.as_json()
+        return summary

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -11,6 +10,7 @@ from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.errors import OutputError, ResumeError
 from gqa_convert.training.output_lock import LOCK
 from gqa_convert.training.recipe import Recipe, make_recipe
+from gqa_convert.training.summary import RunSummary
 
 
 class RunFolder:
@@ -106,10 +106,12 @@ class RunFolder:
             f"# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n{text}".encode(),
         )
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""
         try:
-            summary = json.loads(self.summary.read_bytes())
-        except (OSError, ValueError):
+            content = json.loads(self.summary.read_bytes())
+            if not isinstance(content, dict) or not (self.model / "config.json").is_file():
+                return None
+            return RunSummary.from_json(content)
+        except (OSError, ValueError, TypeError):
             return None
-        return summary if isinstance(summary, dict) and (self.model / "config.json").is_file() else None

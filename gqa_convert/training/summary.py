@@ -1,10 +1,13 @@
 """The results of a whole run: `summary.json`, and the entry in the model's provenance."""
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Self
 
+from gqa_convert.checkpoint.machine import Measurement
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import Progress
+from gqa_convert.training.metrics import MetricsLine
 from gqa_convert.training.recipe import Recipe
 
 
@@ -41,11 +44,11 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
+class RunSummary(Result):
     """The content of `summary.json`.
 
     Attributes:
-        measurement: command, time, versions and machine, as `checkpoint.machine.measurement` states them.
+        head: kind, time, command and machine, as `Measurement.as_json` states them.
         processes: the number of processes.
         model: the folder of the trained model.
         steps, tokens, skipped_steps: of the whole run.
@@ -57,7 +60,7 @@ class RunSummary:
         plot: the file of the loss curve; None without matplotlib.
     """
 
-    measurement: dict[str, Any]
+    head: JsonObject
     processes: int
     model: str
     steps: int
@@ -72,16 +75,29 @@ class RunSummary:
     tokens_per_second: int
     plot: str | None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """The summary as plain data."""
-        values = dataclasses.asdict(self)
-        del values["measurement"]
-        return self.measurement | values
+        values = asdict(self)
+        del values["head"]
+        return self.head | values
 
-    def provenance(self, recipe: Recipe) -> dict[str, Any]:
+    @classmethod
+    def from_json(cls, content: JsonObject) -> Self:
+        """The summary in a file; a key that an earlier version did not write becomes None.
+
+        Raises:
+            TypeError: the losses are not those of a `Recovery`.
+        """
+        names = [each.name for each in fields(cls) if each.name != "head"]
+        values: JsonObject = {name: content.get(name) for name in names}
+        if values["evaluation"] is not None:
+            values["evaluation"] = Recovery(**values["evaluation"])
+        return cls(head={key: value for key, value in content.items() if key not in values}, **values)
+
+    def provenance(self, recipe: Recipe) -> JsonObject:
         """The entry for the trained model's provenance."""
         values = self.as_json()
-        kept = (*self.measurement, "processes", "tokens", "evaluation", "changes")
+        kept = (*self.head, "processes", "tokens", "evaluation", "changes")
         return {name: values[name] for name in kept} | {"recipe": recipe.resolved()}
 
 
@@ -102,10 +118,10 @@ def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | N
 def summarise(
     recipe: Recipe,
     progress: Progress,
-    last: dict[str, Any],
+    last: MetricsLine | None,
     pace: Pace,
     *,
-    measurement: dict[str, Any],
+    measurement: Measurement,
     processes: int,
     model: str,
     plot: str | None,
@@ -115,7 +131,7 @@ def summarise(
     Args:
         recipe: the recipe of the run.
         progress: the progress at the end of the run.
-        last: the last line of the metrics file; empty if there is none.
+        last: the last line of the metrics file; None if there is none.
         pace: the pace since the run resumed.
         measurement: command, time, versions and machine.
         processes: the number of processes.
@@ -123,7 +139,7 @@ def summarise(
         plot: the file of the loss curve.
     """
     return RunSummary(
-        measurement=measurement,
+        head=measurement.as_json(),
         processes=processes,
         model=model,
         steps=progress.step,
@@ -131,8 +147,8 @@ def summarise(
         alpha=progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
         skipped_steps=progress.skipped,
         changes=progress.changes,
-        final_loss=last.get("loss"),
-        evaluation=recovery(progress.evaluations, last.get("evaluation_loss")),
+        final_loss=last.loss if last else None,
+        evaluation=recovery(progress.evaluations, last.evaluation_loss if last else None),
         steps_since_resumption=pace.steps,
         seconds_since_resumption=round(pace.seconds, 1),
         tokens_per_second=round(pace.tokens / max(pace.seconds, 1e-3)),

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
@@ -13,6 +13,7 @@ from gqa_convert.training.recipe import read_recipe
 
 if TYPE_CHECKING:
     from gqa_convert.training.metrics import StepReport
+    from gqa_convert.training.summary import RunSummary
 
 
 def uptrain_checkpoint(
@@ -23,7 +24,7 @@ def uptrain_checkpoint(
     on_step: "Callable[[StepReport], None]" = lambda _: None,
     on_tokenize: Callable[[str, int, int], None] = lambda label, done, total: None,
     command: list[str] | None = None,
-) -> dict[str, Any]:
+) -> "RunSummary | None":
     """Uptrain a converted checkpoint by a recipe; a run with checkpoints is resumed.
 
     Args:
@@ -35,7 +36,7 @@ def uptrain_checkpoint(
         command: the command line, for the records.
 
     Returns:
-        The summary that `output/summary.json` holds, on the main process only.
+        The summary that `output/summary.json` holds, on the main process; None on the others.
 
     Raises:
         RecipeError: the recipe is wrong.

@@ -202,7 +202,7 @@ def test_a_home_folder_is_recorded_as_what_it_stands_for(
     """A record is read elsewhere, by others, and by commands that look for the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert inspect_checkpoint("~/source", groups=[3]).source == str(source)
-    assert recommend_groups("~/source", Constraints(memory=10**9, context=16))["source"] == str(source)
+    assert recommend_groups("~/source", Constraints(memory=10**9, context=16)).source == str(source)
     assert read_path("model", "~/source") == str(source)
     assert read_path("model", "org/model") == "org/model"
     assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [

@@ -74,7 +74,7 @@ def test_tokenizer_code_stays_and_modelling_code_goes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "stock" / "config.json").read_text())["auto_map"] == {
         "AutoTokenizer": ["tokenization_qwen.T", None]
     }
-    assert "48 tokens" in result["notes"][0]
+    assert "48 tokens" in result.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict,
         patch.setattr(sources, "source_files", some_files)
         yield (
             out,
-            run_demo(out, uptraining_tokens=3 * 4096, calibration_tokens=1024, fit_steps=5, on_plan=plans.append),
+            run_demo(
+                out, uptraining_tokens=3 * 4096, calibration_tokens=1024, fit_steps=5, on_plan=plans.append
+            ).as_json(),
             plans,
         )
 

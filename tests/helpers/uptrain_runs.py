@@ -51,7 +51,7 @@ def recipe(home: Path, output: Path, **keys: Any) -> Path:
 
 def run(home: Path, output: Path, **keys: Any) -> dict[str, Any]:
     """Run a recipe in this process."""
-    return uptrain_checkpoint(recipe(home, output, **keys), [])
+    return uptrain_checkpoint(recipe(home, output, **keys), []).as_json()
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

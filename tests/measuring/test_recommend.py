@@ -18,7 +18,7 @@ from gqa_convert.errors import DataError, GQAConvertError, GroupsError, OptionEr
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.recommend import Constraints, recommend_groups, speed
 from gqa_convert.measuring.recommend.choice import Candidate, choose, failing
-from gqa_convert.measuring.results.schemas import TimedCell
+from gqa_convert.measuring.results.schemas import BenchmarkFile, TimedCell
 from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, llama_arrays, read_weights, write_llama
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
@@ -210,7 +210,7 @@ def test_memory_is_weights_and_cache(llama: Path) -> None:
     }
     token = 2 * 2 * WIDTH * 4
     budget = weights[4] + 4 * token * 50 * 3
-    result = recommend_groups(llama, Constraints(memory=budget, context=50, batch=3))
+    result = recommend_groups(llama, Constraints(memory=budget, context=50, batch=3)).as_json()
     assert result["groups"] == 4
     found = by_groups(result)
     assert list(found) == [1, 2, 3, 4, 6, 12]
@@ -224,10 +224,8 @@ def test_memory_is_weights_and_cache(llama: Path) -> None:
         assert each["speedup"] is None
     assert found[12]["loss_increase"] == 0
     assert found[4]["loss_increase"] is None
-    assert recommend_groups(llama, Constraints(memory=budget - 1, context=50, batch=3))["groups"] == 3
-    assert (
-        recommend_groups(llama, Constraints(memory=budget - 1, context=50, batch=3), groups=[2, 4, 12])["groups"] == 2
-    )
+    assert recommend_groups(llama, Constraints(memory=budget - 1, context=50, batch=3)).groups == 3
+    assert recommend_groups(llama, Constraints(memory=budget - 1, context=50, batch=3), groups=[2, 4, 12]).groups == 2
 
 
 def test_t5_has_two_caches(tmp_path: Path) -> None:
@@ -247,7 +245,7 @@ def test_t5_has_two_caches(tmp_path: Path) -> None:
     for stated, counted in ((None, 30), (11, 11)):
         result = recommend_groups(
             tmp_path / "t5", Constraints(memory=10**6, context=30, batch=2, encoder_tokens=stated)
-        )
+        ).as_json()
         assert result["constraints"]["encoder_tokens"] == counted
         for groups, each in by_groups(result).items():
             assert each["cross_kv_bytes_per_encoder_token"] == each["kv_bytes_per_token"] == groups * token
@@ -265,7 +263,7 @@ def test_losses_are_those_of_inspect(readable: tuple[Path, Path]) -> None:
         groups=[2, 3, 6],
         seed=4,
         progress=lambda stage, done, total: told.append(stage),
-    )
+    ).as_json()
     expected = inspect_checkpoint(
         folder, calibration=str(text), calibration_tokens=20 * LENGTH, groups=[2, 3, 6], seed=4
     ).as_json()
@@ -286,15 +284,15 @@ def test_losses_are_those_of_inspect(readable: tuple[Path, Path]) -> None:
 def test_speeds_are_those_of_the_benchmark(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
 
-    def timed(*, config: Path, options: Any, progress: Any) -> dict[str, Any]:
+    def timed(*, config: Path, options: Any, progress: Any) -> BenchmarkFile:
         progress("timing", 1, 1)
         seen.append(json.loads(config.read_text()))
         assert (options.groups, options.batch, options.context) == ((1, 3, 4, 12), (2,), (40,))
         assert (options.layers, options.prefill, options.encoder_tokens) == (None, False, None)
-        return benchmark(TIMES, contexts=(40,))
+        return BenchmarkFile.model_validate(benchmark(TIMES, contexts=(40,)))
 
     monkeypatch.setattr(speed, "benchmark_model", timed)
-    result = recommend_groups(llama, Constraints(min_speedup=1.6, context=40, batch=2), groups=[4, 1, 3])
+    result = recommend_groups(llama, Constraints(min_speedup=1.6, context=40, batch=2), groups=[4, 1, 3]).as_json()
     assert seen == [json.loads((llama / "config.json").read_text())]
     found = by_groups(result)
     for groups, (middle, low, high) in TIMES.items():
@@ -304,7 +302,7 @@ def test_speeds_are_those_of_the_benchmark(llama: Path, monkeypatch: pytest.Monk
     assert (result["speed"]["context"], result["speed"]["encoder_tokens"]) == (40, None)
     assert result["next"].endswith("--groups 4")
     assert any("convert --calibration TEXT loses far less" in note for note in result["notes"])
-    close = recommend_groups(llama, Constraints(min_speedup=1.65, context=40, batch=2), groups=[4, 1, 3])
+    close = recommend_groups(llama, Constraints(min_speedup=1.65, context=40, batch=2), groups=[4, 1, 3]).as_json()
     assert any("lies within the quartiles of the speed-up of N = 4, 1.6 to 1.82" in note for note in close["notes"])
 
 
@@ -418,7 +416,8 @@ def test_results_stand_in_place_of_measuring(
     monkeypatch.setattr(speed, "benchmark_model", None)
     runs = write_runs(tmp_path / "runs", llama)
     constraints = Constraints(max_loss_increase=0.25, min_speedup=1.5, context=500, batch=2)
-    result = recommend_groups(llama, constraints, results=[runs])
+    recommended = recommend_groups(llama, constraints, results=[runs])
+    result = recommended.as_json()
     found = by_groups(result)
     assert {groups: each["loss_increase"] for groups, each in found.items()} == {
         1: None,
@@ -446,7 +445,7 @@ def test_results_stand_in_place_of_measuring(
     assert result["next"] is None  # it is there already
     assert any("batch 2, context 512, and batch 2, context 500 was requested" in note for note in result["notes"])
     assert any(f"N = 4 is {runs / 'c4'}" in note for note in result["notes"])
-    show_recommendation(result)
+    show_recommendation(recommended)
     shown = capsys.readouterr().out
     for word in (
         "2.00x",
@@ -459,10 +458,12 @@ def test_results_stand_in_place_of_measuring(
         "largest of 1, 2, 3, 4, 6",
     ):
         assert word in shown
-    smallest = recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs / "evaluate.json", runs])
+    smallest = recommend_groups(
+        llama, Constraints(max_loss_increase=0.25), results=[runs / "evaluate.json", runs]
+    ).as_json()
     assert smallest["groups"] == 3
     assert any("within one standard error" in note for note in smallest["notes"])
-    nearer = recommend_groups(llama, Constraints(min_speedup=1.5, context=64, batch=2), results=[runs])
+    nearer = recommend_groups(llama, Constraints(min_speedup=1.5, context=64, batch=2), results=[runs]).as_json()
     assert by_groups(nearer)[3]["speedup"] == 1.0
 
 
@@ -473,7 +474,7 @@ def test_differences_from_another_model_are_not_those_from_the_source(llama: Pat
     for each in record["results"]:
         each["difference"] = {"to": str(runs / "a3"), "loss": each["loss"] - 4.0, "standard_error": 0.5}
     write_json(runs / "evaluate.json", record)
-    found = by_groups(recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs]))
+    found = by_groups(recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs]).as_json())
     assert [(found[groups]["loss_increase"], found[groups]["loss_standard_error"]) for groups in (3, 4)] == [
         (0.25, None),
         (0.125, None),
@@ -491,7 +492,7 @@ def test_conversions_of_another_source_and_copies_do_not_count(llama: Path, tmp_
             record["results"][-1] | {"model": str(runs / name), "loss": 2.515625, "difference": None}
         )
     write_json(runs / "evaluate.json", record)
-    result = recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs])
+    result = recommend_groups(llama, Constraints(max_loss_increase=0.25), results=[runs]).as_json()
     found = by_groups(result)
     assert [(found[groups]["loss_increase"], found[groups]["model"]) for groups in (3, 12)] == [
         (0.25, str(runs / "b3")),
@@ -508,7 +509,9 @@ def test_the_nearest_times_count(llama: Path, tmp_path: Path, batch: int, contex
     made = benchmark(TIMES, contexts=(64, 512), model=str(llama), kv_heads=12)
     made["results"] = [each | {"batch": size} for size in (1, 8) for each in made["results"]]
     write_json(tmp_path / "benchmark.json", made)
-    result = recommend_groups(llama, Constraints(min_speedup=1.5, context=context, batch=batch), results=[tmp_path])
+    result = recommend_groups(
+        llama, Constraints(min_speedup=1.5, context=context, batch=batch), results=[tmp_path]
+    ).as_json()
     assert (result["speed"]["batch"], result["speed"]["context"]) == found
 
 
@@ -516,7 +519,7 @@ def test_results_of_inspect_and_of_others(llama: Path, tmp_path: Path) -> None:
     losses = {"by_groups": [{"groups": 3, "loss": 2.0, "increase": 0.5}, {"groups": 4, "loss": None, "increase": None}]}
     inspected = {"source": str(llama), "layers": [], "heads": 12, "kv_heads": 12, "groups": [3, 4], "loss": losses}
     path = write_json(tmp_path / "inspect.json", inspected)
-    result = recommend_groups(llama, Constraints(max_loss_increase=0.5), results=[path])
+    result = recommend_groups(llama, Constraints(max_loss_increase=0.5), results=[path]).as_json()
     assert result["groups"] == 3
     assert (by_groups(result)[3]["loss_is"], by_groups(result)[4]["loss_increase"]) == ("upper bound", None)
     for change in ({"source": "another"}, {"kv_heads": 6}, {"loss": None}):
@@ -557,7 +560,7 @@ def test_mistakes(llama: Path, readable: tuple[Path, Path], tmp_path: Path) -> N
     refused(GroupsError, "--groups 5", constraints=fitting, groups=[5])
     refused(GroupsError, "--groups 24", constraints=fitting, groups=[3, 24])
     grouped = write_grouped(tmp_path / "gqa4")
-    assert list(by_groups(recommend_groups(grouped, Constraints(**fitting)))) == [1, 2, 4]
+    assert list(by_groups(recommend_groups(grouped, Constraints(**fitting)).as_json())) == [1, 2, 4]
     refused(GroupsError, "--groups 12 merges none of the 4", grouped, constraints=fitting, groups=[2, 12])
     refused(GroupsError, "--groups 12 merges none of the 12", constraints=fitting, groups=[12])
     refused(OptionError, "--groups names no number", constraints=fitting, groups=[])
@@ -611,7 +614,7 @@ def test_a_name_that_looks_like_a_mark_of_the_console(tmp_path: Path) -> None:
 
 
 def test_a_real_timing(llama: Path) -> None:
-    result = recommend_groups(llama, Constraints(min_speedup=1.0001, context=6), groups=[3])
+    result = recommend_groups(llama, Constraints(min_speedup=1.0001, context=6), groups=[3]).as_json()
     json.dumps(result, allow_nan=False)
     assert (result["speed"]["batch"], result["speed"]["context"], result["speed"]["layers"]) == (1, 6, 2)
     found = by_groups(result)

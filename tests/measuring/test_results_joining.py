@@ -31,7 +31,7 @@ def test_a_model_is_found_by_its_folder_wherever_the_file_lies(runs: Path, tmp_p
         str(runs.parent / "source"): (1.0, 0.1),
     }
     write_json(tmp_path / "e.json", evaluation({name: models[name] for name in models}))
-    made = make_report([tmp_path / "e.json"])
+    made = make_report([tmp_path / "e.json"]).as_json()
     assert Path(made["out"]) == tmp_path / "e-report"
     rows = {row["model"]: (row["N"], row["method"]) for row in rows_of(page_of(made), "quality")}
     assert rows == {
@@ -48,7 +48,7 @@ def test_contradictions_are_named_and_the_newer_counts(runs: Path, tmp_path: Pat
         created = {"created": f"2026-05-0{2 - number}T00:00:00Z"}
         write_json(tmp_path / f"e{number}.json", evaluation({str(runs / "gqa-3"): (loss, 0.1)}, **created))
         write_json(tmp_path / f"b{number}.json", benchmark({3: (decode, decode, decode)}, **created))
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     (row,) = rows_of(page_of(made), "quality")
     assert row["loss, nats per token"].startswith("2.0000")
     assert row["decode ms per token"].startswith("7.000")
@@ -60,7 +60,7 @@ def test_contradictions_are_named_and_the_newer_counts(runs: Path, tmp_path: Pat
 def test_times_of_another_shape_are_not_joined(runs: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.0, 0.1)}))
     write_json(tmp_path / "b.json", benchmark({3: (7.0, 7.0, 7.0)}, heads=16))
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     rows = rows_of(page_of(made), "quality")
     assert [(row["loss, nats per token"], row["decode ms per token"]) for row in rows] == [
         ("2.0000 ± 0.1000", "not measured"),
@@ -85,7 +85,7 @@ def test_times_of_another_model_are_not_joined_with_a_source(runs: Path, tmp_pat
         models[name] = (2.5, 0.1)
     write_json(tmp_path / "e.json", evaluation(models))
     write_json(tmp_path / "b.json", benchmark(TIMES, model=str(source)))
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     rows = [row for row in rows_of(page_of(made), "quality") if row["method"] == "source"]
     assert {row["model"] for row in rows if row["decode ms per token"] != "not measured"} == {"same"}
     assert {row["model"]: row["N"] for row in rows} == dict.fromkeys(models, "12")
@@ -100,7 +100,7 @@ def test_one_name_in_two_places_is_two_models(runs: Path, tmp_path: Path) -> Non
     for name, loss in (("first", 2.0), ("second", 3.0)):
         shutil.copytree(runs / "gqa-3", tmp_path / name / "out")
         write_json(tmp_path / name / "e.json", evaluation({"out": (loss, 0.1)}))
-    made = make_report([tmp_path / "first", tmp_path / "second"])
+    made = make_report([tmp_path / "first", tmp_path / "second"]).as_json()
     rows = {row["model"]: row["loss, nats per token"] for row in rows_of(page_of(made), "quality")}
     assert rows == {
         str(tmp_path / "first" / "out"): "2.0000 ± 0.1000",
@@ -112,7 +112,7 @@ def test_one_name_in_two_places_is_two_models(runs: Path, tmp_path: Path) -> Non
 def test_bytes_of_a_model_that_was_timed_in_part_are_computed(runs: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.5, 0.1)}))
     write_json(tmp_path / "b.json", benchmark(TIMES, layers=2, model_layers=24))
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     page = page_of(made)
     sizes = json.loads((runs / "gqa-3" / "gqa_conversion.json").read_bytes())["kv_bytes_per_token"]
     rows = {

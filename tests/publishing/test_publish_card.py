@@ -85,7 +85,7 @@ def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str,
     assert read.data.to_dict() == front
     assert yaml.safe_load(ModelCard(str(read)).data.to_yaml()) == front
     assert text == read.content
-    return text, front, made["warnings"]
+    return text, front, list(made.warnings)
 
 
 def uptrained(out: Path, **changes: Any) -> None:
@@ -100,7 +100,7 @@ def uptrained(out: Path, **changes: Any) -> None:
             "data": [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}],
         }
     ).resolved()
-    training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
+    training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]).as_json() | {
         "processes": 1,
         "tokens": 65536,
         "changes": [],
@@ -377,7 +377,7 @@ def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
 
 
 def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
-    sent = {each["path"] for each in publish(out, Place(REPO), dry_run=True)["files"]}
+    sent = {each.path for each in publish(out, Place(REPO), dry_run=True).files}
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     (out / "linked").symlink_to(tmp_path / "outside")
@@ -395,9 +395,9 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
     ):
         (out / name).write_text("{}")
     made = publish(out, Place(REPO), dry_run=True)
-    assert {each["path"] for each in made["files"]} == sent | {"LICENSE.txt", "NOTICE"}
+    assert {each.path for each in made.files} == sent | {"LICENSE.txt", "NOTICE"}
     assert any(
-        each.endswith("id_rsa, linked/secret, optimizer.pt, runs/one/LICENSE and 3 more") for each in made["warnings"]
+        each.endswith("id_rsa, linked/secret, optimizer.pt, runs/one/LICENSE and 3 more") for each in made.warnings
     )
 
 
@@ -474,11 +474,11 @@ def test_files_that_are_not_what_they_were(out: Path) -> None:
 
 def test_weights_that_changed_are_not_published(out: Path, tmp_path: Path) -> None:
     record(out, result=None)
-    notes = publish(out, Place(REPO), dry_run=True)["warnings"]
+    notes = publish(out, Place(REPO), dry_run=True).warnings
     assert any("model.safetensors: their hashes were not recorded" in note for note in notes)
     made = tmp_path / "made"
     convert_checkpoint(write_llama(tmp_path / "source"), made, 3)
-    assert not any("hashes" in note for note in publish(made, Place(REPO), dry_run=True)["warnings"])
+    assert not any("hashes" in note for note in publish(made, Place(REPO), dry_run=True).warnings)
     (made / "README.md").unlink()
     with (made / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)

@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(runs: Path) -> dict[str, Any]:
-    return make_report([runs])
+    return make_report([runs]).as_json()
 
 
 def test_every_figure_is_drawn_with_its_commands_and_machine(runs: Path, made: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def test_markdown_holds_the_tables_and_links_the_figures(made: dict[str, Any]) -
 
 
 def test_same_input_same_bytes(runs: Path, made: dict[str, Any], tmp_path: Path) -> None:
-    again = make_report([runs], tmp_path / "again")
+    again = make_report([runs], tmp_path / "again").as_json()
     first, second = ({path.name: path.read_bytes() for path in Path(each["out"]).iterdir()} for each in (made, again))
     assert first == second
     assert len(first) == 7
@@ -170,7 +170,7 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
         tmp_path / "c.json",
         {"groups": 3, "merge_error": {f"layers.0.{model}.k": 0.5, "layers.1.x.k": 0.25}, "method": model, "out": "x"},
     )
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     text = Path(made["html"]).read_text(encoding="utf-8")
     page = Page(text)
     assert "<b>" not in text
@@ -190,7 +190,7 @@ def test_what_is_missing_degrades(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"kind": "evaluate", "results": [{"model": "m"}]})
     write_json(tmp_path / "b.json", evaluation({"n": (None, None)}))
     write_json(tmp_path / "c.json", {"kind": "benchmark", "results": [{"groups": 2}]})
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     page = page_of(made)
     assert rows_of(page, "quality-1")[0]["N"] == "2"
     cells = [row["loss, nats per token"] for name in ("quality-1", "quality-2") for row in rows_of(page, name)]
@@ -204,7 +204,7 @@ def test_what_is_missing_degrades(tmp_path: Path) -> None:
 
 
 def test_missing_figures_say_which_command_makes_them(runs: Path, tmp_path: Path) -> None:
-    made = make_report([runs / "gqa-3"], tmp_path / "out")
+    made = make_report([runs / "gqa-3"], tmp_path / "out").as_json()
     assert [figure["name"] for figure in made["figures"]] == ["time-groups", "merge-error"]
     assert Path(made["html"]).read_text().count("<code>gqa-convert convert 3</code>. Machine: cpu; ") == 4
     advice = {each["title"]: each["advice"] for each in made["missing"]}
@@ -220,7 +220,7 @@ def test_missing_figures_say_which_command_makes_them(runs: Path, tmp_path: Path
 def test_no_report_lands_in_a_checkpoint(runs: Path, tmp_path: Path) -> None:
     """It is published as it is."""
     shutil.copytree(runs / "gqa-3", tmp_path / "gqa-3")
-    assert Path(make_report([tmp_path / "gqa-3"])["out"]) == tmp_path / "gqa-3-report"
+    assert Path(make_report([tmp_path / "gqa-3"]).out) == tmp_path / "gqa-3-report"
 
 
 def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_tasks_and_a_reference_and_an_unfinished_run(runs: Path, tmp_path: Path)
     write_json(tmp_path / "e.json", scored)
     write_json(tmp_path / "copy.json", scored)
     shutil.copytree(runs / "uptraining", tmp_path / "run", ignore=shutil.ignore_patterns("summary.json"))
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     page = page_of(made)
     assert rows_of(page, "tasks") == [
         {"model": "m", "task": "lambada", "metric": "acc,none", "value": "0.5000 ± 0.2500"}
@@ -301,12 +301,12 @@ def test_links_to_nowhere_and_pipes(runs: Path, tmp_path: Path) -> None:
     write_json(
         tmp_path / "e.json", evaluation({str(runs / "gqa-3"): (2.0, 0.1), "x" * 5000: (2.5, 0.1), "a\0b": (2.5, 0.1)})
     )
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     assert made["ignored"] == [{"file": str(tmp_path / "pipe.json"), "why": "no regular file"}]
     assert len(made["notes"]) == 2
     shutil.copyfile(runs / "gqa-3" / "config.json", tmp_path / "config.json")
     (tmp_path / "gqa_conversion.json").touch()
-    assert {Path(each["file"]).name: each["why"][:5] for each in make_report([tmp_path])["ignored"]} == {
+    assert {Path(each["file"]).name: each["why"][:5] for each in make_report([tmp_path]).as_json()["ignored"]} == {
         "pipe.json": "no re",
         "gqa_conversion.json": "empty",
     }

@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(runs: Path) -> dict[str, Any]:
-    return make_report([runs])
+    return make_report([runs]).as_json()
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_time_and_bytes_against_groups(drawn: dict[str, ET.Element]) -> None:
 def test_series_of_several_contexts(tmp_path: Path) -> None:
     """Two times, and bytes that are the same per token are drawn once."""
     write_json(tmp_path / "b.json", benchmark(TIMES, contexts=(128, 512)))
-    (each,) = make_report([tmp_path])["figures"]
+    (each,) = make_report([tmp_path]).as_json()["figures"]
     figure = ET.fromstring(Path(each["file"]).read_bytes())
     assert len(markers(figure, "series-time-1")) == len(markers(figure, "series-time-0")) == len(TIMES)
     names = {group.get("id") for group in figure.iter(f"{SVG}g")}
@@ -142,7 +142,7 @@ def test_series_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     for name, decode in (("a", 4.0), ("b", 6.0)):
         write_json(tmp_path / name / "benchmark.json", benchmark({3: (decode, decode, decode), 4: (7.0, 7.0, 7.0)}))
         shutil.copytree(runs / "uptraining", tmp_path / name / "run")
-    made = make_report([tmp_path])
+    made = make_report([tmp_path]).as_json()
     figures = {each["name"]: ET.fromstring(Path(each["file"]).read_bytes()) for each in made["figures"]}
     labels = {"a/benchmark: batch 2, context 512", "b/benchmark: batch 2, context 512"}
     assert labels <= set(texts(figures["time-groups"]))
@@ -155,7 +155,8 @@ def test_many_series_and_long_ones(tmp_path: Path) -> None:
     lines = [{"step": step, "tokens": step, "evaluation_loss": 2 + 1 / step} for step in range(1, 102)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = {
-        each["name"]: ET.fromstring(Path(each["file"]).read_bytes()) for each in make_report([tmp_path])["figures"]
+        each["name"]: ET.fromstring(Path(each["file"]).read_bytes())
+        for each in make_report([tmp_path]).as_json()["figures"]
     }
     assert markers(figures["recovery"], "series-run-0") == []
     points = [place for number in range(30) for place in markers(figures["time-groups"], f"series-time-{number}")]
@@ -185,7 +186,7 @@ def test_bytes_from_shapes_and_sources_apart(runs: Path, tmp_path: Path) -> None
         tmp_path / "e.json",
         evaluation({str(runs / "gqa-3"): (2.5, 0.5), str(tmp_path / "other"): (2.5, None), "gqa-3": (2.5, 0.25)}),
     )
-    made = make_report([runs / "gqa-3", runs / "gqa-4", tmp_path], tmp_path / "out")
+    made = make_report([runs / "gqa-3", runs / "gqa-4", tmp_path], tmp_path / "out").as_json()
     assert [each["name"] for each in made["figures"]] == [
         "quality-groups",
         "time-groups",

@@ -71,7 +71,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> tuple[str, str, bool]:
     monkeypatch.setenv("FAKE_MODE", mode)
-    report = check_serving(out, known=(FAKE,), **options)
+    report = check_serving(out, known=(FAKE,), **options).as_json()
     (entry,) = report["clients"]
     return entry["status"], entry["detail"], report["passed"]
 
@@ -197,15 +197,15 @@ def test_an_absent_engine_is_skipped_loudly_and_counts_if_it_was_named(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_MODE", "right")
-    report = check_serving(out, known=(FAKE, ABSENT))
+    report = check_serving(out, known=(FAKE, ABSENT)).as_json()
     assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
     assert report["passed"]
     for word in ("pip install", "no-such-package-as-this", "--install", "luck"):
         assert word in report["clients"][1]["detail"]
-    assert not check_serving(out, ["fake", "absent"], known=(FAKE, ABSENT))["passed"]
-    assert not check_serving(out, ["absent"], known=(FAKE, ABSENT))["passed"]
+    assert not check_serving(out, ["fake", "absent"], known=(FAKE, ABSENT)).passed
+    assert not check_serving(out, ["absent"], known=(FAKE, ABSENT)).passed
     for clients in ([], ["fake"]):
-        report = check_serving(out, clients, pythons={"absent": sys.executable}, known=(FAKE, ABSENT))
+        report = check_serving(out, clients, pythons={"absent": sys.executable}, known=(FAKE, ABSENT)).as_json()
         assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
         assert sys.executable in report["clients"][1]["detail"]
         assert not report["passed"]
@@ -232,9 +232,9 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
     answer = Answer([[*reference.tokens[0][:4], other, *[0] * (NEW_TOKENS - 5)]], reference.logits)
     row[other] = row[token] - 1e-4
     found = compare(reference, answer, prompts, 1e-3)
-    assert (found["problems"], found["ties"], found["tokens"]) == ([], 1, 4)
+    assert (found.problems, found.ties, found.tokens) == ((), 1, 4)
     row[other] = row[token] - 0.1
-    assert compare(reference, answer, prompts, 1e-3)["problems"]
+    assert compare(reference, answer, prompts, 1e-3).problems
 
 
 def test_an_engine_may_pad_the_vocabulary() -> None:
@@ -244,7 +244,7 @@ def test_an_engine_may_pad_the_vocabulary() -> None:
     padded = replace(
         reference, logits=[np.pad(each, ((0, 0), (0, 8)), constant_values=99) for each in reference.logits]
     )
-    assert compare(reference, padded, prompts, 1e-3)["problems"] == []
+    assert compare(reference, padded, prompts, 1e-3).problems == ()
 
 
 def test_prompts_fill_what_the_context_leaves() -> None:
@@ -271,7 +271,7 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CorruptCheckpointError, match=r"can't run .*: AttributeError"):
         check_serving(folder, known=(FAKE,))
     own = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
-    report = check_serving(own)
+    report = check_serving(own).as_json()
     assert {entry["status"] for entry in report["clients"]} == {"not supported"}
     assert len(report["clients"]) == len(CLIENTS)
     assert not report["passed"]

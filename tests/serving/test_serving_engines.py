@@ -50,7 +50,7 @@ def engines() -> None:
 
 
 def statuses(out: Path, *names: str) -> dict[str, str]:
-    report = check_serving(out, names)
+    report = check_serving(out, names).as_json()
     assert report["prompts"][-1] > 300
     return {entry["client"]: f"{entry['status']} {entry['detail']}" for entry in report["clients"]}
 

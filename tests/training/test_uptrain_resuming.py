@@ -165,7 +165,7 @@ def test_signals_before_and_between_the_steps(
 def test_run_again_after_the_end(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
     said: list[str] = []
-    summary = uptrain_checkpoint(whole.with_suffix(".yaml"), [], on_message=said.append)
+    summary = uptrain_checkpoint(whole.with_suffix(".yaml"), [], on_message=said.append).as_json()
     assert summary == json.loads((whole / "summary.json").read_text())
     assert said == [f"{whole} is already complete: raise the budget to continue it, or name another output"]
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before

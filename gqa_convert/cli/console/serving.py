@@ -1,27 +1,30 @@
 """The printed result of check-serving."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .screen import stdout_console, styled
+
+if TYPE_CHECKING:
+    from gqa_convert.serving.checking import ClientReport, ServingReport
 
 _MARKS = {"ok": ("ok", "green"), "failed": ("FAIL", "red"), "skipped": ("skipped", "yellow")}
 
 
-def show_serving(report: dict[str, Any]) -> None:
+def show_serving(report: "ServingReport") -> None:
     """Print a line for each engine, then the verdict."""
     console = stdout_console()
-    lengths = ", ".join(map(str, report["prompts"]))
+    lengths = ", ".join(map(str, report.prompts))
     if lengths:
         console.print(
-            f"{report['model_type']} in transformers {report['transformers']}: prompts of {lengths} tokens, {report['new_tokens']} new ones each",
+            f"{report.model_type} in transformers {report.transformers}: prompts of {lengths} tokens, {report.new_tokens} new ones each",
             soft_wrap=True,
         )
-    for entry in report["clients"]:
-        name = " ".join(filter(None, (entry["client"], _number(entry))))
-        mark, style = _MARKS.get(entry["status"], ("not supported", ""))
-        console.print(styled((f"{mark:<13}", style), f"  {name:<26} {entry['detail']}"), soft_wrap=True)
-    states = [entry["status"] for entry in report["clients"]]
-    if report["passed"]:
+    for entry in report.clients:
+        name = " ".join(filter(None, (entry.client, _number(entry))))
+        mark, style = _MARKS.get(entry.status, ("not supported", ""))
+        console.print(styled((f"{mark:<13}", style), f"  {name:<26} {entry.detail}"), soft_wrap=True)
+    states = [entry.status for entry in report.clients]
+    if report.passed:
         verdict = ("every engine that ran agrees with transformers", "green")
     elif "failed" in states:
         verdict = ("an engine differs from transformers: do not serve OUT with an engine marked FAIL", "red")
@@ -32,6 +35,6 @@ def show_serving(report: dict[str, Any]) -> None:
     console.print(styled(verdict))
 
 
-def _number(entry: dict[str, Any]) -> str:
+def _number(entry: "ClientReport") -> str:
     """Return the version of an engine, unless its name has the version already."""
-    return entry["version"] if entry["version"] and entry["client"] != "transformers-4.57" else ""
+    return entry.version if entry.version and entry.client != "transformers-4.57" else ""

@@ -3,9 +3,9 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_tensors
 from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
 from gqa_convert.conversion.plan.model import OutputShard, Plan, TensorChange
@@ -119,8 +119,8 @@ def _target(
 
 
 def _converted_config(
-    config: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, *, encoder: bool
-) -> dict[str, Any]:
+    config: JsonObject, family: Family, modeling: Modeling | None, groups: int, *, encoder: bool
+) -> JsonObject:
     """The source's config with the family's own keys and ChatGLM2's convention set to the new count, for old clients
     and new.
     """

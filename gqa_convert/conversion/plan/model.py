@@ -1,7 +1,6 @@
 """What a plan consists of."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.provenance import BeforeAfter
@@ -109,7 +108,7 @@ class Plan:
     layers: tuple[AttentionLayer, ...]
     changes: tuple[TensorChange, ...]
     shards: tuple[OutputShard, ...]
-    config: dict[str, Any]
+    config: JsonObject
     """The result's config.json."""
     warnings: tuple[str, ...]
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 
-Config = dict[str, Any]
-Reader = Callable[[Config], Config]
+Reader = Callable[[Config], JsonObject]
 
 _IGNORED = frozenset(
     {"auto_map", "attn_implementation", "_attn_implementation", "flash_attn", "flash_rotary", "fused_dense"}
@@ -57,7 +57,7 @@ class Settings:
         if default if value is None else value:
             raise _not_stock(f"{key} = {value if value is not None else default!r}: {reason}")
 
-    def rest(self) -> Config:
+    def rest(self) -> JsonObject:
         return {key: copy.deepcopy(value) for key, value in self._config.items() if key not in self._taken}
 
 
@@ -73,14 +73,14 @@ def _heads(settings: Settings, key: str = "num_attention_heads", hidden_key: str
     return hidden, heads
 
 
-def _positions(theta: float, scaling: Config | None = None, factor: float | None = None) -> Config:
+def _positions(theta: float, scaling: JsonObject | None = None, factor: float | None = None) -> JsonObject:
     """Rotary positions under the keys of old and new clients."""
     partial = {} if factor is None else {"partial_rotary_factor": factor}
     parameters = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": theta} | partial
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters} | partial
 
 
-def _scaling(settings: Settings) -> Config | None:
+def _scaling(settings: Settings) -> JsonObject | None:
     """Linear and dynamic scaling, which custom code and stock classes compute by the same formula."""
     stated = settings.take("rope_scaling")
     if stated is None:
@@ -92,7 +92,7 @@ def _scaling(settings: Settings) -> Config | None:
     return {"rope_type": kind, "factor": float(factor)}
 
 
-def _dense(settings: Settings, **fixed: Any) -> Config:
+def _dense(settings: Settings, **fixed: Any) -> JsonObject:
     """The keys that Llama and its relatives share."""
     hidden, heads = _heads(settings)
     settings.take("head_dim")  # the types' own code has hidden_size / heads
@@ -124,7 +124,7 @@ def _all_heads(settings: Settings) -> None:
         )
 
 
-def from_yi(config: Config) -> Config:
+def from_yi(config: Config) -> JsonObject:
     settings = Settings(config)
     settings.refuse("rope_scaling", "its own code does not read it")
     dense = _dense(settings, attention_bias=False, rms_norm_eps=settings.number("rms_norm_eps", 1e-5))
@@ -134,7 +134,7 @@ def from_yi(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 4096)}
 
 
-def from_open_llama(config: Config) -> Config:
+def from_open_llama(config: Config) -> JsonObject:
     settings = Settings(config)
     settings.refuse("use_stable_embedding", "a norm stands behind the embedding; no stock class has it", default=True)
     settings.refuse("rope_scaling", "it is not known to be computed alike")
@@ -155,7 +155,7 @@ def from_open_llama(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 2048)}
 
 
-def from_internlm(config: Config) -> Config:
+def from_internlm(config: Config) -> JsonObject:
     settings = Settings(config)
     _all_heads(settings)
     settings.take("bias")  # the tensors say which biases there are
@@ -177,7 +177,7 @@ def from_internlm(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 2048)}
 
 
-def from_internlm2(config: Config) -> Config:
+def from_internlm2(config: Config) -> JsonObject:
     settings = Settings(config)
     settings.take("bias")
     dense = _dense(settings, rms_norm_eps=settings.number("rms_norm_eps", 1e-6))
@@ -186,7 +186,7 @@ def from_internlm2(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 2048)}
 
 
-def from_baichuan(config: Config) -> Config:
+def from_baichuan(config: Config) -> JsonObject:
     settings = Settings(config)
     _all_heads(settings)
     positions = config.get("max_position_embeddings")
@@ -205,7 +205,7 @@ def from_baichuan(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings")}
 
 
-def from_qwen(config: Config) -> Config:
+def from_qwen(config: Config) -> JsonObject:
     settings = Settings(config)
     _all_heads(settings)
     hidden, heads = _heads(settings)
@@ -258,7 +258,7 @@ def from_qwen(config: Config) -> Config:
     }
 
 
-def from_stablelm_epoch(config: Config) -> Config:
+def from_stablelm_epoch(config: Config) -> JsonObject:
     settings = Settings(config)
     settings.refuse("rope_scaling", "its own code does not read it")
     for key in ("use_qkv_bias", "num_heads"):
@@ -281,7 +281,7 @@ def from_stablelm_epoch(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 4096)}
 
 
-def from_minicpm(config: Config) -> Config:
+def from_minicpm(config: Config) -> JsonObject:
     settings = Settings(config)
     settings.refuse("num_experts", "granite has no experts; granitemoe routes differently")
     settings.refuse("sparse_config", "its sparse attention selects blocks of keys")
@@ -298,7 +298,7 @@ def from_minicpm(config: Config) -> Config:
     return settings.rest() | dense | {"max_position_embeddings": settings.count("max_position_embeddings", 2048)}
 
 
-def from_phi_msft(config: Config) -> Config:
+def from_phi_msft(config: Config) -> JsonObject:
     settings = Settings(config)
     hidden, heads = _heads(settings, "n_head", "n_embd")
     kv_heads = settings.take("n_head_kv")
@@ -335,7 +335,7 @@ def from_phi_msft(config: Config) -> Config:
     }
 
 
-def from_refined_web(config: Config) -> Config:
+def from_refined_web(config: Config) -> JsonObject:
     """Falcon as first published: `RefinedWeb` is the architecture of the 40B, `RefinedWebModel` that of the 7B
     and the 1B.
     """

@@ -4,11 +4,12 @@ from.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import OutputShard, OutputTensor, Piece
 from gqa_convert.conversion.plan.tensors import safetensors_name
 from gqa_convert.conversion.restating.remote_code_types import RESTATED, Module, Restated
@@ -29,7 +30,7 @@ class StockPlan:
     checkpoint: Checkpoint
     record: Restated
     shards: tuple[OutputShard, ...]
-    config: dict[str, Any]
+    config: JsonObject
     notes: tuple[str, ...]
     target_architecture: None = None
     modeling: None = None
@@ -145,7 +146,7 @@ def _whole(name: str, number: int, entry: TensorEntry) -> OutputTensor:
 class _Restater:
     """Finds every tensor of the stock class among those of the source. A tensor left over is an error."""
 
-    def __init__(self, checkpoint: Checkpoint, record: Restated, stock: dict[str, Any], *, unit_head: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, record: Restated, stock: JsonObject, *, unit_head: bool) -> None:
         self.record, self.stock, self.unit_head = record, stock, unit_head
         self.checkpoint = checkpoint
         self.entries = {name: (number, entry) for number, name, entry in checkpoint.tensors()}

@@ -5,16 +5,42 @@ whole or not at all.
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.ownership import RESTATED, WRITTEN, list_written
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_local
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.restating.planning import StockPlan, plan_stock
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+
+
+@dataclass(frozen=True, slots=True)
+class RestatedCheckpoint(Result):
+    """What `restate_checkpoint` wrote.
+
+    Attributes:
+        source, revision: the checkpoint that was restated.
+        model_type, result_model_type: of the source and of the result.
+        out: the new folder.
+        notes: sentences on what differs.
+    """
+
+    source: str
+    revision: str | None
+    model_type: str
+    result_model_type: str
+    out: str
+    notes: tuple[str, ...]
+
+    def record(self) -> JsonObject:
+        """The part that the record in the result holds."""
+        values = self.as_json()
+        return {key: values[key] for key in ("source", "revision", "model_type", "result_model_type")}
 
 
 def restate_checkpoint(
@@ -25,7 +51,7 @@ def restate_checkpoint(
     overwrite: bool = False,
     on_plan: Callable[[StockPlan], None] = lambda plan: None,
     progress: Progress = lambda nbytes: None,
-) -> dict[str, Any]:
+) -> RestatedCheckpoint:
     """Write `source` as a checkpoint that transformers' own classes load, with as many K/V heads as before.
 
     Args:
@@ -52,12 +78,14 @@ def restate_checkpoint(
         staged = stack.enter_context(StagedFolder(out))
         write_weights(plan, staged.path, progress)
         write_sidecar_files(plan, staged.path)
-        made = {
-            "source": checkpoint.source_id,
-            "revision": checkpoint.revision,
-            "model_type": plan.record.model_type,
-            "result_model_type": plan.record.stock,
-        }
-        write_json(staged.path / RESTATED, made | {WRITTEN: list_written(staged.path)})
+        made = RestatedCheckpoint(
+            checkpoint.source_id,
+            checkpoint.revision,
+            plan.record.model_type,
+            plan.record.stock,
+            str(out),
+            tuple(plan.notes),
+        )
+        write_json(staged.path / RESTATED, made.record() | {WRITTEN: list_written(staged.path)})
         staged.publish(overwrite=overwrite)
-    return {**made, "out": str(out), "notes": list(plan.notes)}
+    return made

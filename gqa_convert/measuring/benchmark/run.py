@@ -178,7 +178,7 @@ def _measure(
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
         results=tuple(results),
         plot=None if picture is None else str(picture),
-    ).headed(Head.model_validate(measurement("benchmark", command, str(device))))
+    ).headed(Head.model_validate(measurement("benchmark", command, str(device)).as_json()))
     if options.memory is not None:
         from gqa_convert.measuring.benchmark.memory import ASSUMED
 

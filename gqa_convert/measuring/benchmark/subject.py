@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.strict_json import Config, JsonObject, parse_object
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import (
     ConfigError,
@@ -41,7 +41,7 @@ class Subject:
     """The model that is timed."""
 
     name: str
-    config: dict[str, Any]
+    config: JsonObject
     """The config.json of the whole model."""
     folder: Path | None
     """The folder with its weights, None for random ones."""
@@ -91,7 +91,7 @@ def _check_head(checkpoint: Checkpoint) -> None:
     check_language_model(checkpoint.source_id, checkpoint.config, NEEDS_HEAD)
 
 
-def transformers_config(config: dict[str, Any], where: str) -> Any:
+def transformers_config(config: Config, where: str) -> Any:
     """The transformers config for the content of a config.json.
 
     Raises:
@@ -176,7 +176,7 @@ def refused_attention(attention: str | None) -> Iterator[None]:
         ) from None
 
 
-def build(config: dict[str, Any], where: str, **options: Any) -> Any:
+def build(config: JsonObject, where: str, **options: Any) -> Any:
     """An instance of the config's language model with uninitialised weights.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import DataError, DeviceMemoryError, OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
 from gqa_convert.families.loading import (
@@ -48,7 +49,7 @@ class Candidate:
     name: str
     revision: str | None
     folder: Path
-    config: dict[str, Any]
+    config: JsonObject
     tokenizer: Any
 
     @property

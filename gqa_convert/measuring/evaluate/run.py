@@ -129,7 +129,7 @@ def evaluate(
         with run.together():
             if not processes.is_main_process:
                 return None
-            head = Head.model_validate(measurement("evaluate", command, processes.device))
+            head = Head.model_validate(measurement("evaluate", command, processes.device).as_json())
             results = results.headed(head)
             if output is not None:
                 write_results(output, results, overwrite=overwrite)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.measuring.recommend.choice import Constraints
+from gqa_convert.measuring.recommend.recommendation import SpeedOrigin
 from gqa_convert.measuring.recommend.speed import Speed, speeds
 from gqa_convert.measuring.results.fields import is_there
 from gqa_convert.measuring.results.finding import find
@@ -36,7 +37,7 @@ class Found:
     loss_text: str | None = None
     """The text and the file that the losses come from."""
     speeds: dict[int, Speed] = field(default_factory=dict)
-    timing: dict[str, Any] | None = None
+    timing: SpeedOrigin | None = None
     """The benchmark that the times come from: its file, setting and machine."""
     notes: list[str] = field(default_factory=list)
 
@@ -70,25 +71,25 @@ def predicted(file: InspectionFile) -> dict[int, Loss]:
     return {each.groups: Loss(each.increase, "upper bound") for each in losses if each.increase is not None}
 
 
-def timing_of(file: BenchmarkFile, cell: TimedCell, path: Path | None) -> dict[str, Any]:
-    """What was timed and where, for the JSON of a recommendation.
+def timing_of(file: BenchmarkFile, cell: TimedCell, path: Path | None) -> SpeedOrigin:
+    """What was timed and where.
 
     Args:
         file: the benchmark.
         cell: one of the results at the batch and the context that are used.
         path: of the file, None for a benchmark that was run for this recommendation.
     """
-    return {
-        "from": None if path is None else str(path),
-        "batch": cell.batch or 0,
-        "context": cell.context or 0,
-        "encoder_tokens": cell.encoder_tokens,
-        "layers": file.layers,
-        "model_layers": file.model_layers,
-        "dtype": file.dtype,
-        "attention": file.attention,
-        "machine": file.machine.as_json() if file.machine else None,
-    }
+    return SpeedOrigin(
+        origin=None if path is None else str(path),
+        batch=cell.batch or 0,
+        context=cell.context or 0,
+        encoder_tokens=cell.encoder_tokens,
+        layers=file.layers,
+        model_layers=file.model_layers,
+        dtype=file.dtype,
+        attention=file.attention,
+        machine=file.machine,
+    )
 
 
 def _predicted(material: Material, source: str, plan: Plan, found: Found) -> None:
@@ -174,11 +175,11 @@ def _timed(material: Material, source: str, plan: Plan, constraints: Constraints
                 best, found.speeds = rank, timed
                 found.timing = timing_of(benchmark.file, records[0], benchmark.origin.path)
     if found.timing is not None and constraints.min_speedup is not None:
-        given, asked = (found.timing["batch"], found.timing["context"]), (constraints.batch, constraints.context)
+        given, asked = (found.timing.batch, found.timing.context), (constraints.batch, constraints.context)
         if given[0] != asked[0] or asked[1] not in (None, given[1]):
             requested = f"batch {asked[0]}" if asked[1] is None else f"batch {asked[0]}, context {asked[1]:,}"
             found.notes.append(
-                f"{found.timing['from']} was timed at batch {given[0]}, context {given[1]:,}, and {requested} was requested"
+                f"{found.timing.origin} was timed at batch {given[0]}, context {given[1]:,}, and {requested} was requested"
             )
 
 

@@ -1,8 +1,8 @@
 """Recommends a number of K/V heads from its loss, its speed and its memory."""
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.recommend.choice import Candidate, Constraints, choose, failing
+from gqa_convert.measuring.recommend.recommendation import ConsideredGroups, CountedMemory, LossOrigin, Recommendation
 from gqa_convert.measuring.recommend.results import Found, predicted, read_results, timing_of
 from gqa_convert.measuring.recommend.speed import Setting, choose_setting, speeds, time_versions, uneven
 from gqa_convert.measuring.results.schemas import InspectionFile
@@ -44,7 +45,7 @@ def recommend_groups(
     revision: str | None = None,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> dict[str, Any]:
+) -> Recommendation:
     """Recommend a number of K/V heads for a checkpoint, with the reason; nothing is converted.
 
     Losses and times are read from `results`. Losses that are missing there are predicted on calibration text as in
@@ -63,8 +64,7 @@ def recommend_groups(
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Returns:
-        The measurement's head, `groups` (None if no N meets all), `reason`, `candidates`, `next` (a command) and what
-        they were made from; docs/choosing.md has every field.
+        The number, the reason, all candidates, and what they were made from; docs/choosing.md has every field.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake of the user's.
@@ -94,9 +94,9 @@ def recommend_groups(
         _time(checkpoint, plans, setting, found, progress)
     candidates = [_candidate(plan, found, constraints, encoder_tokens) for plan in plans]
     chosen, reason = choose([known for known, _ in candidates], constraints)
-    records = [record | {"fits": not record["fails"]} for _, record in candidates]
-    entry = next((record for record in records if record["groups"] == chosen), None)
-    if any(record["loss_is"] == "upper bound" for record in records):
+    options = [option for _, option in candidates]
+    entry = next((option for option in options if option.groups == chosen), None)
+    if any(option.loss_is == "upper bound" for option in options):
         found.notes.append(PREDICTED)
     positions = stated_positions(checkpoint.config)
     if constraints.context is not None and positions is not None and constraints.context > positions:
@@ -121,21 +121,23 @@ def recommend_groups(
         "--revision": revision,
     }
     text = inspection.calibration if inspection else None
-    return measurement("recommend", command, _device(computed=setting is not None or inspection is not None)) | {
-        "source": name,
-        "model_type": plans[0].family.model_type,
-        "heads": plans[0].heads,
-        "kv_heads": plans[0].source_kv_heads,
-        "groups": chosen,
-        "reason": reason,
-        "constraints": asdict(constraints) | {"encoder_tokens": encoder_tokens},
-        "candidates": records,
-        "loss": {"text": found.loss_text, "calibration": text and text.as_json()} if found.losses else None,
-        "speed": found.timing,
-        "memory": None if constraints.context is None else {"counted": COUNTED},
-        "notes": list(dict.fromkeys(found.notes)),
-        "next": _next(name, entry, texts, plans[-1]),
-    }
+    head = measurement("recommend", command, _device(computed=setting is not None or inspection is not None))
+    return Recommendation(
+        **head.as_json(),
+        source=name,
+        model_type=plans[0].family.model_type,
+        heads=plans[0].heads,
+        kv_heads=plans[0].source_kv_heads,
+        groups=chosen,
+        reason=reason,
+        constraints=replace(constraints, encoder_tokens=encoder_tokens),
+        candidates=tuple(options),
+        loss=LossOrigin(text=found.loss_text, calibration=text) if found.losses else None,
+        speed=found.timing,
+        memory=None if constraints.context is None else CountedMemory(counted=COUNTED),
+        notes=tuple(dict.fromkeys(found.notes)),
+        next=_next(name, entry, texts, plans[-1]),
+    )
 
 
 def _open(source: str, revision: str | None) -> Checkpoint:
@@ -233,8 +235,8 @@ def _time(checkpoint: Checkpoint, plans: Sequence[Plan], setting: Setting, found
 
 def _candidate(
     plan: Plan, found: Found, constraints: Constraints, encoder_tokens: int | None
-) -> tuple[Candidate, dict[str, Any]]:
-    """One N with its loss, speed and memory, for the choice and for the JSON."""
+) -> tuple[Candidate, ConsideredGroups]:
+    """One N with its loss, speed and memory, for the choice and for the result."""
     is_source = plan.groups == plan.source_kv_heads
     loss, speed = found.losses.get(plan.groups), found.speeds.get(plan.groups)
     token, cross = plan.cache_bytes_per_token(True), plan.cache_bytes_per_token(True, "cross")
@@ -250,61 +252,64 @@ def _candidate(
         speedup=speed.speedup if speed else None,
         memory_bytes=memory,
     )
-    record: dict[str, Any] = {
-        "groups": plan.groups,
-        "source": is_source,
-        "loss_increase": known.loss_increase,
-        "loss_is": loss.kind if loss else None,
-        "loss_standard_error": loss and loss.standard_error,
-        "model": loss and loss.model,
-        "speedup": known.speedup,
-        "speedup_low": speed and speed.low,
-        "speedup_high": speed and speed.high,
-        "decode_ms_per_token": speed and speed.milliseconds,
-        "kv_bytes_per_token": token,
-    }
+    fails = tuple(failing(known, constraints))
+    option = ConsideredGroups(
+        groups=plan.groups,
+        source=is_source,
+        loss_increase=known.loss_increase,
+        loss_is=loss.kind if loss else None,
+        loss_standard_error=loss.standard_error if loss else None,
+        model=loss.model if loss else None,
+        speedup=known.speedup,
+        speedup_low=speed.low if speed else None,
+        speedup_high=speed.high if speed else None,
+        decode_ms_per_token=speed.milliseconds if speed else None,
+        kv_bytes_per_token=token,
+        weight_bytes=plan.weight_bytes_after,
+        memory_bytes=memory,
+        fails=fails,
+        fits=not fails,
+    )
     if cross:
-        record["cross_kv_bytes_per_encoder_token"] = cross
-    record |= {"weight_bytes": plan.weight_bytes_after, "memory_bytes": memory}
+        option = option.model_copy(update={"cross_kv_bytes_per_encoder_token": cross})
     if constraints.memory is not None and constraints.context is not None:
-        record |= asdict(
-            fitting(
-                constraints.memory,
-                plan.weight_bytes_after,
-                token,
-                cross,
-                batch=constraints.batch,
-                context=constraints.context,
-                encoder_tokens=encoder_tokens or 0,
-                positions=stated_positions(plan.checkpoint.config),
-            )
+        fit = fitting(
+            constraints.memory,
+            plan.weight_bytes_after,
+            token,
+            cross,
+            batch=constraints.batch,
+            context=constraints.context,
+            encoder_tokens=encoder_tokens or 0,
+            positions=stated_positions(plan.checkpoint.config),
         )
-    return known, record | {"fails": failing(known, constraints)}
+        option = option.model_copy(update=asdict(fit))
+    return known, option
 
 
-def _doubts(entry: dict[str, Any], constraints: Constraints, *, calibrated: bool) -> list[str]:
+def _doubts(entry: ConsideredGroups, constraints: Constraints, *, calibrated: bool) -> list[str]:
     """Notes on the N that was chosen."""
     notes = []
-    speed, low = constraints.min_speedup, entry["speedup_low"]
-    if speed is not None and not entry["source"] and low is not None and low < speed:
+    speed, low = constraints.min_speedup, entry.speedup_low
+    if speed is not None and not entry.source and low is not None and low < speed:
         notes.append(
-            f"--min-speedup {speed:g} lies within the quartiles of the speed-up of N = {entry['groups']}, {low:.3g} to {entry['speedup_high']:.3g}"
+            f"--min-speedup {speed:g} lies within the quartiles of the speed-up of N = {entry.groups}, {low:.3g} to {entry.speedup_high:.3g}"
         )
-    error, limit = entry["loss_standard_error"], constraints.max_loss_increase
-    if limit is not None and error and entry["loss_increase"] + error > limit:
-        notes.append(f"the loss of N = {entry['groups']} is within one standard error, {error:.2g}, of the limit")
-    if not entry["source"] and entry["model"] is None and not calibrated:
+    error, limit = entry.loss_standard_error, constraints.max_loss_increase
+    if limit is not None and error and (entry.loss_increase or 0.0) + error > limit:
+        notes.append(f"the loss of N = {entry.groups} is within one standard error, {error:.2g}, of the limit")
+    if not entry.source and entry.model is None and not calibrated:
         notes.append("convert --calibration TEXT loses far less than a conversion from the weights alone")
     return notes
 
 
-def _next(source: str, entry: dict[str, Any] | None, options: dict[str, Any], plan: Plan) -> str | None:
+def _next(source: str, entry: ConsideredGroups | None, options: Mapping[str, object], plan: Plan) -> str | None:
     """The conversion command to run next; None for the source itself and for a result that exists already."""
-    if entry is None or entry["source"] or entry["model"] is not None:
+    if entry is None or entry.source or entry.model is not None:
         return None
     folder = plan.checkpoint.folder
-    out = f"{Path(source).name if folder is None else folder.resolve().name}-gqa{entry['groups']}"
-    parts = ["gqa-convert", "convert", source, out, "--groups", str(entry["groups"])]
+    out = f"{Path(source).name if folder is None else folder.resolve().name}-gqa{entry.groups}"
+    parts = ["gqa-convert", "convert", source, out, "--groups", str(entry.groups)]
     for name, value in options.items():
         parts += [] if value is None else [name, str(value)]
     return shlex.join(parts)

@@ -65,7 +65,7 @@ def choose_setting(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    memory = int(machine(device)["memory_bytes"])
+    memory = machine(device).memory_bytes
     room = memory // 2 if device == "cuda" else min(_AFFORDABLE, memory // 4)
     layers = decoder_layers(transformers_config(checkpoint.config, checkpoint.source_id))
     context, notes = constraints.context, []

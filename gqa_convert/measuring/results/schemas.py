@@ -430,23 +430,49 @@ class ConversionRecord(Stored):
         return known_versions(self.machine, self.versions)
 
 
-# demo, as it is read here
+# demo
 
 
 class DemoConversion(Stored):
-    """A conversion of the demo and its loss in nats per token."""
+    """A conversion of the demo, whether it passed `verify`, and its loss in nats per token."""
 
     groups: Groups
-    method: Text = None
     out: Text = None
-    loss: Number = None
+    method: Text = None
     kv_bytes_per_token: Number = None
+    parameters: Count = None
+    verified: bool | None = None
+    loss: Number = None
     fit: "DemoConversion | None" = None
 
 
+class DemoPoint(Stored):
+    """The loss after a number of tokens of the demo's uptraining, in nats per token."""
+
+    tokens: Count = None
+    loss: Number = None
+
+
+class DemoUptraining(Stored):
+    """The demo's uptraining of one result."""
+
+    groups: Groups
+    recipe: Text = None
+    curve: Annotated[tuple[DemoPoint, ...], NULL_IS_EMPTY] = ()
+    model: Text = None
+    tokens: Count = None
+    alpha: Number = None
+    evaluation: RecoveredLoss | None = None
+
+
 class DemoFile(Stored):
-    """What `demo --json` prints, as far as it is read here."""
+    """What `demo` writes into `results.json` and `demo --json` prints."""
 
     source: Text = None
     held_out_tokens: Count = None
+    calibration_tokens: Count = None
+    passed: bool | None = None
     results: Annotated[tuple[DemoConversion, ...], NULL_IS_EMPTY] = ()
+    results_file: Text = None
+    plot: Text = None
+    uptraining: DemoUptraining | None = None

@@ -83,7 +83,7 @@ class Stored(Result, BaseModel):
 
     def as_json(self) -> JsonObject:
         """The object as plain data: the keys that were set, in the order of their declaration."""
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     @classmethod
     def read(cls, content: object, where: str) -> Self:

@@ -1,13 +1,13 @@
 """Makes a report: finds results, joins them, draws figures and writes the pages."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.results import Result
 from gqa_convert.errors import OptionError, OutputError
 from gqa_convert.measuring.pictures import check_matplotlib
 from gqa_convert.measuring.results.finding import find
@@ -23,9 +23,59 @@ from gqa_convert.publishing.report.theme import standalone
 HTML, MARKDOWN, FIGURE = "report.html", "report.md", "report-{}.svg"
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnFigure:
+    """A figure of a report and its file."""
+
+    name: str
+    title: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """A file that a report uses, and what it is."""
+
+    file: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFile:
+    """A file that a report does not use, and the reason."""
+
+    file: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportResult(Result):
+    """What `make_report` wrote.
+
+    Attributes:
+        out: the folder.
+        html, markdown: the pages.
+        figures: that were drawn.
+        missing: figures that could not be drawn, and what they need.
+        rows: the number of models in the tables by N.
+        read, ignored: the files that were found.
+        notes: sentences on contradictions.
+    """
+
+    out: str
+    html: str
+    markdown: str
+    figures: tuple[DrawnFigure, ...]
+    missing: tuple[Missing, ...]
+    rows: int
+    read: tuple[ReadFile, ...]
+    ignored: tuple[IgnoredFile, ...]
+    notes: tuple[str, ...]
+
+
 def make_report(
     folders: Sequence[str | Path], out: str | Path | None = None, *, overwrite: bool = False
-) -> dict[str, Any]:
+) -> ReportResult:
     """Make tables and plots from the JSON of convert, uptrain, evaluate and benchmark.
 
     Args:
@@ -33,11 +83,6 @@ def make_report(
         out: the folder for `report.html`, `report.md` and `report-*.svg`; by default `report` in the first folder, or
             beside it if that is a checkpoint or a file.
         overwrite: rename files of these names that `report` did not write (to `report.html.old`), rather than refuse.
-
-    Returns:
-        `out`, `html` and `markdown`; `figures`, each with its `name`, `title` and `file`; `missing`, figures that could
-        not be drawn and what they need; `rows`, the number of models in the tables by N; `read` and `ignored` files;
-        and `notes` on contradictions.
 
     Raises:
         ReportError: a folder is missing, a file is broken, or nothing was found.
@@ -68,19 +113,17 @@ def make_report(
     }
     contents |= {MARKDOWN: markdown_page(report, files), HTML: html_page(report)}
     _write(target, contents, overwrite=overwrite)
-    return {
-        "out": str(target),
-        "html": str(target / HTML),
-        "markdown": str(target / MARKDOWN),
-        "figures": [
-            {"name": each.name, "title": each.title, "file": str(target / files[each.name])} for each in figures
-        ],
-        "missing": [{"title": each.title, "advice": each.advice} for each in missing],
-        "rows": sum(len(each.rows) for each in tables),
-        "read": [{"file": str(origin.path), "kind": what} for origin, what in material.read],
-        "ignored": [{"file": str(path), "why": why} for path, why in material.ignored],
-        "notes": notes,
-    }
+    return ReportResult(
+        out=str(target),
+        html=str(target / HTML),
+        markdown=str(target / MARKDOWN),
+        figures=tuple(DrawnFigure(each.name, each.title, str(target / files[each.name])) for each in figures),
+        missing=tuple(missing),
+        rows=sum(len(each.rows) for each in tables),
+        read=tuple(ReadFile(str(origin.path), what) for origin, what in material.read),
+        ignored=tuple(IgnoredFile(str(path), why) for path, why in material.ignored),
+        notes=tuple(notes),
+    )
 
 
 def _default(first: Path) -> Path:
