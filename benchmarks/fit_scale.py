@@ -152,6 +152,7 @@ def child(options: argparse.Namespace) -> None:
     from gqa_convert.conversion import run as convert
     from gqa_convert.conversion.fit import layer_fitting, layer_walk
     from gqa_convert.conversion.fit.lockstep import LockstepRunner, open_model
+    from gqa_convert.conversion.fit.records import StageProgress
 
     clock = Clock()
     fitting = layer_fitting.LayerFitting
@@ -177,6 +178,8 @@ def child(options: argparse.Namespace) -> None:
     layers: list[tuple[dict[str, float], dict[str, float]]] = [({}, {})]
 
     def on_layer(_: int, __: int, record: Any) -> None:
+        if isinstance(record, StageProgress):
+            return
         layers.append((dict(clock.seconds), dict(clock.core_seconds)))
         records.append(record.as_json())
         print(

@@ -1,7 +1,7 @@
 """`gqa-convert convert`."""
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -98,20 +98,12 @@ def convert(
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
     """
-    from contextlib import ExitStack
-
     from gqa_convert.cli.console.conversion import show_conversion
-    from gqa_convert.cli.console.progress import byte_progress, layer_progress
+    from gqa_convert.cli.console.conversion_progress import conversion_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.run import convert_checkpoint
 
-    with ExitStack() as stack:
-        layers = stack.enter_context(layer_progress(quiet=quiet))
-        bar: list[Any] = []
-
-        def begin(made: Any) -> None:
-            bar.append(stack.enter_context(byte_progress("converting", made.weight_bytes_after, quiet=quiet)))
-
+    with conversion_progress(quiet=quiet) as screen:
         result = convert_checkpoint(
             source,
             out,
@@ -128,11 +120,11 @@ def convert(
             revision=revision,
             overwrite=overwrite,
             hash_weights=hash_weights,
-            on_layer=layers,
+            on_layer=screen.layer,
             max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
             command=["gqa-convert", *sys.argv[1:]],
-            on_plan=begin,
-            progress=lambda nbytes: bar[0](nbytes),
+            on_plan=lambda made: screen.expect(None, made.weight_bytes_after),
+            progress=screen.written,
         )
     if as_json:
         print_json(result.as_json())

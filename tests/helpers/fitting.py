@@ -14,6 +14,7 @@ from gqa_convert.conversion.fit.layer_walk import fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.merged_plan import merged_plan
+from gqa_convert.conversion.fit.records import StageProgress
 from gqa_convert.conversion.fit.whole_model import train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.writing import write_weights
@@ -61,14 +62,17 @@ def fitted(
     model = open_model(source)
     batches = batches or batches_for(model)
     records: list[Any] = []
+
+    def note(_: int, __: int, record: Any) -> None:
+        if not isinstance(record, StageProgress):
+            records.append(record)
+
     out.mkdir()
     with MergedLayers(out, {}, keep=False) as store:
-        fit_layers(plan, store, model, batches, lambda _, __, record: records.append(record), steps=steps)
+        fit_layers(plan, store, model, batches, note, steps=steps)
         if kl_steps:
             seen = kl_batches or batches
-            train_together(
-                plan, store, model, seen, seen[:1], lambda _, __, record: records.append(record), steps=kl_steps, seed=0
-            )
+            train_together(plan, store, model, seen, seen[:1], note, steps=kl_steps, seed=0)
         write_weights(merged_plan(plan, store), out, lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:

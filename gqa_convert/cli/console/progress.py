@@ -12,7 +12,6 @@ from .screen import stderr_console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from gqa_convert.conversion.fit.records import LayerDone, LayerRecord
     from gqa_convert.training.metrics import StepReport
 
 
@@ -54,57 +53,6 @@ def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[
     with Progress(*columns, console=stderr_console(), transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
-
-
-@contextmanager
-def layer_progress(*, quiet: bool) -> "Iterator[LayerDone]":
-    """Show a bar of merged attention layers and a line for each fitted layer; without a terminal only the lines."""
-    if quiet:
-        yield lambda done, total, record: None
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    from gqa_convert.conversion.fit.records import CalibratedRecord, TrainingProgress, TrainingRecord
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not sys.stderr.isatty()) as progress:
-        tasks: list[TaskID] = []
-        lines = ProgressLines((lambda line: None) if sys.stderr.isatty() else _say)
-
-        def advance(done: int, total: int, record: "LayerRecord | TrainingProgress | TrainingRecord") -> None:
-            if isinstance(record, TrainingProgress):
-                lines.advance("all layers together", record.done, record.total)
-                if len(tasks) < 2:
-                    tasks.append(progress.add_task("all layers together", total=record.total))
-                progress.update(tasks[-1], completed=record.done, visible=record.done < record.total)
-                return
-            if isinstance(record, TrainingRecord):
-                progress.console.print(
-                    f"all layers together: KL divergence from the source {record.kl.before:.4f} -> {record.kl.after:.4f} nats per token"
-                )
-                return
-            if not tasks:
-                tasks.append(progress.add_task("merging layers", total=total))
-            progress.update(tasks[0], completed=done, visible=done < total)
-            if isinstance(record, CalibratedRecord):
-                progress.console.print(
-                    f"layer {done} of {total}  {record.module}: {record.gap_left:.1%} of mean pooling's error remains"
-                )
-
-        yield advance
 
 
 @contextmanager

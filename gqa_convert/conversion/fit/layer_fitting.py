@@ -6,6 +6,7 @@ possible to the source's, and trains the merged projections by gradient steps.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
-from gqa_convert.conversion.fit.records import CalibratedRecord, recorded_order
+from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Ridge, moments_of
 from gqa_convert.errors import UnsupportedFamilyError
@@ -54,13 +55,20 @@ class LayerFitting:
         module: the captured module, with the calls of all batches.
         layer: the source's.
         options: how to fit it.
+        on_stage: called as stages begin, and at their steps where these are counted.
 
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
     """
 
-    def __init__(self, module: CapturedModule, layer: SourceLayer, options: FitOptions) -> None:
-        self.module, self.layer, self.options = module, layer, options
+    def __init__(
+        self,
+        module: CapturedModule,
+        layer: SourceLayer,
+        options: FitOptions,
+        on_stage: OnStage = lambda stage, step, steps: None,
+    ) -> None:
+        self.module, self.layer, self.options, self.on_stage = module, layer, options, on_stage
         self.groups, self.constraints = options.groups, layer.constraints
         self.source = layer.layout.cut(layer.tensors)
         self.device = next(iter(module.parameters().values())).device
@@ -70,6 +78,7 @@ class LayerFitting:
         self.projection = weight.removeprefix(f"{layer.layout.layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
         self.power: float | None = None
+        on_stage(Stage.STATISTICS, 0, 0)
         self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
 
     def _check_parameters(self) -> None:
@@ -86,9 +95,11 @@ class LayerFitting:
     def run(self) -> tuple[Heads, CalibratedRecord]:
         """The merged layer, and its record."""
         options, moments = self.options, moments_of(self.module, self.source)
+        self.on_stage(Stage.HEAD_ORDER, 0, 0)
         order = order_heads(self.source, self.groups, self.constraints, moments)
         pooled = self.error(self.pooled())  # of neighbours, before heads are reordered
         self.source = ordered(self.source, order)
+        self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
         if options.trains:
@@ -149,10 +160,13 @@ class LayerFitting:
             return self.module.run(call, self.assembly(parts))[0]
 
         options, parts = self.options, as_parts(merged, self.device)
-        return as_heads(match(parts, run, calls, self.targets, steps=options.steps, seed=options.seed))
+        on_step = partial(self.on_stage, Stage.GRADIENT)
+        trained = match(parts, run, calls, self.targets, steps=options.steps, seed=options.seed, on_step=on_step)
+        return as_heads(trained)
 
     def refitted(self, merged: Heads) -> Heads:
         """The heads with the output projection that brings the student's residual stream nearest to the source's."""
+        self.on_stage(Stage.REFIT, 0, 0)
         parts = as_parts(merged, self.device)
         parameters = self.assembly(parts)
         ridge = Ridge(RIDGE, self.biased)

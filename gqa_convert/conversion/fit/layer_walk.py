@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
 from gqa_convert.conversion.fit.matching import STEPS
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.records import LayerDone
+from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
@@ -64,6 +65,7 @@ def fit_checkpoint(
     folder = plan.checkpoint.folder
     assert folder is not None
     with explained(store.path.parent), ExitStack() as stack:
+        on_layer(0, len(plan.layers), StageProgress(Stage.SOURCE, 0, len(plan.layers)))
         model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         if kl_steps:
             check_possible(model, held_out, kl_steps)
@@ -141,20 +143,28 @@ def fit_layers(
     numbers = {layer.module: number for number, layer in enumerate(finder.layers)}
     options = FitOptions(groups=plan.groups, trains=plan.merge_method.trains, steps=steps, seed=plan.seed, spill=spill)
     errors: dict[str, float] = {}
+    done = 0  # layers
+
+    def on_stage(stage: Stage, step: int, steps: int) -> None:
+        on_layer(done, len(numbers), StageProgress(stage, done + 1, len(numbers), step, steps))
+
     with ExitStack() as stack:
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
-        runner = stack.enter_context(LockstepRunner(model, batches, list(numbers), spill=spill))
-        for done, module in enumerate(runner, 1):
+        runner = stack.enter_context(
+            LockstepRunner(model, batches, list(numbers), spill=spill, on_batch=partial(on_stage, Stage.FORWARD))
+        )
+        for module in runner:
             number = numbers[module.name]
             layer = finder.layers[number]
             record = store.record(number)
             if record is None:
                 source = read_source_layer(finder, layer, read)
-                merged, record = LayerFitting(module, source, options).run()
+                merged, record = LayerFitting(module, source, options, on_stage).run()
                 store.write(number, source.layout.join(merged, source.tensors, plan.groups), record)
                 del source, merged
             module.commit(_parameters(LayerTensors(finder, layer), store.read(number), plan.groups))
             errors |= record.errors
+            done += 1
             on_layer(done, len(numbers), record)
     return errors
 

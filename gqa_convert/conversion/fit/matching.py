@@ -25,6 +25,7 @@ def match(
     *,
     steps: int,
     seed: int,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
     """Adam on the squared error of attention's output.
 
@@ -35,13 +36,15 @@ def match(
         targets: what each is to yield, [B, L, D].
         steps: batches to see.
         seed: of their order.
+        on_step: called with the steps done and all of them.
 
     Returns:
         Trained parts; those given are not changed.
     """
     optimizer = RelativeAdam([parts], RATE, steps)
     size = sum(float(target.double().square().sum()) for target in targets) / sum(target.numel() for target in targets)
-    for number in batch_order(len(calls), steps, seed):
+    for done, number in enumerate(batch_order(len(calls), steps, seed)):
+        on_step(done, steps)
         call = calls[number]
         with torch.enable_grad():
             error = (run(call, optimizer.layers[0]) - targets[number]).square().sum(-1)

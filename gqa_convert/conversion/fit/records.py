@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,37 @@ class CalibratedRecord(LayerRecord):
         return LayerRecord.as_json(self) | measured
 
 
+class Stage(StrEnum):
+    """The stages of fitting layers on calibration text, in their order."""
+
+    TEXT = "reading the text"
+    SOURCE = "loading the source"
+    FORWARD = "running source and student"
+    """From the attention module before to the layer's, over all batches."""
+    STATISTICS = "statistics"
+    HEAD_ORDER = "head order"
+    LOW_FREQUENCY = "low-frequency pairs"
+    REFIT = "refit"
+    GRADIENT = "gradient steps"
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress(FitRecord):
+    """The stage that is running, before a layer is merged."""
+
+    stage: Stage
+    layer: int
+    """The number of the layer, from 1; 0 before the first."""
+    layers: int
+    step: int = 0
+    """Steps of the stage that are done."""
+    steps: int = 0
+    """All steps of the stage; 0 where they are not counted."""
+
+    def as_json(self) -> JsonObject:
+        return {"stage": str(self.stage), "layer": [self.layer, self.layers], "step": [self.step, self.steps]}
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingProgress(FitRecord):
     """Steps of the stage that trains all layers together."""
@@ -103,11 +135,14 @@ class TrainingRecord(FitRecord):
         return {"kl_steps": self.kl_steps, "kl": kl, "requested_steps": self.requested_steps}
 
 
-LayerDone = Callable[[int, int, LayerRecord | TrainingProgress | TrainingRecord], None]
-"""Called with the number of merged layers, the number of all layers, and the record of the last one. Once all are
-merged, it is called with the progress of the stage that trains them together, and at the end of that stage with its
-record.
+LayerDone = Callable[[int, int, LayerRecord | StageProgress | TrainingProgress | TrainingRecord], None]
+"""Called with the number of merged layers, the number of all layers, and the record of the last one. Between layers that
+are fitted on text, it is called with the stage that is running. Once all are merged, it is called with the progress of
+the stage that trains them together, and at the end of that stage with its record.
 """
+
+OnStage = Callable[[Stage, int, int], None]
+"""Called with the stage of one layer that is running, its steps done and all of them, 0 where they are not counted."""
 
 
 def layer_from_json(data: Mapping[str, Any]) -> LayerRecord:

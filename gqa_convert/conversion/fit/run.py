@@ -11,7 +11,7 @@ from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.merged_plan import merged_plan
-from gqa_convert.conversion.fit.records import LayerDone
+from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.plan import Plan
 
 __all__ = ["LayerDone", "Merged", "merge_whole_layers"]
@@ -59,6 +59,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
     from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
     from gqa_convert.conversion.fit.matching import STEPS
 
+    on_layer(0, len(plan.layers), StageProgress(Stage.TEXT, 0, len(plan.layers)))
     calibration = calibrate(plan, options)
     steps = STEPS if options.steps is None else options.steps
     record = CalibrationRecord(

@@ -180,6 +180,7 @@ def match_predictions(
             sums = [divergence(batch, layers) for batch in held_out]
         return sum(float(total.double()) for total, _ in sums) / sum(float(count) for _, count in sums)
 
+    on_step(0, steps)
     before = mean(parts)
     if before < least:
         return None, Divergence(before, before)

@@ -40,6 +40,7 @@ class LockstepRunner:
         spill: an existing folder for the tensors of paused passes (on the CPU); None to keep them in memory.
         paired: whether to run both the source and the student. Otherwise each batch has a single pass with the
             committed weights, which represents both.
+        on_batch: called with the number of batches that have reached the next module, and the number of all.
 
     Raises:
         ConfigError: the model has no such module.
@@ -53,8 +54,9 @@ class LockstepRunner:
         *,
         spill: Path | None = None,
         paired: bool = True,
+        on_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._model, self._spill = model, spill
+        self._model, self._spill, self._on_batch = model, spill, on_batch
         self._weights = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in (*model.parameters(), *model.buffers())
@@ -221,7 +223,8 @@ class LockstepRunner:
     def _advance(self) -> str | None:
         """Advance all passes to the next attention module; returns its name, or None at the end."""
         while True:
-            for pair in self._pairs:
+            for done, pair in enumerate(self._pairs):
+                self._on_batch(done, len(self._pairs))
                 for forward, answer in zip(pair, self._answers, strict=True):
                     forward.advance(answer)
                     forward.move(self._weights)
