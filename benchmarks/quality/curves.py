@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.records import Cell, Records, fingerprint
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.training.uptrain import uptrain_checkpoint
 
 from .measure import calibration, loss_of, tokens_for
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, heads_of, model_folder, objective_of
-from .records import Cell, Records, fingerprint
 from .text import training_text
 
 OUTPUT = Path("docs/results/uptraining-quality.json")
@@ -179,7 +179,7 @@ def main() -> None:
         total = sum(job.alpha * sizes[job.model] for job in waiting)
         sys.stdout.write(f"{len(waiting)} cells, {round(total):,} tokens of uptraining\n")
         return
-    records.begin("curves", HELD_OUT["tokens"])
+    records.begin("benchmarks.quality.curves", HELD_OUT["tokens"])
     for name in arguments.models:
         known = records.model(name, model_folder(name, cache))
         if "loss" not in known:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.records import Cell, Records
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError
 from gqa_convert.families.loading import load_model, load_tokenizer, read_config
 from gqa_convert.text.calibration import calibration_tokens_for
 
 from .models import DEFAULT_CACHE, MODELS, context_of, groups_of, model_folder, objective_of
-from .records import Cell, Records
 from .text import SEEN_TOKENS, calibration_text, held_out_loss
 
 OUTPUT = Path("docs/results/quality.json")
@@ -140,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cache = arguments.cache.expanduser()
     records = Records(arguments.output, Job._fields)
-    records.begin("measure", HELD_OUT_TOKENS)
+    records.begin("benchmarks.quality.measure", HELD_OUT_TOKENS)
     arguments.models = [name for name in arguments.models if _is_there(name, cache)]
     records.drop(
         cell for cell in records.cells if cell["method"] in arguments.again and cell["model"] in arguments.models

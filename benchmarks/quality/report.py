@@ -9,19 +9,20 @@ page that lacks a block gets it at its end. The curves are SVG files beside the 
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import commands, filled, table
+from benchmarks.records import Cell
+
 from .curves import CONTROL
 from .curves import OUTPUT as CURVES
 from .measure import CALIBRATED, DATA_FREE
 from .measure import OUTPUT as LOSSES
 from .models import MODELS, groups_of, heads_of
-from .records import Cell
 
 METHODS = [(method, False) for method in DATA_FREE] + [(method, True) for method in CALIBRATED]
 NAMES = {
@@ -35,11 +36,6 @@ LOSS_NAMES = {"lm": "language model", "kl": "KL to the source"}
 COLOURS = {"mean": "tab:red", "fit": "tab:blue", CONTROL: "tab:gray"}
 STYLES = {"lm": "--", "kl": "-"}
 Series = dict[tuple[str, str], dict[float, Cell]]
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def models_table(data: dict[str, Any]) -> str:
@@ -181,19 +177,6 @@ def draw(series: Series, source: float, title: str, path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
     return True
-
-
-def commands(data: dict[str, Any]) -> str:
-    return "\n".join(f"    {' '.join(line)}" for line in data["commands"])
-
-
-def filled(page: str, name: str, text: str) -> str:
-    """The page with this text between the block's markers."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    block = f"{begin}\n{text}\n{end}"
-    if begin not in page:
-        return f"{page.rstrip()}\n\n{block}\n" if page.strip() else f"{block}\n"
-    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, page, flags=re.DOTALL)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ class _Text(HTMLParser):
         self.lines = [""]
         self._skipping = 0
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
         self._skipping += tag in _SKIPPED
         if tag in _BLOCKS:
             self.lines.append("")
@@ -73,9 +73,11 @@ def prose(held_out: bool) -> Iterator[str]:
             subprocess.run(["apt-get", "download", "-qq", package], cwd=scratch, check=True)
             archive = next(Path(scratch).glob(f"{package}_*.deb"))
             subprocess.run(["dpkg-deb", "-x", archive, scratch], check=True)
-            for path in sorted((Path(scratch) / pages).glob("*.html")):
-                if is_held_out(f"{package}/{path.name}", share=8) == held_out:
-                    texts.append(page_text(path.read_text(encoding="utf-8")))
+            texts += [
+                page_text(path.read_text(encoding="utf-8"))
+                for path in sorted((Path(scratch) / pages).glob("*.html"))
+                if is_held_out(f"{package}/{path.name}", share=8) == held_out
+            ]
     return _shuffled([text for text in texts if len(text) > _SHORTEST])
 
 

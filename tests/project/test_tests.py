@@ -12,7 +12,7 @@ import gqa_convert
 from tests.helpers.command_line import run_python
 
 TESTS = Path(__file__).parents[1]
-SHARED = {"helpers", "project"}
+SHARED = {"helpers", "project", "benchmarks"}
 
 
 def imported_modules(path: Path) -> set[str]:

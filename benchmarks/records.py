@@ -17,6 +17,8 @@ import transformers
 from gqa_convert import __version__
 
 Cell = dict[str, Any]
+_FOLDER_OPTIONS = ("--cache", "--folder")
+"""Options that name a place on one machine, which is of no use to others."""
 
 
 def versions() -> dict[str, str]:
@@ -56,15 +58,21 @@ class Records:
         return found
 
     def begin(self, module: str, held_out_tokens: int) -> None:
-        """Remember the command that is running, as a user would give it, and what losses are measured on."""
+        """Remember the command that is running, as a user would give it, and what losses are measured on.
+
+        Args:
+            module: the name that stands after `python -m`.
+            held_out_tokens: the number of tokens; a file contains the measurements of one number.
+        """
         if self.data.setdefault("held_out_tokens", held_out_tokens) != held_out_tokens:
             sys.exit(
                 f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output"
             )
         given = sys.argv[1:]
-        if "--cache" in given:  # where it lies on one machine is of no use to others
-            del given[given.index("--cache") : given.index("--cache") + 2]
-        line = ["python", "-m", f"benchmarks.quality.{module}", *given]
+        for option in _FOLDER_OPTIONS:
+            if option in given:
+                del given[given.index(option) : given.index(option) + 2]
+        line = ["python", "-m", module, *given]
         if line not in self.data["commands"]:
             self.data["commands"].append(line)
 
@@ -76,7 +84,8 @@ class Records:
             sys.stderr.write(f"{folder} has other weights than those measured: its cells are measured anew\n")
             self.data["cells"] = [cell for cell in self.cells if cell["model"] != name]
             known = self.data["models"][name] = {"weights": now}
-        training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        about = folder / "training.json"
+        training = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
         known |= {key: training[key] for key in ("parameters", "training_tokens") if key in training}
         self.data["models"][name] = known
         return known

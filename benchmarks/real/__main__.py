@@ -1,0 +1,236 @@
+"""What each method loses on a real model: SmolLM2-135M-Instruct with 3 K/V heads, and a multi-head model made from it.
+
+    python -m benchmarks.real --folder FOLDER [--models smollm2 second] [--methods mean fit] [--seeds 0 1 2] [--quick]
+
+FOLDER contains the models and the text, which are made once:
+
+    pip install gguf
+    python -m benchmarks.real.make_source FOLDER/smollm2
+    python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
+    python -m benchmarks.real.second_source --folder FOLDER
+
+Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length,
+retrieval of needles, two tasks, and for each source decode speed and cache bytes. Scores that the output has already
+are not measured again, so a killed command resumes when it is repeated. `python -m benchmarks.real.report` writes the
+tables of docs/real-model.md.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.records import Cell, Records
+from gqa_convert.families.loading import load_model, load_tokenizer
+
+from .choice import tasks
+from .conversions import METHODS, Conversion, Job, converted, discard
+from .decoding import decode
+from .documents import MIXED, held_out_blocks, read_documents
+from .folders import DEFAULT_FOLDER, HOW_TO_MAKE, KV_HEADS, MODELS, TARGETS, model_folder, scratch, text_file
+from .needle import LENGTHS, retrieve, sentences
+from .scores import Reference, score
+from .text import KINDS
+
+OUTPUT = Path("docs/results/real.json")
+PARTS = ("loss", "needle", "choice")
+QUICK_TOKENS = 1024
+
+
+class Bench:
+    """Everything that is measured of one source and its results.
+
+    Args:
+        folder: the benchmark's folder.
+        model: name of the source.
+        weights: fingerprint of the source, part of the names of cached files.
+        options: the command's.
+    """
+
+    def __init__(self, folder: Path, model: str, weights: str, options: argparse.Namespace) -> None:
+        self._folder, self._source, self._weights, self._options = folder, model_folder(folder, model), weights, options
+        self._tokenizer = load_tokenizer(self._source)
+
+    def load(self, folder: Path) -> Any:
+        model, missing = load_model(folder, getattr(torch, self._options.dtype))
+        if missing:
+            raise RuntimeError(f"{folder} lacks {', '.join(missing)}")
+        return model
+
+    @cached_property
+    def _source_model(self) -> Any:
+        return self.load(self._source)
+
+    def free(self) -> None:
+        """Drop the source from memory."""
+        self.__dict__.pop("_source_model", None)
+        gc.collect()
+
+    @cached_property
+    def _prose(self) -> list[str]:
+        return list(read_documents(text_file(self._folder, "prose", "held-out")))
+
+    def _encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def _windows(self, scores: Cell) -> Iterator[tuple[str, int]]:
+        """Kinds and window lengths that have no score yet."""
+        done = scores.get("loss", {})
+        for window in self._options.windows:
+            yield from ((kind, window) for kind in KINDS if str(window) not in done.get(kind, {}))
+
+    def missing(self, scores: Cell) -> list[str]:
+        """The parts of a cell that are still to be measured."""
+        found = [part for part in self._options.parts if part not in scores]
+        return (
+            ["loss", *found]
+            if "loss" in self._options.parts and "loss" not in found and any(self._windows(scores))
+            else found
+        )
+
+    def measure(self, scores: Cell, load: Callable[[], Any] | None, save: Callable[[], None]) -> None:
+        """Add the missing parts to a cell.
+
+        Args:
+            scores: where they go.
+            load: returns the model; None for the source itself.
+            save: called after each part.
+        """
+        missing = self.missing(scores)
+        model = None if load is None else load()
+        for part in missing:
+            if part == "loss":
+                for kind, window in list(self._windows(scores)):
+                    scores.setdefault("loss", {}).setdefault(kind, {})[str(window)] = self._loss(model, kind, window)
+                    save()
+                continue
+            whole = self._source_model if model is None else model
+            if part == "needle":
+                filler = sentences(self._prose)
+                found = retrieve(whole, filler, self._encode, self._options.needle_lengths, self._options.haystacks)
+                scores["needle"] = {length: asdict(each) for length, each in found.items()}
+            else:
+                texts = self._prose
+                scores["choice"] = {
+                    name: asdict(each) for name, each in tasks(whole, texts, self._encode, self._options.items).items()
+                }
+            save()
+
+    def _loss(self, model: Any, kind: str, window: int) -> Cell | None:
+        """The score of a window length; None where the text has no such block."""
+        tokens = self._options.tokens
+        blocks = held_out_blocks(self._folder, kind, self._tokenizer, window, tokens)
+        if not len(blocks):
+            return None
+        name = f"{self._weights}-{kind}-{window}-{tokens}-{self._options.dtype}.npy"
+        reference = Reference(scratch(self._folder, "reference", name), lambda: self._source_model, blocks)
+        if model is not None:
+            self.free()
+        return asdict(score(model, reference, blocks))
+
+
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """One seed of everything before the next one, cheap methods first."""
+    methods = [method for name, method in METHODS.items() if name in options.methods]
+    for number, seed in enumerate(options.seeds):
+        for method in methods:
+            if not method.calibrated and number:
+                continue
+            for model, groups in TARGETS:
+                if model in options.models:
+                    text = (options.calibration, options.calibration_tokens, seed) if method.calibrated else (None,) * 3
+                    yield Job(model, groups, method.name, *text)
+
+
+def measure_source(bench: Bench, records: Records, model: str, folder: Path, options: argparse.Namespace) -> None:
+    known = records.data["models"][model]
+    scores = known.setdefault("scores", {})
+    known["kv_heads"] = KV_HEADS[model]
+    if bench.missing(scores):
+        bench.measure(scores, None, records.write)
+        bench.free()
+    if not options.skip_decoding and "decoding" not in known:
+        groups = tuple(sorted({KV_HEADS[model], *(target.groups for target in TARGETS if target.model == model)}))
+        known["decoding"] = decode(model_folder(folder, model), groups, tuple(options.contexts))
+        records.write()
+
+
+def measure_job(bench: Bench, records: Records, job: Job, folder: Path) -> None:
+    cell: Cell = records.find(**job._asdict()) or dict(job._asdict())
+    if not bench.missing(cell):
+        return
+    result: Conversion = converted(job, folder)
+    cell.setdefault("minutes", result.minutes)
+    cell.setdefault("core_minutes", result.core_minutes)
+    records.add(cell)
+    bench.measure(cell, lambda: bench.load(result.folder), records.write)
+    discard(result)
+    first = {kind: next(iter(each.values())) for kind, each in cell.get("loss", {}).items()}
+    shown = ", ".join(f"{kind} {each['loss']} (KL {each['kl']})" for kind, each in first.items() if each)
+    sys.stderr.write(f"{' '.join(str(part) for part in job if part is not None)}: {shown}, {cell['minutes']} min\n")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="with the models and text/ (%(default)s)")
+    parser.add_argument("--output", type=Path, help=f"default: {OUTPUT}; with --quick, quick.json in the folder")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is scored (default: all)")
+    parser.add_argument("--skip-decoding", action="store_true", help="leave decode speed out")
+    parser.add_argument("--tokens", type=int, help="held-out tokens per kind of text and window (default: 8192)")
+    parser.add_argument("--windows", nargs="+", type=int, help="window lengths (default: 512 2048)")
+    parser.add_argument("--haystacks", type=int, help="texts per length, with five needles each (default: 4)")
+    parser.add_argument("--items", type=int, help="of each task (default: 64)")
+    parser.add_argument("--calibration", choices=(MIXED, "prose", "code"), default=MIXED, help="kind of text (mixed)")
+    parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of scoring (float32)")
+    parser.add_argument("--quick", action="store_true", help="a few minutes, to see that everything runs")
+    options = parser.parse_args()
+    quick = options.quick
+    options.folder = options.folder.expanduser()
+    options.output = options.output or (options.folder / "quick.json" if quick else OUTPUT)
+    options.methods = options.methods or (["mean", "align"] if quick else list(METHODS))
+    options.seeds = options.seeds[:1] if quick else options.seeds
+    options.tokens = options.tokens or (QUICK_TOKENS if quick else 8192)
+    options.windows = options.windows or ([512] if quick else [512, 2048])
+    options.haystacks = options.haystacks or (1 if quick else 4)
+    options.needle_lengths = LENGTHS[:1] if quick else LENGTHS
+    options.items = options.items or (4 if quick else 64)
+    options.contexts = (64,) if quick else (512, 4096)
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    folder = options.folder
+    for model in list(options.models):
+        if not model_folder(folder, model).is_dir():
+            how = HOW_TO_MAKE[model].format(folder=folder)
+            sys.stderr.write(f"{model_folder(folder, model)} is missing: its cells are left out; make it with {how}\n")
+            options.models.remove(model)
+    records = Records(options.output, Job._fields)
+    records.begin("benchmarks.real", options.tokens)
+    if records.data.setdefault("dtype", options.dtype) != options.dtype:
+        sys.exit(f"{options.output} was scored in {records.data['dtype']}: give that --dtype, or name another --output")
+    benches = {}
+    for model in options.models:
+        known = records.model(model, model_folder(folder, model))
+        benches[model] = Bench(folder, model, known["weights"], options)
+        measure_source(benches[model], records, model, folder, options)
+    for job in jobs(options):
+        measure_job(benches[job.model], records, job, folder)
+
+
+if __name__ == "__main__":
+    main()

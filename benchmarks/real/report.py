@@ -1,0 +1,287 @@
+"""Tables of docs/real-model.md from the measurements.
+
+    python -m benchmarks.real.report [--page docs/real-model.md]
+
+What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew; the rest of the page stays.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.pages import commands, filled, table
+from benchmarks.records import Cell
+
+from .__main__ import OUTPUT
+from .conversions import METHODS
+from .folders import KV_HEADS, SECOND, SMOLLM2, TARGETS, Target
+from .needle import DEPTHS
+from .text import KINDS
+
+PAGE = Path("docs/real-model.md")
+NAMES = {SMOLLM2: "SmolLM2-135M", SECOND: "second model"}
+MISSING = "Not measured yet."
+Data = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A target with one method and amount of calibration text, and the cells of its seeds."""
+
+    target: Target
+    method: str
+    calibration: str | None
+    calibration_tokens: int | None
+    cells: list[Cell]
+
+    @property
+    def label(self) -> list[str]:
+        text = self.calibration or ""
+        if self.calibration and self.calibration_tokens:
+            text += f", {self.calibration_tokens:,}"
+        return [NAMES[self.target.model], heads(self.target), self.method, text]
+
+
+LABELS = ["model", "K/V heads", "method", "calibration text, tokens"]
+
+
+def heads(target: Target) -> str:
+    return f"{KV_HEADS[target.model]} -> {target.groups}"
+
+
+def rows(data: Data) -> list[Row]:
+    """Every combination that has been measured, in the order of targets and methods."""
+    found: dict[tuple[Target, str, str | None, int | None], list[Cell]] = {}
+    for cell in data["cells"]:
+        key = (Target(cell["model"], cell["groups"]), cell["method"], cell["calibration"], cell["calibration_tokens"])
+        found.setdefault(key, []).append(cell)
+    order = list(METHODS)
+    keys = sorted(found, key=lambda key: (TARGETS.index(key[0]), order.index(key[1]), key[2] or "", key[3] or 0))
+    return [Row(*key, found[key]) for key in keys]
+
+
+def windows(data: Data) -> list[str]:
+    """The window lengths of the sources' scores, ascending."""
+    found = {
+        window
+        for known in data["models"].values()
+        for each in known.get("scores", {}).get("loss", {}).values()
+        for window in each
+    }
+    return sorted(found, key=int)
+
+
+def losses(scores: Cell, kind: str, window: str) -> Cell | None:
+    found: Cell | None = scores.get("loss", {}).get(kind, {}).get(window)
+    return found
+
+
+def over_seeds(cells: list[Cell], value: Callable[[Cell], float | None]) -> list[float]:
+    return [found for cell in cells if (found := value(cell)) is not None]
+
+
+def _of(kind: str, window: str, name: str) -> Callable[[Cell], float | None]:
+    def value(cell: Cell) -> float | None:
+        found = losses(cell, kind, window)
+        return None if found is None else found[name]
+
+    return value
+
+
+def with_error(row: Row, kind: str, window: str, name: str) -> str:
+    """The mean over seeds, the standard error over units of text, and the range over seeds."""
+    values = over_seeds(row.cells, _of(kind, window, name))
+    if not values:
+        return ""
+    errors = over_seeds(row.cells, _of(kind, window, f"{name}_error"))
+    text = f"{statistics.mean(values):.3f}"
+    text += f" ± {statistics.mean(errors):.3f}" if errors else ""
+    return text + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
+
+
+def found_needles(cells: list[Cell]) -> str:
+    """The share over all lengths and seeds."""
+    each = [length for cell in cells for length in cell.get("needle", {}).values()]
+    count = sum(length["needles"] for length in each)
+    return f"{100 * sum(length['found'] * length['needles'] for length in each) / count:.0f}%" if count else ""
+
+
+def results_table(data: Data) -> str:
+    """One row per model, number of heads and method, at the longest window that every kind has."""
+    if not data["cells"]:
+        return MISSING
+    known = windows(data)
+    window = "2048" if "2048" in known else known[0]
+    lines = []
+    for row in rows(data):
+        source = data["models"][row.target.model]["scores"]
+        line = [*row.label, f"{statistics.mean(cell['minutes'] for cell in row.cells):.1f}"]
+        for kind in KINDS:
+            before, after = losses(source, kind, window), over_seeds(row.cells, _of(kind, window, "loss"))
+            line.append(f"{before['loss']:.3f} -> {statistics.mean(after):.3f}" if before and after else "")
+        line += [with_error(row, kind, window, "kl") for kind in KINDS]
+        lines.append([*line, f"{found_needles([source])} -> {found_needles(row.cells)}"])
+    header = [*LABELS, "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
+    return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
+
+
+def windows_table(data: Data) -> str:
+    """The loss added and the KL at every window length."""
+    lines = []
+    known = windows(data)
+    for row in rows(data):
+        for kind in KINDS:
+            added = [with_error(row, kind, window, "excess") for window in known]
+            divergence = [with_error(row, kind, window, "kl") for window in known]
+            if any(added):
+                lines.append([*row.label, kind, *added, *divergence])
+    header = [*LABELS, "text", *(f"loss added, {each}" for each in known), *(f"KL, {each}" for each in known)]
+    return table(header, lines) if lines else MISSING
+
+
+def positions_table(data: Data) -> str:
+    """The KL by position in the longest windows of each kind."""
+    parts = []
+    for kind in KINDS:
+        for window in reversed(windows(data)):
+            each = [(row, [losses(cell, kind, window) for cell in row.cells]) for row in rows(data)]
+            scored = [(row, [cell for cell in cells if cell]) for row, cells in each]
+            scored = [(row, cells) for row, cells in scored if cells]
+            if not scored:
+                continue
+            bins = scored[0][1][0]["by_position"]
+            header = [*LABELS, *(f"{place['first']} to {place['last']}" for place in bins)]
+            lines = [
+                [
+                    *row.label,
+                    *(
+                        f"{statistics.mean(cell['by_position'][number]['kl'] for cell in cells):.3f}"
+                        for number in range(len(bins))
+                    ),
+                ]
+                for row, cells in scored
+            ]
+            parts.append(f"{kind}, windows of {int(window):,}:\n\n{table(header, lines)}")
+            break
+    return "\n\n".join(parts) or MISSING
+
+
+def _all_rows(data: Data) -> list[tuple[list[str], list[Cell]]]:
+    """The sources and then the results, each with its cells."""
+    sources = [
+        ([NAMES[name], str(KV_HEADS[name]), "source", ""], [known["scores"]])
+        for name, known in data["models"].items()
+        if "scores" in known
+    ]
+    return sources + [(row.label, row.cells) for row in rows(data)]
+
+
+def needle_table(data: Data) -> str:
+    """Shares of needles found by length, and by depth over all lengths."""
+    lengths = sorted(
+        {length for _, cells in _all_rows(data) for cell in cells for length in cell.get("needle", {})}, key=int
+    )
+    lines = []
+    for label, cells in _all_rows(data):
+        each = [cell["needle"] for cell in cells if "needle" in cell]
+        if each:
+            by_length = [
+                statistics.mean(cell[length]["found"] for cell in each if length in cell) for length in lengths
+            ]
+            by_depth = [
+                statistics.mean(length["by_depth"][number] for cell in each for length in cell.values())
+                for number in range(len(DEPTHS))
+            ]
+            lines.append([*label, *(f"{100 * share:.0f}%" for share in (*by_length, *by_depth))])
+    header = [
+        *LABELS,
+        *(f"{int(length):,} tokens" for length in lengths),
+        *(f"depth {100 * depth:.0f}%" for depth in DEPTHS),
+    ]
+    return table(header, lines) if lines else MISSING
+
+
+def choice_table(data: Data) -> str:
+    lines = []
+    for label, cells in _all_rows(data):
+        each = [cell["choice"] for cell in cells if "choice" in cell]
+        if each:
+            shown = []
+            for name in ("continuation", "cloze"):
+                share = statistics.mean(cell[name]["accuracy"] for cell in each)
+                error = statistics.mean(cell[name]["error"] for cell in each)
+                shown.append(f"{100 * share:.1f}% ± {100 * error:.1f}")
+            lines.append([*label, *shown])
+    return table([*LABELS, "continuation", "cloze"], lines) if lines else MISSING
+
+
+def decoding_table(data: Data) -> str:
+    lines, notes = [], []
+    for name, known in data["models"].items():
+        if "decoding" not in known:
+            continue
+        decoding = known["decoding"]
+        for time in decoding["times"]:
+            middle = f"{time['tokens_per_second']:.1f}"
+            lines.append(
+                [
+                    NAMES[name],
+                    str(time["groups"]),
+                    time["engine"],
+                    f"{time['context']:,}",
+                    middle,
+                    f"{time['kv_bytes']:,.0f}",
+                ]
+            )
+        absent = "; ".join(f"{engine}: {reason}" for engine, reason in decoding["not_measured"].items())
+        note = f"{decoding['dtype']}, {decoding['threads']} CPU threads, attention {decoding['attention']}. Not measured: {absent}."
+        notes += [note] if note not in notes else []
+    if not lines:
+        return MISSING
+    header = ["model", "K/V heads", "engine", "tokens in the cache", "tokens/s", "K/V bytes"]
+    return "\n\n".join([table(header, lines), *notes])
+
+
+def sources_table(data: Data) -> str:
+    lines = []
+    for name, known in data["models"].items():
+        if "scores" not in known:
+            continue
+        scored = [[losses(known["scores"], kind, window) for kind in KINDS] for window in windows(data)]
+        for window, each in zip(windows(data), scored, strict=True):
+            shown = [f"{found['loss']:.3f} ± {found['loss_error'] or 0:.3f}" if found else "" for found in each]
+            lines.append([NAMES[name], str(KV_HEADS[name]), f"{int(window):,}", *shown])
+    return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
+
+
+def blocks(data: Data) -> dict[str, str]:
+    """The text of every block of the page."""
+    made: dict[str, Callable[[Data], str]] = {
+        "results": results_table,
+        "sources": sources_table,
+        "windows": windows_table,
+        "positions": positions_table,
+        "needles": needle_table,
+        "tasks": choice_table,
+        "decoding": decoding_table,
+        "commands": commands,
+    }
+    return {name: make(data) for name, make in made.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=OUTPUT)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    arguments = parser.parse_args()
+    data = json.loads(arguments.results.read_text(encoding="utf-8"))
+    page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
+    for name, text in blocks(data).items():
+        page = filled(page, name, text)
+    arguments.page.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The pure parts of the benchmark on a real model."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.real.choice import CHOICES, CONTEXT, CONTINUATION, accuracy, cloze_items, continuation_questions
+from benchmarks.real.conversions import Job, Stopwatch
+from benchmarks.real.documents import calibration_file, cut_blocks
+from benchmarks.real.needle import CITIES, DEPTHS, make_haystack, matches, places, statement, summarise
+from benchmarks.real.report import MISSING, blocks
+from benchmarks.real.scores import Reference, position_bins, score, standard_error, units
+from benchmarks.real.second_source import head_distance, share_of_rate
+from benchmarks.records import Records
+
+
+def characters(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def written(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("window", [64, 512, 2048])
+def test_bins_cover_every_predicting_position_once(window: int) -> None:
+    covered = [position for first, last in position_bins(window) for position in range(first, last + 1)]
+    assert covered == list(range(window - 1))
+
+
+def test_units_are_stretches_of_text_whatever_the_window() -> None:
+    values = np.arange(2 * 1023, dtype=np.float64).reshape(2, 1023)
+    assert len(units(values)) == 4
+    assert units(values)[0] == values[0, :512].mean()
+    assert standard_error(units(values)[:1]) is None
+
+
+def test_blocks_take_a_part_of_each_document_and_long_ones_a_single_document() -> None:
+    documents = [list(range(100)), [7] * 5000, [8] * 5000]
+    short = cut_blocks(documents, 512, 2500, end=-1)
+    assert [len(block) for block in short] == [512] * 4
+    assert short[0][99:102] == [99, -1, 7]
+    assert short[3][-1] == 7
+    assert {token for block in cut_blocks(documents, 512, 4096, end=-1) for token in block} >= {7, 8}
+    assert cut_blocks(documents, 4096, 8192, end=-1) == [[7] * 4096, [8] * 4096]
+    assert cut_blocks(documents, 8192, 8192, end=-1) == []
+
+
+def test_the_mixed_text_alternates_between_kinds(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for kind, texts in (("prose", ["p" * 13_000]), ("code", ["c", "d", "e"])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "text" / f"{kind}-calibration.jsonl").write_text(lines)
+    mixed = calibration_file(tmp_path, "mixed").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in mixed] == ["p" * 12_000, "c", "p" * 1_000, "d"]
+
+
+def test_a_needle_stands_where_the_share_of_the_filler_is_nearest() -> None:
+    assert places([10] * 10, [0.0, 0.24, 0.5, 1.0]) == [0, 2, 5, 10]
+    assert places([90, 10], [0.5, 0.95]) in ([0, 1], [1, 1])
+
+
+def test_a_haystack_is_as_long_as_asked_for_and_contains_each_answer_at_its_depth() -> None:
+    filler = [f"Sentence number {number} of the filler, which is prose." for number in range(300)]
+    haystack = make_haystack(filler, 4000, characters, seed=1)
+    text = written(haystack.text)
+    longest = max(len(question + answer) for question, answer in zip(haystack.questions, haystack.answers, strict=True))
+    assert 3800 < len(text) + longest <= 4000
+    cities = {city for city in CITIES if city in text}
+    assert len(cities) == len(DEPTHS)
+    for depth, question, answer in zip(DEPTHS, haystack.questions, haystack.answers, strict=True):
+        stated = f"{written(question).strip()}{written(answer)}."
+        assert abs(text.index(stated) / len(text) - depth) < 0.06
+        assert stated.startswith(statement("").removesuffix(" is").rstrip())
+    assert make_haystack(filler, 4000, characters, seed=1) == haystack
+    assert make_haystack(filler, 4000, characters, seed=2) != haystack
+
+
+class Copying:
+    """Predicts what followed the last occurrence of the last four characters; counts how often it reads the text."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def crop(self, count: int) -> None:
+        self.read = self.read[:count]
+
+    def __call__(self, input_ids: torch.Tensor, **options: Any) -> Any:  # noqa: ARG002
+        start = len(self.read)
+        self.read += input_ids[0].tolist()
+        logits = torch.zeros(1, input_ids.shape[1], 256)
+        for place in range(input_ids.shape[1]):
+            text = written(self.read[: start + place + 1])
+            earlier = text.rfind(text[-8:], 0, -1)
+            logits[0, place, self.read[earlier + 8] if earlier >= 0 else 0] = 1.0
+        return SimpleNamespace(logits=logits, past_key_values=self)
+
+
+def test_a_model_that_copies_finds_every_needle() -> None:
+    filler = [f"Sentence number {number} of the filler, which is prose." for number in range(300)]
+    haystack = make_haystack(filler, 2000, characters, seed=1)
+    found = matches(Copying(), haystack)
+    assert all(tokens[1:] for tokens in found)
+    result = summarise([found])
+    assert (result.needles, result.found, result.by_depth) == (5, 1.0, (1.0,) * 5)
+    none = summarise([[[True, False]] * 5])
+    assert (none.found, none.digits) == (0.0, 0.5)
+
+
+def test_questions_have_one_right_choice_from_the_same_document() -> None:
+    documents = [list(range(start, start + 600)) for start in (0, 10_000)]
+    for question in continuation_questions(documents, 20):
+        assert len(question.context) == CONTEXT
+        assert [len(choice) for choice in question.choices] == [CONTINUATION] * CHOICES
+        follows = [choice[0] == question.context[-1] + 1 for choice in question.choices]
+        assert follows.index(True) == question.right
+        assert sum(follows) == 1
+    assert accuracy([True, False, True, True]).accuracy == 0.75
+
+
+def test_cloze_items_end_before_the_last_word() -> None:
+    paragraph = " ".join(["word"] * 50) + " ending."
+    items = cloze_items([f"Heading\n\n{paragraph}\n\n{paragraph}"], characters, 1)
+    ((context, word),) = items
+    assert written(word) == " ending"
+    assert written(context) == " ".join(["word"] * 50)
+
+
+def test_heads_that_are_copies_have_no_distance() -> None:
+    head = torch.randn(4, 8)
+    assert head_distance(torch.cat([head, head, -head, -head]), 4, 2) == 0.0
+    assert head_distance(torch.cat([head, -head]), 2, 2) == pytest.approx(2.0)
+    rates = [share_of_rate(step, 100) for step in range(1, 101)]
+    assert max(rates) == rates[9]
+    assert 0 < rates[-1] < 0.001
+
+
+def test_a_stopwatch_continues_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "watch.json"
+    path.write_text(json.dumps({"wall": 120.0, "processor": 60.0}))
+    watch = Stopwatch(path)
+    wall, processor = watch.minutes
+    assert 2.0 <= wall < 2.1
+    assert 1.0 <= processor < 1.1
+    watch.save()
+    assert json.loads(path.read_text())["wall"] >= 120.0
+
+
+class Bigram(torch.nn.Module):
+    """Predicts from the token alone; has the parts of a transformers model that scoring uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(32, 32, generator=generator)
+        self.config = SimpleNamespace(vocab_size=32)
+
+    def base_model(self, input_ids: torch.Tensor, **options: Any) -> Any:  # noqa: ARG002
+        return SimpleNamespace(last_hidden_state=self.table[input_ids])
+
+    def get_output_embeddings(self) -> Any:
+        return torch.nn.Identity()
+
+
+def test_scores_compare_with_the_source(tmp_path: Path) -> None:
+    blocks = torch.randint(0, 32, (3, 700), generator=torch.Generator().manual_seed(0))
+    source, other = Bigram(1), Bigram(2)
+    reference = Reference(tmp_path / "source.npy", lambda: source, blocks)
+    again = Reference(tmp_path / "source.npy", lambda: pytest.fail("the file is there"), blocks)
+    own = score(None, again, blocks)
+    assert (own.kl, own.excess, own.tokens) == (0.0, 0.0, 3 * 699)
+    assert score(source, reference, blocks).kl == pytest.approx(0.0, abs=1e-3)
+    found = score(other, reference, blocks)
+    log_p, log_q = source.table.log_softmax(-1)[blocks[:, :-1]], other.table.log_softmax(-1)[blocks[:, :-1]]
+    assert found.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), abs=2e-3)
+    loss = torch.nn.functional.cross_entropy(other.table[blocks[:, :-1]].flatten(0, 1), blocks[:, 1:].flatten())
+    assert found.loss == pytest.approx(float(loss), abs=1e-3)
+    assert found.excess == pytest.approx(found.loss - own.loss, abs=1e-3)
+    assert found.loss_error is not None
+    assert found.by_position[-1].last == 698
+
+
+def test_records_find_a_cell_by_its_keys(tmp_path: Path) -> None:
+    records = Records(tmp_path / "real.json", Job._fields)
+    job = Job("smollm2", 1, "fit", "mixed", None, 0)
+    records.add(job._asdict() | {"minutes": 1.0})
+    records.add(job._asdict() | {"minutes": 2.0})
+    records.add(job._replace(seed=1)._asdict() | {"minutes": 3.0})
+    again = Records(tmp_path / "real.json", Job._fields)
+    assert [cell["minutes"] for cell in again.cells] == [2.0, 3.0]
+    assert again.find(**job._replace(calibration_tokens=5)._asdict()) is None
+
+
+def loss(value: float, kl: float) -> dict[str, Any]:
+    errors = {"loss_error": 0.1, "excess_error": 0.01, "kl_error": 0.02}
+    position = [{"first": 0, "last": 63, "loss": value, "kl": kl}]
+    return {"tokens": 511, "loss": value, "excess": kl, "kl": kl, "by_position": position} | errors
+
+
+def test_the_report_has_a_row_for_each_method() -> None:
+    needle = {"512": {"needles": 5, "found": 0.8, "found_error": 0.1, "by_depth": [1.0] * 5, "digits": 0.9}}
+    choice = {name: {"items": 4, "accuracy": 0.5, "error": 0.25} for name in ("continuation", "cloze")}
+    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle, "choice": choice}
+    fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
+    measured = {"minutes": 9.0, "core_minutes": 8.0, "loss": {"prose": {"512": loss(3.2, 0.2)}}, "needle": needle}
+    data = {
+        "commands": [["python", "-m", "benchmarks.real"]],
+        "models": {"smollm2": {"kv_heads": 3, "scores": scores}},
+        "cells": [fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
+    }
+    made = blocks(data)
+    (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
+    assert "3 -> 1" in row
+    assert "3.000 -> 3.300" in row
+    assert "80%" in row
+    assert MISSING in blocks({"commands": [], "models": {}, "cells": []})["results"]
