@@ -81,8 +81,10 @@ def convert(
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
 
-    Without calibration text, heads are merged from the weights alone, one layer in memory at a time. Methods mean (the
-    GQA paper's), first and random copy from disk to disk and usually need uptraining afterwards.
+    Without --calibration, method factor measures on a few thousand tokens of this Python's own sources, which is
+    quicker and loses more; a source without a tokenizer gets mean. A named --method align or factor merges from the
+    weights alone, one layer in memory at a time. Methods mean (the GQA paper's), first and random copy from disk to
+    disk and usually need uptraining afterwards.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --method mean

@@ -27,13 +27,14 @@ def plan(
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.cli.console.plan import show_plan
     from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.conversion.plan import make_plan
-    from gqa_convert.merging.methods import DEFAULT
+    from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+    from gqa_convert.conversion.fit.defaults import plan_conversion
 
-    made = make_plan(
+    made, _ = plan_conversion(
         open_checkpoint(source, revision=revision),
         groups,
-        method=method or DEFAULT.name,
+        method,
+        CalibrationOptions(),
         encoder=encoder,
         native=native,
         max_shard_size=byte_count(max_shard_size, "--max-shard-size"),

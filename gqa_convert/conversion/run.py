@@ -15,11 +15,12 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import PROVENANCE, CalibrationRecord, earlier_record, files_as_json, hash_files
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.source import open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts, default_method
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
-from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
@@ -79,8 +80,8 @@ def convert_checkpoint(
         source: a local folder or a Hub id.
         out: the folder to make.
         groups: K/V heads per layer in the result.
-        method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text and
-            `factor` without.
+        method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text.
+            Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
             in a recipe's `data`.
         calibration_tokens: how much of it, by default from the model's hidden_size.
@@ -112,16 +113,14 @@ def convert_checkpoint(
     """
     out = local_path(out)
     text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps)
-    method = default_method(text) if method is None else method
     options: dict[str, Any] = {
-        "method": method,
         "seed": seed,
         "encoder": encoder,
         "native": native,
         "max_shard_size": max_shard_size,
     }
-    checkpoint = open_local(source, revision, lambda remote: _checked_plan(remote, groups, text, **options))
-    plan = _checked_plan(checkpoint, groups, text, **options)
+    checkpoint = open_local(source, revision, lambda remote: plan_conversion(remote, groups, method, text, **options))
+    plan, text = plan_conversion(checkpoint, groups, method, text, **options)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     previous = earlier_record(checkpoint)
     on_plan(plan)
@@ -155,10 +154,3 @@ def convert_checkpoint(
         staged.publish(overwrite=overwrite)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return ConversionResult(plan, out, total, errors, merged.calibration)
-
-
-def _checked_plan(checkpoint: Checkpoint, groups: int, calibration: CalibrationOptions, **options: Any) -> Plan:
-    plan = make_plan(checkpoint, groups, **options)
-    check_calibration(plan.method, calibration)
-    check_predicts(plan, calibration)
-    return plan

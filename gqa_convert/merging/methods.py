@@ -232,7 +232,7 @@ CHOICES: Final = tuple(method for method in _ALL if not method.is_exact)
 """The methods that `--method` accepts."""
 MEAN, FIRST, REPEAT, COPY = (METHODS[name] for name in ("mean", "first", "repeat", "copy"))
 DEFAULT: Final = METHODS["factor"]
-"""The default without calibration text."""
+"""The default where the user names no calibration text; it measures on text that every machine has."""
 CALIBRATED_DEFAULT: Final = METHODS["fit"]
 """The default with calibration text."""
 
@@ -260,5 +260,5 @@ def method_help() -> str:
     listed = [f"{method.name}{required if method.calibration is Need.REQUIRED else ''}" for method in CHOICES]
     return (
         f"How heads are merged: {', '.join(listed[:-1])} or {listed[-1]}. "
-        f"Default: {CALIBRATED_DEFAULT.name} with --calibration, {DEFAULT.name} without."
+        f"Default: {CALIBRATED_DEFAULT.name} with --calibration, {DEFAULT.name} on built-in text without."
     )

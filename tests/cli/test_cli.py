@@ -85,7 +85,7 @@ def test_pooling_is_followed_by_advice(source: Path, tmp_path: Path) -> None:
     assert "quality is usually poor after mean" in last[0]
     assert f"gqa-convert evaluate {source} {tmp_path / 'pooled'} --data TEXT" in last[0]
     assert "--calibration" in last[1]
-    assert "quality" not in run("convert", source, tmp_path / "factored", "--groups", 4).stdout
+    assert "quality" not in run("convert", source, tmp_path / "factored", "--groups", 4, "-m", "factor").stdout
 
 
 def test_a_plan_shows_the_cache_of_contexts(source: Path) -> None:

@@ -3,6 +3,8 @@
 import shlex
 from typing import TYPE_CHECKING
 
+from gqa_convert.merging.methods import DEFAULT
+
 from .plan import CACHES
 from .screen import print_note, size, stdout_console, styled
 
@@ -40,3 +42,7 @@ def show_conversion(result: "ConversionResult") -> None:
         measure = shlex.join(["gqa-convert", "evaluate", plan.checkpoint.source_id, out, "--data"])
         print_note(f"quality is usually poor after {method} without uptraining; measure it: {measure} TEXT")
         print_note("convert --calibration TEXT loses far less")
+    if method == DEFAULT.name and result.calibration is not None:
+        print_note(f"measured on {result.calibration.text}; convert --calibration TEXT, method fit, loses less")
+    for warning in plan.warnings:
+        print_note(warning)

@@ -7,7 +7,7 @@ from typing import Any
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import check_language_model
-from gqa_convert.merging.methods import CALIBRATED_DEFAULT, CHOICES, DEFAULT, METHODS, Need, names
+from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, Need, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,6 @@ class CalibrationOptions:
     """Of the stage that trains all layers together, for `fit`; by default as many as `steps` where the model is small
     enough.
     """
-
-
-def default_method(calibration: CalibrationOptions) -> str:
-    """The method if the user names none: the one that loses least with what there is."""
-    return (DEFAULT if calibration.source is None else CALIBRATED_DEFAULT).name
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:

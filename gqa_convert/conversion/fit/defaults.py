@@ -1,0 +1,92 @@
+"""What a conversion does where the user names neither a method nor calibration text.
+
+Measured on a pretrained model with wide heads (docs/real-model.md), `factor` from the weights alone loses more than
+mean pooling, and `factor` on a few thousand tokens of any real text far less. So the default measures on text that
+every machine has, and falls back to mean pooling where the source cannot read text.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import NoLanguageModelError
+from gqa_convert.families.loading import check_language_model
+from gqa_convert.families.table import find_family
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN
+from gqa_convert.text.sources import STDLIB
+
+BUILT_IN_TOKENS: Final = 4096
+"""Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, groups: int, method: str | None, calibration: CalibrationOptions, **options: Any
+) -> tuple[Plan, CalibrationOptions]:
+    """The plan of a conversion, and its calibration.
+
+    Args:
+        checkpoint: the source.
+        groups: K/V heads per layer in the result.
+        method: as the user named it. None means `fit` with calibration text; without it, `factor` on the built-in text,
+            or `mean` with a warning where `why_no_text` gives a reason.
+        calibration: the user's options.
+        options: of `make_plan`.
+
+    Raises:
+        GQAConvertError: as `make_plan`, `check_calibration` and `check_predicts`.
+    """
+    warnings: tuple[str, ...] = ()
+    if method is None:
+        method = DEFAULT.name if calibration.source is None else CALIBRATED_DEFAULT.name
+        if calibration == CalibrationOptions(seed=calibration.seed):
+            reason = why_no_text(checkpoint)
+            if reason:
+                method = MEAN.name
+                warnings = (
+                    f"heads are averaged by default, because {reason}: --method factor merges by weights alone",
+                )
+            else:
+                calibration = replace(calibration, source=STDLIB, tokens=BUILT_IN_TOKENS)
+    plan = make_plan(checkpoint, groups, method=method, **options)
+    check_calibration(plan.method, calibration)
+    check_predicts(plan, calibration)
+    if plan.effective_method == MEAN.name:
+        plan = replace(plan, warnings=(*plan.warnings, *warnings))
+    return plan, calibration
+
+
+def why_no_text(checkpoint: Checkpoint) -> str | None:
+    """Why the source cannot be run on text, as far as its config and its files say; None if it can.
+
+    Args:
+        checkpoint: the source. Of a checkpoint on the Hub only the config is looked at.
+    """
+    family = find_family(checkpoint.config.get("model_type"))
+    if not family.native and family.modeling is None:
+        return f"transformers has no class of type {family.model_type}"
+    if isinstance(checkpoint.config.get("max_source_positions"), int):
+        return "its encoder reads audio"
+    reason = None if checkpoint.folder is None else _why_no_tokens(Path(checkpoint.folder))
+    if reason is None:
+        try:
+            check_language_model(checkpoint.source_id, checkpoint.config, "")
+        except NoLanguageModelError:
+            reason = "it has no language-model head"
+    return reason
+
+
+def _why_no_tokens(folder: Path) -> str | None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return "it has no tokenizer"
+    if (folder / _TOKENIZER_FILES[0]).is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(folder / _TOKENIZER_FILES[0]))
+        except Exception:  # tokenizers raises no narrower type
+            return f"its {_TOKENIZER_FILES[0]} cannot be read"
+    return None

@@ -1,0 +1,86 @@
+"""What a conversion does where no method is named: the text it measures on, and when it falls back to mean pooling."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.errors import OptionError
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import HEADS, read_weights, same_weights, write_llama
+from tests.helpers.command_line import run
+
+GROUPS = 3
+
+
+def test_the_default_measures_on_the_built_in_text(tmp_path: Path) -> None:
+    result = convert_checkpoint(CHECKPOINT, tmp_path / "default", GROUPS)
+    assert result.plan.method == "factor"
+    assert result.calibration is not None
+    assert result.calibration.tokens == BUILT_IN_TOKENS
+    assert "python-stdlib" in result.calibration.text
+    options = {"method": "factor", "calibration": "python-stdlib", "calibration_tokens": BUILT_IN_TOKENS}
+    convert_checkpoint(CHECKPOINT, tmp_path / "stated", GROUPS, **options)
+    assert same_weights(tmp_path / "default", tmp_path / "stated")
+    convert_checkpoint(CHECKPOINT, tmp_path / "weights", GROUPS, method="factor")
+    assert not same_weights(tmp_path / "default", tmp_path / "weights")
+    assert verify_checkpoint(tmp_path / "default", CHECKPOINT).passed
+
+
+def test_a_named_method_reads_no_text(tmp_path: Path) -> None:
+    assert convert_checkpoint(CHECKPOINT, tmp_path / "out", GROUPS, method="factor").calibration is None
+
+
+@pytest.mark.parametrize(("tokenizer", "reason"), [(None, "it has no tokenizer"), ("{}", "its tokenizer.json cannot")])
+def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
+    tmp_path: Path, tokenizer: str | None, reason: str
+) -> None:
+    source = write_llama(tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    if tokenizer:
+        (source / "tokenizer.json").write_text(tokenizer)
+    result = run("convert", source, tmp_path / "out", "--groups", str(GROUPS), "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["method"] == "mean"
+    assert any(reason in warning for warning in found["warnings"])
+    convert_checkpoint(source, tmp_path / "mean", GROUPS, method="mean")
+    assert same_weights(tmp_path / "out", tmp_path / "mean")
+    plan = run("plan", source, "--groups", str(GROUPS))
+    assert reason in plan.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "it has no language-model head"),
+        ({"max_source_positions": 1500}, "its encoder reads audio"),
+        ({}, None),
+    ],
+)
+def test_what_cannot_be_run_on_text(tmp_path: Path, changes: dict[str, object], reason: str | None) -> None:
+    source = Path(shutil.copytree(CHECKPOINT, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    assert why_no_text(open_checkpoint(source)) == reason
+
+
+def test_copied_heads_need_no_text(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    before = read_weights(source)
+    result = convert_checkpoint(source, tmp_path / "out", HEADS)
+    assert result.calibration is None
+    assert not any("averaged" in warning for warning in result.plan.warnings)
+    after = read_weights(tmp_path / "out")
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_counts_without_text_are_refused_as_before() -> None:
+    with pytest.raises(OptionError, match="--calibration-tokens 64 without text"):
+        plan_conversion(open_checkpoint(CHECKPOINT), GROUPS, None, CalibrationOptions(tokens=64))
