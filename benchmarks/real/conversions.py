@@ -91,8 +91,9 @@ def converted(job: Job, folder: Path) -> Conversion:
     """
     name = "-".join(str(part) for part in job if part is not None)
     out = scratch(folder, "converted", name)
-    watch = Stopwatch(out.with_suffix(".json"))
-    if not out.is_dir():
+    times = out.with_suffix(".json")
+    if not (out.is_dir() and times.is_file()):
+        watch = Stopwatch(times)
         method = METHODS[job.method]
         text = _calibration(job, method, folder)
         options: dict[str, Any] = {} if text is None else _arguments(text)
@@ -101,12 +102,12 @@ def converted(job: Job, folder: Path) -> Conversion:
             out,
             job.groups,
             method=method.method,
+            overwrite=True,
             on_layer=lambda done, total, record: watch.save(),
             **options,
         )
         watch.save()
-    # the clock of a conversion that is there already stopped when it was saved
-    stopped = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    stopped = json.loads(times.read_text(encoding="utf-8"))
     return Conversion(out, round(stopped["wall"] / 60, 2), round(stopped["processor"] / 60, 2))
 
 

@@ -110,21 +110,34 @@ def found_needles(cells: list[Cell]) -> str:
 
 def results_table(data: Data) -> str:
     """One row per model, number of heads and method, at the longest window that every kind has."""
-    if not data["cells"]:
-        return MISSING
     known = windows(data)
+    if not data["cells"] or not known:
+        return MISSING
     window = "2048" if "2048" in known else known[0]
     lines = []
     for row in rows(data):
         source = data["models"][row.target.model]["scores"]
         line = [*row.label, f"{statistics.mean(cell['minutes'] for cell in row.cells):.1f}"]
-        for kind in KINDS:
-            before, after = losses(source, kind, window), over_seeds(row.cells, _of(kind, window, "loss"))
-            line.append(f"{before['loss']:.3f} -> {statistics.mean(after):.3f}" if before and after else "")
+        line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
         lines.append([*line, f"{found_needles([source])} -> {found_needles(row.cells)}"])
     header = [*LABELS, "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
+
+
+def _before_and_after(data: Data, row: Row, kind: str, window: str) -> str:
+    """The source's loss, the mean over seeds, and the share of mean pooling's gap that is closed."""
+    before = losses(data["models"][row.target.model]["scores"], kind, window)
+    after = over_seeds(row.cells, _of(kind, window, "loss"))
+    if not before or not after:
+        return ""
+    text = f"{before['loss']:.3f} -> {statistics.mean(after):.3f}"
+    pooled = [cell for each in rows(data) if each.target == row.target and each.method == "mean" for cell in each.cells]
+    gap = over_seeds(pooled, _of(kind, window, "excess"))
+    if not gap or not gap[0] or row.method == "mean":
+        return text
+    added = statistics.mean(over_seeds(row.cells, _of(kind, window, "excess")))
+    return f"{text}, {100 * (1 - added / gap[0]):.1f}%"
 
 
 def windows_table(data: Data) -> str:

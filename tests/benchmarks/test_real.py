@@ -208,14 +208,18 @@ def test_the_report_has_a_row_for_each_method() -> None:
     scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle, "choice": choice}
     fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
     measured = {"minutes": 9.0, "core_minutes": 8.0, "loss": {"prose": {"512": loss(3.2, 0.2)}}, "needle": needle}
+    mean = Job("smollm2", 1, "mean", None, None, None)._asdict() | {
+        "minutes": 0.1,
+        "loss": {"prose": {"512": loss(6.0, 3.0)}},
+    }
     data = {
         "commands": [["python", "-m", "benchmarks.real"]],
         "models": {"smollm2": {"kv_heads": 3, "scores": scores}},
-        "cells": [fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
+        "cells": [mean, fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
     }
     made = blocks(data)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3 -> 1" in row
-    assert "3.000 -> 3.300" in row
+    assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
     assert MISSING in blocks({"commands": [], "models": {}, "cells": []})["results"]

@@ -66,7 +66,10 @@ def check(command: Command) -> None:
         if word.startswith(("recipes/", "benchmarks/")):
             assert (ROOT / word).exists(), word
     if command.program == "python" and command.ours is None:
-        script = command.words[1] if command.words[1] != "-m" else command.words[2].replace(".", "/") + ".py"
+        script = command.words[1]
+        if script == "-m":
+            module = command.words[2].replace(".", "/")
+            script = f"{module}/__main__.py" if (ROOT / module).is_dir() else f"{module}.py"
         if script.startswith("benchmarks/"):
             source = (ROOT / script).read_text(encoding="utf-8")
             for option in command.words[2:]:
