@@ -169,6 +169,7 @@ def measure_job(bench: Bench, records: Records, job: Job, folder: Path) -> None:
     result: Conversion = converted(job, folder)
     cell.setdefault("minutes", result.minutes)
     cell.setdefault("core_minutes", result.core_minutes)
+    cell.setdefault("tokens_read", result.tokens)
     records.add(cell)
     bench.measure(cell, lambda: bench.load(result.folder), records.write)
     discard(result)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.run import convert_checkpoint
 
@@ -53,11 +54,12 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted checkpoint and what it cost, resumed runs included."""
+    """A converted checkpoint and what it cost, resumed runs included; `tokens` of calibration text, 0 without."""
 
     folder: Path
     minutes: float
     core_minutes: float
+    tokens: int
 
 
 class Stopwatch:
@@ -108,7 +110,9 @@ def converted(job: Job, folder: Path) -> Conversion:
         )
         watch.save()
     stopped = json.loads(times.read_text(encoding="utf-8"))
-    return Conversion(out, round(stopped["wall"] / 60, 2), round(stopped["processor"] / 60, 2))
+    calibration = json.loads((out / PROVENANCE).read_text(encoding="utf-8")).get("calibration") or {}
+    minutes, core_minutes = (round(stopped[each] / 60, 2) for each in ("wall", "processor"))
+    return Conversion(out, minutes, core_minutes, calibration.get("tokens", 0))
 
 
 def discard(conversion: Conversion) -> None:

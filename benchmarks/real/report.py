@@ -38,9 +38,7 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> list[str]:
-        text = self.calibration or ""
-        if self.calibration and self.calibration_tokens:
-            text += f", {self.calibration_tokens:,}"
+        text = f"{self.calibration}, {self.cells[0]['tokens_read']:,}" if self.calibration else ""
         return [NAMES[self.target.model], heads(self.target), self.method, text]
 
 

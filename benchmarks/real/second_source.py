@@ -180,7 +180,7 @@ class Training:
 
     def publish(self, out: Path) -> dict[str, Any]:
         """Write the checkpoint in bfloat16, and return its record."""
-        self.model.to(torch.bfloat16)
+        self.model.to(torch.bfloat16).to(torch.float32)  # the numbers stay those of bfloat16
         record = {
             "source": "SmolLM2-135M-Instruct, K/V heads repeated from 3 to 9, then all attention weights trained",
             "text": self.description,
@@ -195,7 +195,7 @@ class Training:
         partial = out.with_name(f".{out.name}.new")
         for key in [key for key in vars(self.model.config) if key.startswith("multi_query")]:
             delattr(self.model.config, key)  # it has as many K/V heads as query heads
-        self.model.save_pretrained(partial)
+        self.model.to(torch.bfloat16).save_pretrained(partial)
         self.tokenizer.save_pretrained(partial)
         (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(out)

@@ -207,7 +207,13 @@ def test_the_report_has_a_row_for_each_method() -> None:
     choice = {name: {"items": 4, "accuracy": 0.5, "error": 0.25} for name in ("continuation", "cloze")}
     scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle, "choice": choice}
     fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
-    measured = {"minutes": 9.0, "core_minutes": 8.0, "loss": {"prose": {"512": loss(3.2, 0.2)}}, "needle": needle}
+    measured = {
+        "minutes": 9.0,
+        "core_minutes": 8.0,
+        "tokens_read": 102_400,
+        "loss": {"prose": {"512": loss(3.2, 0.2)}},
+        "needle": needle,
+    }
     mean = Job("smollm2", 1, "mean", None, None, None)._asdict() | {
         "minutes": 0.1,
         "loss": {"prose": {"512": loss(6.0, 3.0)}},
@@ -222,4 +228,5 @@ def test_the_report_has_a_row_for_each_method() -> None:
     assert "3 -> 1" in row
     assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
+    assert "| mixed, 102,400 |" in row
     assert MISSING in blocks({"commands": [], "models": {}, "cells": []})["results"]
