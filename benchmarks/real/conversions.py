@@ -17,10 +17,10 @@ from .folders import model_folder, scratch
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the comparison: the options of `convert`."""
+    """A row of the comparison: the options of `convert`, whose default method is None."""
 
     name: str
-    method: str
+    method: str | None
     calibrated: bool = False
     fit_steps: int | None = None
     kl_steps: int | None = None
@@ -33,6 +33,7 @@ METHODS = {
         Method("first", "first"),
         Method("align", "align"),
         Method("factor", "factor"),
+        Method("default", None),
         Method("factor-calibrated", "factor", calibrated=True),
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),

@@ -84,7 +84,7 @@ class Training:
         """
         repeated = scratch(folder, "repeated")
         if not repeated.is_dir():
-            convert_checkpoint(model_folder(folder, SMOLLM2), repeated, KV_HEADS[SECOND])
+            convert_checkpoint(model_folder(folder, SMOLLM2), repeated, KV_HEADS[SECOND], method="mean")
         self.model, _ = load_model(repeated, torch.float32)
         self.tokenizer = load_tokenizer(repeated)
         self._folder = folder
