@@ -7,10 +7,14 @@ import typer
 
 from .options import (
     Calibration,
+    CalibrationLength,
     CalibrationTokens,
+    Device,
     Encoder,
+    FitSteps,
     Groups,
     Json,
+    KLSteps,
     Method,
     Native,
     NewFolder,
@@ -31,33 +35,10 @@ def convert(
     method: Method = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: Annotated[
-        int | None,
-        typer.Option(
-            "--calibration-length",
-            metavar="L",
-            help="Tokens per block of calibration text. Default: the model's context, at most 2,048.",
-            show_default=False,
-        ),
-    ] = None,
-    fit_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--fit-steps",
-            metavar="S",
-            help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 400.",
-            show_default=False,
-        ),
-    ] = None,
-    kl_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--kl-steps",
-            metavar="S",
-            show_default=False,
-            help="Steps of fit's last stage, which trains all layers together. Default: those of --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
-        ),
-    ] = None,
+    calibration_length: CalibrationLength = None,
+    fit_steps: FitSteps = None,
+    kl_steps: KLSteps = None,
+    device: Device = None,
     seed: Seed = 0,
     encoder: Encoder = False,
     native: Native = None,
@@ -116,6 +97,7 @@ def convert(
             calibration_length=calibration_length,
             fit_steps=fit_steps,
             kl_steps=kl_steps,
+            device=device,
             seed=seed,
             encoder=encoder,
             native=native,
@@ -125,7 +107,8 @@ def convert(
             on_layer=screen.layer,
             max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
             command=["gqa-convert", *sys.argv[1:]],
-            on_plan=lambda made: screen.expect(None, made.weight_bytes_after),
+            on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
+            on_cost=None if quiet else screen.expect,
             progress=screen.written,
         )
     if as_json:

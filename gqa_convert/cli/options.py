@@ -68,6 +68,42 @@ CalibrationTokens = Annotated[
         show_default=False,
     ),
 ]
+CalibrationLength = Annotated[
+    int | None,
+    typer.Option(
+        "--calibration-length",
+        metavar="L",
+        help="Tokens per block of calibration text. Default: the model's context, at most 2,048.",
+        show_default=False,
+    ),
+]
+FitSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--fit-steps",
+        metavar="S",
+        help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 400.",
+        show_default=False,
+    ),
+]
+KLSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--kl-steps",
+        metavar="S",
+        show_default=False,
+        help="Steps of fit's last stage, which trains all layers together. Default: those of --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Where calibration runs: cpu, cuda or cuda:1. Default: a GPU if there is one.",
+        show_default=False,
+    ),
+]
 CalibrationSeed = Annotated[int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.")]
 Encoder = Annotated[
     bool,

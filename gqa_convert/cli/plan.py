@@ -1,12 +1,35 @@
 """`gqa-convert plan`."""
 
-from .options import Encoder, Groups, Json, Method, Native, Quiet, Revision, ShardSize, Source, byte_count
+from .options import (
+    Calibration,
+    CalibrationLength,
+    CalibrationTokens,
+    Device,
+    Encoder,
+    FitSteps,
+    Groups,
+    Json,
+    KLSteps,
+    Method,
+    Native,
+    Quiet,
+    Revision,
+    ShardSize,
+    Source,
+    byte_count,
+)
 
 
 def plan(
     source: Source,
     groups: Groups,
     method: Method = None,
+    calibration: Calibration = None,
+    calibration_tokens: CalibrationTokens = None,
+    calibration_length: CalibrationLength = None,
+    fit_steps: FitSteps = None,
+    kl_steps: KLSteps = None,
+    device: Device = None,
     encoder: Encoder = False,
     native: Native = None,
     revision: Revision = None,
@@ -17,29 +40,41 @@ def plan(
     """Show what a conversion would change, what it would save, and which software would load the result.
 
     The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
-    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
+    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message. The estimate of
+    time, memory and disk space times the products of a layer on this machine; calibration text is not read.
 
     Examples:
 
       gqa-convert plan ./Llama-2-7b --groups 8
+      gqa-convert plan ./Llama-2-7b --groups 8 --calibration text.txt --fit-steps 100
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
     """
     from gqa_convert.checkpoint.source import open_checkpoint
+    from gqa_convert.cli.console.estimate import show_estimate
     from gqa_convert.cli.console.plan import show_plan
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+    from gqa_convert.conversion.fit.cost import estimate_cost
     from gqa_convert.conversion.fit.defaults import plan_conversion
 
-    made, _ = plan_conversion(
+    made, text = plan_conversion(
         open_checkpoint(source, revision=revision),
         groups,
         method,
-        CalibrationOptions(),
+        CalibrationOptions(
+            calibration,
+            calibration_tokens,
+            calibration_length,
+            steps=fit_steps,
+            kl_steps=kl_steps,
+            device=device,
+        ),
         encoder=encoder,
         native=native,
         max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
     )
     if as_json:
-        print_json(made.summary())
+        print_json(made.summary() | {"estimate": estimate_cost(made, text).as_json()})
     elif not quiet:
         show_plan(made)
+        show_estimate(estimate_cost(made, text))

@@ -18,6 +18,7 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.plan import Plan
@@ -62,6 +63,7 @@ def convert_checkpoint(
     calibration_length: int | None = None,
     fit_steps: int | None = None,
     kl_steps: int | None = None,
+    device: str | None = None,
     seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
@@ -71,6 +73,7 @@ def convert_checkpoint(
     hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_cost: Callable[[CostEstimate], None] | None = None,
     on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
@@ -91,6 +94,8 @@ def convert_checkpoint(
             default as many as
             `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters) and its divergence
             from the source is 0.02 nats per token or more, else 0.
+        device: to run the source on where there is calibration text, such as `cpu` or `cuda:1`; by default a GPU if
+            there is one.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former
@@ -102,6 +107,7 @@ def convert_checkpoint(
             reading them whole.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
+        on_cost: called with the estimated cost before anything is written; None to estimate nothing.
         on_layer: called as each layer is merged by a method that works on whole layers.
         progress: called with every number of weight bytes written.
 
@@ -112,7 +118,7 @@ def convert_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = local_path(out)
-    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps)
+    text = CalibrationOptions(calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps, device)
     options: dict[str, Any] = {
         "seed": seed,
         "encoder": encoder,
@@ -124,6 +130,8 @@ def convert_checkpoint(
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     previous = earlier_record(checkpoint)
     on_plan(plan)
+    if on_cost is not None:
+        on_cost(estimate_cost(plan, text))
     sweep(Path(os.path.realpath(out)).parent)
     with ExitStack() as stack:
         staged = stack.enter_context(StagedFolder(out))

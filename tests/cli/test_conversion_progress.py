@@ -9,7 +9,8 @@ import pytest
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.cli.console import conversion_progress
-from gqa_convert.cli.console.layer_pace import Expected, LayerPace
+from gqa_convert.cli.console.layer_pace import LayerPace
+from gqa_convert.conversion.fit.cost import CostEstimate
 from gqa_convert.conversion.fit.records import (
     CalibratedRecord,
     Stage,
@@ -39,6 +40,18 @@ def record(number: int) -> CalibratedRecord:
     return CalibratedRecord(module=f"layers.{number}", output=0.1, gap_left=0.25, first_low_frequency_pair=None)
 
 
+def cost(*, layer: float, last_stage: float) -> CostEstimate:
+    return CostEstimate(
+        work="fit on 2,048 tokens",
+        seconds_by_stage={"layers": LAYERS * layer, "last_stage": last_stage},
+        layers=LAYERS,
+        memory_bytes=1 << 30,
+        disk_bytes=1000,
+        tokens=2048,
+        device="cpu",
+    )
+
+
 def fit(screen: conversion_progress.ConversionScreen, clock: list[float]) -> None:
     """Report what a conversion reports: layers of 100 seconds, then 200 steps of one second each."""
     for stage in (Stage.TEXT, Stage.SOURCE):
@@ -64,7 +77,7 @@ def fit(screen: conversion_progress.ConversionScreen, clock: list[float]) -> Non
 
 def test_without_a_terminal_a_line_per_layer(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with conversion_progress.conversion_progress(quiet=False) as screen:
-        screen.expect(None, 1000)
+        screen.will_write(1000)
         fit(screen, clock)
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
@@ -85,9 +98,11 @@ def test_before_the_first_layer_the_estimate_says_the_time_left(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with conversion_progress.conversion_progress(quiet=False) as screen:
-        screen.expect(Expected(layer=200.0, last_stage=100.0), 1000)
+        screen.will_write(1000)
+        screen.expect(cost(layer=200.0, last_stage=100.0))
         fit(screen, clock)
     lines = capsys.readouterr().err.splitlines()
+    assert lines.pop(0).startswith("Estimate on this machine: about 12 minutes, 1.0 GiB of memory")
     assert lines[0] == "loading the source  0:11:40 left"
     assert "layer 1 of 3: gradient steps 0 of 60  0:11:00 left" in lines
     # layers take half as long as was estimated, and so will the last stage
@@ -110,7 +125,8 @@ def test_on_a_terminal_one_bar(clock: list[float], monkeypatch: pytest.MonkeyPat
     with conversion_progress.conversion_progress(quiet=False) as screen:
         bars = screen._bars
         assert bars is not None
-        screen.expect(Expected(layer=100.0, last_stage=200.0), 1000)
+        screen.will_write(1000)
+        screen.expect(cost(layer=100.0, last_stage=200.0))
         show = screen._show
 
         def shown(*arguments: object) -> None:

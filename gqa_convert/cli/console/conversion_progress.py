@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from .estimate import estimate_line
 from .layer_pace import Expected, LayerPace
 from .pace import Pace, ProgressLines, clock
 from .screen import size, stderr_console
@@ -13,6 +14,7 @@ from .screen import size, stderr_console
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from gqa_convert.conversion.fit.cost import CostEstimate
     from gqa_convert.conversion.fit.records import LayerRecord, StageProgress, TrainingProgress, TrainingRecord
 
 _TOGETHER = "all layers together"
@@ -44,9 +46,16 @@ class ConversionScreen:
             with suppress(OSError):
                 self._console.print(line, soft_wrap=True)
 
-    def expect(self, expected: Expected | None, nbytes: int) -> None:
-        """Note what was estimated, and how many bytes of weights the result has."""
-        self._layers, self._to_write = LayerPace(expected), nbytes
+    def will_write(self, nbytes: int) -> None:
+        """Note the size of the result's weights."""
+        self._to_write = nbytes
+
+    def expect(self, cost: "CostEstimate") -> None:
+        """Show and note what was estimated."""
+        self.say(estimate_line(cost))
+        seconds = cost.seconds_by_stage
+        if cost.tokens:
+            self._layers = LayerPace(Expected(seconds["layers"] / cost.layers, seconds["last_stage"]))
 
     def layer(
         self, done: int, total: int, record: "LayerRecord | StageProgress | TrainingProgress | TrainingRecord"

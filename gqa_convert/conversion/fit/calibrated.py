@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import check_language_model
@@ -28,13 +29,16 @@ class CalibrationOptions:
     """Of the stage that trains all layers together, for `fit`; by default as many as `steps` where the model is small
     enough.
     """
+    device: str | None = None
+    """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:
     """Refuse options that contradict each other.
 
     Raises:
-        OptionError: `fit` without text, text for a method that reads none, or a count without text.
+        OptionError: `fit` without text, text for a method that reads none, a count or a device without text, or a device that
+            is not there.
     """
     needs = METHODS[method]
     if calibration.source is None:
@@ -54,6 +58,10 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             raise OptionError(
                 f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration"
             )
+        if calibration.device is not None:
+            raise OptionError(
+                f"--device {calibration.device} needs calibration text, on which the source runs: name a text file or dataset with --calibration"
+            )
     elif needs.calibration is Need.NEVER:
         measuring = names(tuple(each for each in CHOICES if each.calibration is not Need.NEVER))
         raise OptionError(
@@ -63,6 +71,8 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
         if steps is not None and (not needs.trains or steps < 0):
             training = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {steps} with --method {method}: only {training} takes steps, 0 or more")
+    if calibration.device is not None:
+        chosen_device(calibration.device)
 
 
 def check_predicts(
@@ -102,11 +112,11 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
         tokens,
         seed=options.seed,
         sequence_length=options.sequence_length,
-        batch_tokens=_BATCH_TOKENS,
-        held_out_tokens=max(_BATCH_TOKENS, tokens // _HELD_OUT) if METHODS[plan.method].trains else 0,
+        batch_tokens=BATCH_TOKENS,
+        held_out_tokens=max(BATCH_TOKENS, tokens // HELD_OUT) if METHODS[plan.method].trains else 0,
     )
 
 
-_BATCH_TOKENS = 2048
-_HELD_OUT = 8
+BATCH_TOKENS = 2048
+HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""

@@ -42,7 +42,7 @@ def plan_conversion(
     warnings: tuple[str, ...] = ()
     if method is None:
         method = DEFAULT.name if calibration.source is None else CALIBRATED_DEFAULT.name
-        if calibration == CalibrationOptions(seed=calibration.seed):
+        if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device):
             reason = why_no_text(checkpoint)
             if reason:
                 method = MEAN.name

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
@@ -38,10 +39,11 @@ def fit_checkpoint(
     steps: int = STEPS,
     kl_steps: int | None = None,
     held_out: Sequence[Batch] = (),
+    device: str | None = None,
 ) -> dict[str, float]:
     """Load the source, fit every layer with `fit_layers`, then train all layers together where that is possible.
 
-    The work runs on a GPU where there is one. Activations are kept on the disk where memory is short.
+    Activations are kept on the disk where memory is short.
 
     Args:
         plan: of the conversion, of a method that takes calibration text.
@@ -52,6 +54,7 @@ def fit_checkpoint(
         kl_steps: steps of the stage that trains all layers together. By default it takes `steps` where it is
             `affordable` and `WORTHWHILE`, else none.
         held_out: other batches, by which that stage is judged. Without any it is left out.
+        device: to run on; by default a GPU if there is one.
 
     Returns:
         Errors by name, as `fit_layers`.
@@ -66,7 +69,7 @@ def fit_checkpoint(
     assert folder is not None
     with explained(store.path.parent), ExitStack() as stack:
         on_layer(0, len(plan.layers), StageProgress(Stage.SOURCE, 0, len(plan.layers)))
-        model = open_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+        model = open_model(folder, device=chosen_device(device))
         if kl_steps:
             check_possible(model, held_out, kl_steps)
         done = store.finished()

@@ -79,6 +79,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         steps=steps,
         kl_steps=options.kl_steps,
         held_out=calibration.held_out,
+        device=options.device,
     )
     if training := store.finished():
         record = replace(record, kl_steps=training.kl_steps, kl=training.kl)

@@ -110,16 +110,20 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
 def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
     """Whether the stage is worth its memory and time here: all weights in memory, with room for one batch's way back,
     and on a CPU no more than a billion of them."""
-    from accelerate.utils import get_max_memory
-
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config()
     tokens = max(tensor.numel() for batch in batches for tensor in batch.values())
     hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-    needed = 4 * tokens * (_ACTIVATIONS * hidden_size * layers + 3 * config.vocab_size)
-    place = model.device
+    return has_room(parameters, tokens, hidden_size, layers, config.vocab_size, model.device)
+
+
+def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabulary: int, place: torch.device) -> bool:
+    """Whether a model of these sizes is `affordable` on a device, apart from its weights' own memory."""
+    from accelerate.utils import get_max_memory
+
+    needed = 4 * tokens * (_ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
     if place.type == "cpu":
         return bool(parameters <= _MOST_PARAMETERS and needed < get_max_memory()["cpu"] / 2)
     return bool(needed < torch.cuda.mem_get_info(place)[0] / 2)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
@@ -65,6 +66,8 @@ def benchmark_model(
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
             suffice.
     """
+    import torch
+
     options = options or BenchmarkOptions()
     picture = None if plot is None else local_path(plot)
     if picture is not None:
@@ -75,7 +78,7 @@ def benchmark_model(
     dtype = _dtype(whole, options.dtype)
     plans = plan_versions(headers(subject, dtype), options.groups)
     context, encoder_tokens, positions = _lengths(subject, options)
-    device = _device(options.device)
+    device = torch.device(chosen_device(options.device))
     weight_bytes = {}
     if options.memory is not None:
         from gqa_convert.measuring.benchmark.memory import check_budget
@@ -195,23 +198,6 @@ def _dtype(subject: Subject, asked: str | None) -> str:
     if stated not in DTYPES:
         raise OptionError(f"{subject.name} states the type {stated!r}: choose one of {', '.join(DTYPES)} with --dtype")
     return str(stated)
-
-
-def _device(asked: str | None) -> Any:
-    import torch
-
-    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {name!r} is neither cpu nor cuda: name one of them")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here: use --device cpu"
-        )
-    return device
 
 
 def _versions(

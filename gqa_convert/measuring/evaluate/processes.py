@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.errors import LaunchError, OptionError
 from gqa_convert.training.distributed import check_environment, join, waiting_group
 
@@ -66,11 +67,10 @@ def come_together(device: str | None) -> Processes:
     check_environment(os.environ)
     import torch
 
-    if device is not None:
-        _check_device(device)
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    chosen = chosen_device(device)
+    on_cpu = chosen == "cpu"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Processes(1, 0, device or ("cpu" if on_cpu else "cuda"))
+        return Processes(1, 0, chosen)
     if device not in (None, "cpu", "cuda"):
         raise OptionError(
             f"--device is {device}, and several processes would share it: leave it out, and each process gets a separate GPU"
@@ -84,22 +84,3 @@ def come_together(device: str | None) -> Processes:
         )
     own = "cpu" if on_cpu else str(accelerator.device)
     return Processes(int(accelerator.num_processes), int(accelerator.process_index), own)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise OptionError(f"--device {device!r} is not a device: write it like cpu, cuda or cuda:1") from None
-    if place.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {device!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(
-            f"--device is {device}, and torch finds no GPU here: use --device cpu, or install torch for the GPU"
-        )
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"--device is {device}, and there are {torch.cuda.device_count()} GPUs, counted from 0: name one of them"
-        )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
@@ -46,6 +47,7 @@ def inspect_checkpoint(
     calibration_tokens: int | None = None,
     groups: Sequence[int] | None = None,
     max_loss_increase: float | None = None,
+    device: str | None = None,
     seed: int = 0,
     encoder: bool = False,
     revision: str | None = None,
@@ -63,6 +65,8 @@ def inspect_checkpoint(
         groups: numbers of groups to try; by default the divisors of the K/V-head count below it, six of them if there
             are more.
         max_loss_increase: nats per token that the recommended number of groups may cost, by default 0.1.
+        device: to run the source on where there is calibration text, such as `cpu` or `cuda:1`; by default a GPU if
+            there is one.
         seed: of the choice of calibration text.
         encoder: inspect the encoder's self-attention too.
         revision: branch, tag or commit on the Hub.
@@ -76,7 +80,7 @@ def inspect_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake of the user's.
     """
-    text = CalibrationOptions(calibration, calibration_tokens, seed=seed)
+    text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
     check_calibration("factor", text)
     limit = _limit(max_loss_increase, calibrated=calibration is not None)
     picture = None if plot is None else local_path(plot)
@@ -99,6 +103,7 @@ def inspect_checkpoint(
             options = {
                 "--calibration": calibration,
                 "--calibration-tokens": calibration_tokens,
+                "--device": device,
                 "--seed": seed or None,
                 "--revision": revision,
             }
@@ -193,14 +198,12 @@ def _on_text(
 ) -> _Measured:
     """Errors and losses from running the source on text."""
     calibration = calibrate(plan, text)
-    import torch
-
     from gqa_convert.conversion.fit.lockstep import open_model
     from gqa_convert.measuring.inspect.trials import run_trials, split
 
     measured, held_out = split(calibration.batches)
     assert plan.checkpoint.folder is not None
-    model = open_model(plan.checkpoint.folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
     records, loss = run_trials(model, plan.layers, inspection, counts, measured, held_out, progress)
     noted = InspectedText(
         text=calibration.description,

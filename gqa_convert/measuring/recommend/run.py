@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -319,6 +320,4 @@ def _device(*, computed: bool) -> str:
     """The device on which losses and times are computed by default."""
     if not computed:
         return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return chosen_device(None)

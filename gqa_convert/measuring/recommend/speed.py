@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.conversion.plan import Plan
@@ -62,9 +63,7 @@ def choose_setting(
     Raises:
         GQAConvertError: the model can't be timed.
     """
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(None)
     memory = machine(device).memory_bytes
     room = memory // 2 if device == "cuda" else min(_AFFORDABLE, memory // 4)
     layers = decoder_layers(transformers_config(checkpoint.config, checkpoint.source_id))

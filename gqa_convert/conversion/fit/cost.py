@@ -1,0 +1,208 @@
+"""Estimates the time, the memory and the disk space of a conversion, from the sizes in headers and config and from the
+speed of this machine.
+
+Letters in formulae: T tokens of calibration text, B tokens of a batch, d hidden_size, q query heads * head_dim.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.machine import available_memory
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.fit.calibrated import BATCH_TOKENS, HELD_OUT, CalibrationOptions
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
+from gqa_convert.families.context_length import block_length, stated_count
+
+_START = 3.0
+"""Seconds to import torch and transformers."""
+_TOKENISED = 1e6
+"""Bytes of text per second that a tokenizer reads."""
+_LEAST_TEXT, _TEXT_PER_TOKEN = 1 << 22, 64
+"""Bytes of a large text that are tokenised: at least, and per token requested."""
+_DISK = 3e8
+"""Bytes per second that a disk reads or writes."""
+_BASE = 450 << 20
+"""Bytes of a process that has imported torch and transformers."""
+_NUMPY_BASE = 60 << 20
+_LOW_FREQUENCY_TOKENS = 8192
+_MERGE = 3
+"""Operations of merging a layer's heads, in products of all query, key and value rows with a second moment."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_USED_EXPERTS = ("num_experts_per_tok", "num_selected_experts", "moe_topk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEstimate(Result):
+    """The estimated cost of a conversion on this machine."""
+
+    work: str
+    """The method, and the number of tokens where it uses text."""
+    seconds_by_stage: Mapping[str, float]
+    """`start`, `layers`, `last_stage` and `writing`; stages that do not take place are 0."""
+    layers: int
+    """Layers that are merged."""
+    memory_bytes: int
+    """The largest memory of the process; on a GPU, the GPU's."""
+    disk_bytes: int
+    """Of the result and of files beside it that are deleted afterwards."""
+    tokens: int | None
+    """Of calibration text; None without."""
+    device: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_stage.values())
+
+    def as_json(self) -> JsonObject:
+        found = asdict(self) | {"seconds": round(self.seconds, 1)}
+        return found | {"seconds_by_stage": {name: round(each, 1) for name, each in self.seconds_by_stage.items()}}
+
+
+def estimate_cost(plan: Plan, options: CalibrationOptions) -> CostEstimate:
+    """Estimate a conversion; the products of a layer are timed for a second or two where the method needs them.
+
+    Calibration text is not read: a text with fewer tokens than requested takes less time.
+    """
+    writing = plan.disk_bytes / _DISK
+    if not plan.merge_method.merges_layers:
+        return _estimate(plan, {"writing": 0.5 + writing}, _NUMPY_BASE + (32 << 20), plan.disk_bytes)
+    stored = sum(tensor.nbytes for shard in plan.shards for tensor in shard.tensors if tensor.name in _changed(plan))
+    if options.source is None:
+        from gqa_convert.conversion.fit.rates import double_rate
+
+        rows, inputs = _largest_layer(plan)
+        # products of rows with one another and with the maps, and their errors
+        seconds = len(plan.layers) * 4 * _MERGE * rows**2 * inputs * double_rate()
+        memory = _NUMPY_BASE + 6 * 8 * rows * inputs  # float64 copies of the layer's rows
+        return _estimate(plan, {"layers": seconds, "writing": 0.5 + writing}, memory, plan.disk_bytes + stored)
+    return _on_text(plan, options, writing, stored)
+
+
+def _estimate(
+    plan: Plan, seconds: Mapping[str, float], memory: float, disk: float, tokens: int | None = None, device: str = "cpu"
+) -> CostEstimate:
+    every = {name: seconds.get(name, 0.0) for name in ("start", "layers", "last_stage", "writing")}
+    return CostEstimate(
+        work=plan.effective_method + (f" on {tokens:,} tokens" if tokens else ""),
+        seconds_by_stage=every,
+        layers=len(plan.layers),
+        memory_bytes=int(memory),
+        disk_bytes=int(disk),
+        tokens=tokens,
+        device=device,
+    )
+
+
+def _changed(plan: Plan) -> frozenset[str]:
+    return frozenset(change.name for change in plan.changes)
+
+
+def _largest_layer(plan: Plan) -> tuple[int, int]:
+    """The rows of queries, keys, values and outputs of the largest layer, and their inputs."""
+    rows = max((layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers)
+    return rows, _hidden_size(plan)
+
+
+def _hidden_size(plan: Plan) -> int:
+    layer = plan.layers[0]
+    return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
+
+
+def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: float) -> CostEstimate:
+    """Of a method that runs source and student on text."""
+    import torch
+
+    from gqa_convert.conversion.fit.matching import STEPS
+    from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
+    from gqa_convert.conversion.fit.whole_model import has_room
+    from gqa_convert.text.calibration import calibration_tokens_for
+
+    config, device = plan.checkpoint.config, chosen_device(options.device)
+    tokens = options.tokens or calibration_tokens_for(config)
+    block = min(options.sequence_length or block_length(config), tokens)
+    sizes = _sizes(plan, block, LayerSizes)
+    rates = measured_rates(sizes, device)
+    layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
+    steps = (STEPS if options.steps is None else options.steps) if plan.merge_method.trains else 0
+    precise = rates.double if max(d, q) <= 1024 else rates.single
+    # source and student up to the layer, the target, and mean pooling's error
+    seconds = tokens * (4 * rates.attention + 2 * rates.feed_forward)
+    # the second moment of the inputs, and one merge
+    seconds += 2 * tokens * d**2 * precise + _merge_seconds(plan, rates.double, trials=1)
+    low = _low_frequency_trials(plan)
+    # every trial merges the keys and runs the layer
+    seconds += (low + 1) * min(tokens, _LOW_FREQUENCY_TOKENS) * rates.attention if low else 0
+    seconds += _merge_seconds(plan, rates.double, trials=low) / _MERGE
+    # the error at the end, and for `fit` refit and error, and once more after the gradient steps
+    refits = 0 if not plan.merge_method.trains else 2 if steps else 1
+    refit = 2 * tokens * rates.attention + 2 * tokens * q * (q + d) * precise + q**3 * rates.double
+    seconds += refits * refit if refits else tokens * rates.attention
+    seconds += steps * min(sizes.batch, tokens) * rates.attention_gradient
+    parameters = plan.parameters_before
+    batch = min(tokens, max(BATCH_TOKENS, block))
+    last = options.kl_steps
+    if last is None:
+        held_out = plan.merge_method.trains and steps
+        last = (
+            steps if held_out and has_room(parameters, batch, d, layers, sizes.vocabulary, torch.device(device)) else 0
+        )
+    forward = layers * (rates.attention + rates.feed_forward) + rates.logits
+    # teacher and student, and the student's way back through everything
+    step = batch * (forward + layers * (rates.attention_gradient + rates.feed_forward_gradient) + rates.logits_gradient)
+    judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
+    together = last * step + judged if last else 0.0
+    start = _START + max(_LEAST_TEXT, _TEXT_PER_TOKEN * tokens) / _TOKENISED + plan.checkpoint.weight_bytes / _DISK
+    activations = 4 * 5 * tokens * d  # the residual streams, the inputs of attention and the target, in float32
+    free = available_memory(torch.device("cpu")) or math.inf
+    spilled = activations > free / 4
+    weights = 4 * parameters
+    room = 0.7 * (available_memory(torch.device(device)) or math.inf)
+    # the weights, or those of the layer that is running; and the pages of the file that is being loaded
+    weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
+    work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
+    work = max(work, 4 * batch * (40 * d * layers + 3 * sizes.vocabulary) if last else 0)
+    memory = (_BASE if device == "cpu" else 0) + weights + work + (0 if spilled else activations)
+    disk = plan.disk_bytes + stored + (activations if spilled else 0)
+    spent = {"start": start, "layers": layers * seconds, "last_stage": together, "writing": writing}
+    return _estimate(plan, spent, memory, disk, tokens, device)
+
+
+def _sizes(plan: Plan, block: int, make: Any) -> Any:
+    """The sizes of the mean layer."""
+    config, first, layers = plan.checkpoint.config, plan.layers[0], plan.layers
+    d, vocabulary = _hidden_size(plan), stated_count(config, VOCABULARY_KEYS) or 0
+    entries = [entry for _, _, entry in plan.checkpoint.tensors()]
+    embeddings = sum(entry.elements for entry in entries if vocabulary in entry.shape)
+    attention = sum(d * (each.heads + each.kv_heads) * (each.key_head_dim + each.value_head_dim) for each in layers)
+    other = max(0, plan.parameters_before - embeddings - attention)
+    experts, used = stated_count(config, _EXPERTS), stated_count(config, _USED_EXPERTS)
+    if experts and used:
+        other = other * min(used, experts) // experts
+    return make(
+        hidden_size=d,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        key_head_dim=first.key_head_dim,
+        value_head_dim=first.value_head_dim,
+        feed_forward=other // len(layers),
+        vocabulary=vocabulary,
+        block=block,
+        batch=max(BATCH_TOKENS, block),
+    )
+
+
+def _merge_seconds(plan: Plan, rate: float, trials: int) -> float:
+    """Of merging one layer's heads this many times."""
+    rows, inputs = _largest_layer(plan)
+    return trials * _MERGE * 2 * rows * inputs**2 * rate
+
+
+def _low_frequency_trials(plan: Plan) -> int:
+    """About how many choices of low-frequency pairs are tried: a Fibonacci search, and a few neighbours at its end."""
+    pairs = plan.layers[0].key_head_dim // 2
+    return round(math.log(max(2, pairs), 1.618)) + 3

@@ -1,0 +1,118 @@
+"""The estimate of a conversion's cost before it begins, and the device that it runs on."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import gqa_convert
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.cli.console.estimate import estimate_line
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
+from gqa_convert.conversion.plan import make_plan
+from tests.helpers.command_line import run
+
+MODEL = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+LINE = r"^Estimate on this machine: about \d+ \w+, [\d.]+ (MiB|GiB) of memory, [\d.]+ MB of disk \((.*)\)$"
+
+
+def estimate(method: str = "fit", **options: int) -> CostEstimate:
+    source = None if method in ("mean", "factor") else "text.txt"
+    return estimate_cost(make_plan(open_checkpoint(MODEL), 1, method=method), CalibrationOptions(source, **options))
+
+
+def test_work_costs_in_proportion() -> None:
+    """Twice the text and twice the steps take about twice the time; the rates are measured, so they vary a little."""
+    once = estimate(tokens=20_480, steps=40, kl_steps=20)
+    twice = estimate(tokens=40_960, steps=80, kl_steps=40)
+    for stage in ("layers", "last_stage"):
+        assert twice.seconds_by_stage[stage] / once.seconds_by_stage[stage] == pytest.approx(2.0, rel=0.6)
+    assert twice.memory_bytes > once.memory_bytes
+    assert twice.disk_bytes == once.disk_bytes
+    assert math.isfinite(once.seconds)
+    assert estimate(tokens=20_480, steps=40, kl_steps=0).seconds_by_stage["last_stage"] == 0.0
+
+
+def test_copies_cost_their_bytes() -> None:
+    mean, factor = estimate("mean"), estimate("factor")
+    assert mean.tokens is None
+    assert mean.seconds < 5
+    assert mean.disk_bytes == make_plan(open_checkpoint(MODEL), 1, method="mean").disk_bytes
+    assert factor.disk_bytes > mean.disk_bytes  # merged layers lie beside the result
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 second"), (42.0, "40 seconds"), (1500.0, "25 minutes"), (12_000.0, "3 hours"), (400_000.0, "5 days")],
+)
+def test_the_line(seconds: float, text: str) -> None:
+    cost = CostEstimate(
+        work="fit on 102,400 tokens",
+        seconds_by_stage={"layers": seconds},
+        layers=30,
+        memory_bytes=round(3.1 * 2**30),
+        disk_bytes=300_000_000,
+        tokens=102_400,
+        device="cpu",
+    )
+    assert estimate_line(cost) == (
+        f"Estimate on this machine: about {text}, 3.1 GiB of memory, 300.0 MB of disk (fit on 102,400 tokens)"
+    )
+
+
+def test_plan_says_it() -> None:
+    options = ("--calibration", "text.txt", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
+    shown = run("plan", MODEL, "--groups", "2", *options)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    found = re.match(LINE, shown.stdout.splitlines()[-1])
+    assert found, shown.stdout
+    assert found[2] == "fit on 4,096 tokens"
+    as_json = json.loads(run("plan", MODEL, "--groups", "2", "--json").stdout)
+    assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
+    assert set(as_json["estimate"]) == {
+        "work",
+        "seconds",
+        "seconds_by_stage",
+        "layers",
+        "memory_bytes",
+        "disk_bytes",
+        "tokens",
+        "device",
+    }
+
+
+def test_convert_says_it_first(tmp_path: Path) -> None:
+    done = run("convert", MODEL, tmp_path / "out", "--groups", "2", "--method", "mean")
+    assert done.returncode == 0
+    assert re.match(LINE, done.stderr.splitlines()[0]), done.stderr
+    quiet = run("convert", MODEL, tmp_path / "quiet", "--groups", "2", "--method", "mean", "--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+
+
+def test_a_device_without_text(tmp_path: Path) -> None:
+    for command in (("plan", "--method", "factor"), ("inspect",)):
+        refused = run(command[0], MODEL, "--groups", "2", *command[1:], "--device", "cpu")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "--device cpu needs calibration text" in refused.stderr
+    assert run("plan", MODEL, "--groups", "2", "--device", "cpu").returncode == 0  # on the built-in text
+
+
+@pytest.mark.parametrize("command", ["plan", "convert", "inspect"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--calibration", "t.txt", "--device", "cuda:99"), "--device is cuda:99, and"),
+        (("--calibration", "t.txt", "--device", "tpu"), "--device 'tpu' is"),
+        (("--calibration", "t.txt", "--device", "meta"), "--device 'meta' is neither the CPU nor a GPU"),
+    ],
+)
+def test_devices_that_are_not_there(command: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    place = (tmp_path / "out",) if command == "convert" else ()
+    refused = run(command, MODEL, *place, "--groups", "2", *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert words in refused.stderr
+    assert not list(tmp_path.iterdir())
