@@ -92,7 +92,7 @@ def test_convert_says_it_first(tmp_path: Path) -> None:
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
 
 
-def test_a_device_without_text(tmp_path: Path) -> None:
+def test_a_device_without_text() -> None:
     for command in (("plan", "--method", "factor"), ("inspect",)):
         refused = run(command[0], MODEL, "--groups", "2", *command[1:], "--device", "cpu")
         assert (refused.returncode, refused.stdout) == (2, "")

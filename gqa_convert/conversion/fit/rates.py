@@ -116,10 +116,11 @@ class _Clock:
         self._device = device
 
     def _now(self) -> float:
+        """The time in seconds."""
         import torch
 
         if self._device.type == "cpu":
-            return time.process_time() / torch.get_num_threads()
+            return time.process_time() / int(torch.get_num_threads())
         torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
