@@ -1,10 +1,11 @@
 """Fits one attention layer on calibration text.
 
 The moments of the *student's* inputs, which the layers below have merged already, decide how the layer's heads are
-merged. `fit` then refits the output projection so that the student's residual stream behind the layer comes as near as
-possible to the source's, and trains the merged projections by gradient steps.
+merged. `fit` then trains the merged projections to yield what the source's attention yields on the same inputs, and
+lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,19 @@ from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
+from gqa_convert.conversion.fit.precision import reduced_precision
 from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer
-from gqa_convert.conversion.fit.statistics import Ridge, moments_of
+from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.merging.folding.head_order import order_heads, ordered
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 
-RIDGE = 1e-3
 _EXACT = 1e-5
 """The error below which training would only add noise."""
+_HELD_OUT = 8
+"""One batch in this many decides between candidates, and nothing is fitted to it."""
 _LOW_FREQUENCY_TOKENS = 8192
 """How many tokens, at most, decide which rotary pairs count as low-frequency."""
 
@@ -77,9 +80,13 @@ class LayerFitting:
         weight, _ = layer.layout.output_names
         self.projection = weight.removeprefix(f"{layer.layout.layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
-        self.power: float | None = None
         on_stage(Stage.STATISTICS, 0, 0)
+        self.calls = [student for _, student in module.calls]
+        self.local_targets = [self._kept(module.run(call)[0]) for call in self.calls]
         self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
+        held_out = max(1, len(self.calls) // _HELD_OUT) if len(self.calls) > 1 else 0
+        self.fitted = range(len(self.calls) - held_out)
+        self.judged = range(len(self.calls) - held_out, len(self.calls)) or self.fitted
 
     def _check_parameters(self) -> None:
         own = self.module.parameters()
@@ -103,12 +110,8 @@ class LayerFitting:
         low_frequency = self.low_frequency_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
         if options.trains:
-            merged = self.refitted(merged)
+            merged = self.refitted(self.trained(merged))
         left = self.error(merged)
-        if options.trains and options.steps and left > _EXACT:
-            trained = self.refitted(self.matched(merged))
-            if (error := self.error(trained)) < left:
-                merged, left = trained, error
         return merged, CalibratedRecord(
             module=self.module.name,
             head_order=recorded_order(order),
@@ -132,8 +135,7 @@ class LayerFitting:
         count = len(self.constraints.pairs[0])
         if self.constraints.key_constraint or not count:
             return None
-        calls = [student for _, student in self.module.calls][: max(1, _LOW_FREQUENCY_TOKENS // self._tokens())]
-        wanted = [self.module.run(call)[0] for call in calls]
+        calls = self.calls[: max(1, _LOW_FREQUENCY_TOKENS // self._tokens())]
         layout, tensors = self.layer.layout, self.layer.tensors
         unmerged = Assembly(layout, self.source, tensors, self.source.groups, self.device)
 
@@ -143,53 +145,90 @@ class LayerFitting:
             parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
             return sum(
                 _square(self.module.run(call, parameters)[0] - want, call)
-                for call, want in zip(calls, wanted, strict=True)
+                for call, want in zip(calls, self.local_targets, strict=False)
             )
 
         return least(error, count)
 
     def _tokens(self) -> int:
-        shape = self.module.calls[0][1].hidden.shape
+        shape = self.calls[0].hidden.shape
         return int(shape[0] * shape[1])
 
-    def matched(self, merged: Heads) -> Heads:
-        """The heads after the gradient stage."""
-        calls = [student for _, student in self.module.calls]
+    def trained(self, merged: Heads) -> Heads:
+        """The heads after the gradient stage; those given where it does not bring them nearer on held-out text.
+
+        The stage aims at what the source's attention makes of the student's inputs, and at a share of what the
+        student's residual stream misses already: the share that the layer can predict on held-out text. In deep models
+        it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
+        """
+        options, parts = self.options, as_parts(merged, self.device)
+        if not options.steps or self.error(merged, self.local_targets) < _EXACT:
+            return merged
+        _, share = self._repair(parts)
+        targets = [local.lerp(whole, share) for local, whole in zip(self.local_targets, self.targets, strict=True)]
+        before = self.error(merged, targets)
 
         def run(call: Call, parts: Parts) -> Tensor:
             return self.module.run(call, self.assembly(parts))[0]
 
-        options, parts = self.options, as_parts(merged, self.device)
+        output = self.layer.tensors[self.layer.layout.output_names[0]]
+        precision = partial(reduced_precision, self.device, output.dtype, self.source.outputs.shape[2])
+        calls, aims = ([each[number] for number in self.fitted] for each in (self.calls, targets))
         on_step = partial(self.on_stage, Stage.GRADIENT)
-        trained = match(parts, run, calls, self.targets, steps=options.steps, seed=options.seed, on_step=on_step)
-        return as_heads(trained)
+        found = as_heads(
+            match(parts, run, calls, aims, steps=options.steps, seed=options.seed, precision=precision, on_step=on_step)
+        )
+        return found if self.error(found, targets) < before else merged
 
     def refitted(self, merged: Heads) -> Heads:
-        """The heads with the output projection that brings the student's residual stream nearest to the source's."""
+        """The heads with a change of the output projection that brings the student's residual stream nearer to the
+        source's, as far as held-out text confirms it.
+        """
         self.on_stage(Stage.REFIT, 0, 0)
+        if self.error(merged) < _EXACT:
+            return merged
         parts = as_parts(merged, self.device)
-        parameters = self.assembly(parts)
-        ridge = Ridge(RIDGE, self.biased)
-        for (_, call), target in zip(self.module.calls, self.targets, strict=True):
-            _, entered = self.module.run(call, parameters, capture=self.projection)
-            assert entered is not None
-            ridge.add(entered, target, call.counted)
+        change, _ = self._repair(parts)
+        if change is None:
+            return merged
         heads, ratio, hidden_size, head_dim = parts["outputs"].shape
-        before = parts["outputs"].permute(2, 0, 1, 3).flatten(1)
-        weight, bias = ridge.solve(before, parts.get("output_bias"))
-        parts["outputs"] = weight.reshape(hidden_size, heads, ratio, head_dim).permute(1, 2, 0, 3)
-        if bias is not None:
-            parts["output_bias"] = bias
+        columns = change[: heads * ratio * head_dim].T
+        parts["outputs"] = parts["outputs"] + columns.reshape(hidden_size, heads, ratio, head_dim).permute(1, 2, 0, 3)
+        if self.biased:
+            parts["output_bias"] = parts["output_bias"] + change[-1]
         return as_heads(parts)
 
-    def error(self, merged: Heads) -> float:
-        """The error of the student's residual stream, relative to what the source's attention adds, in root mean square."""
+    def _repair(self, parts: Parts) -> tuple[Tensor | None, float]:
+        """The change of the output projection that repairs most of what the residual stream misses on held-out text, and
+        the share of the squared error that it repairs.
+        """
+        fitted, judged = self._regression(parts, self.fitted), self._regression(parts, self.judged)
+        change = best_change(fitted, judged)
+        whole = judged.error(None)
+        return change, max(0.0, 1 - judged.error(change) / whole) if whole else 0.0
+
+    def _regression(self, parts: Parts, numbers: range) -> Regression:
+        """Of what the student's residual stream misses, on what enters the output projection, over some calls."""
+        parameters, found = self.assembly(parts), Regression(self.biased)
+        for number in numbers:
+            call = self.calls[number]
+            output, entered = self.module.run(call, parameters, capture=self.projection)
+            assert entered is not None
+            found.add(entered, self.targets[number] - output, call.counted)
+        return found
+
+    def error(self, merged: Heads, targets: Sequence[Tensor] | None = None) -> float:
+        """The part of the targets that the layer misses on held-out text, in root mean square; by default those of the
+        residual stream.
+        """
+        targets = self.targets if targets is None else targets
         parameters = self.assembly(as_parts(merged, self.device))
-        pairs = list(zip(self.module.calls, self.targets, strict=True))
-        if self.power is None:
-            self.power = sum(_square(target, call) for (_, call), target in pairs)
-        missed = sum(_square(self.module.run(call, parameters)[0] - target, call) for (_, call), target in pairs)
-        return float(np.sqrt(missed / self.power)) if self.power else 0.0
+        missed = power = 0.0
+        for number in self.judged:
+            call, target = self.calls[number], targets[number]
+            power += _square(target, call)
+            missed += _square(self.module.run(call, parameters)[0] - target, call)
+        return float(np.sqrt(missed / power)) if power else 0.0
 
     def _kept(self, target: Tensor) -> Tensor:
         spill = self.options.spill

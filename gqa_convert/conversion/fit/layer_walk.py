@@ -24,8 +24,8 @@ from gqa_convert.conversion.fit.whole_model import affordable, check_possible, t
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
 
-_KEPT_BYTES = 4 * 5
-"""Per token and unit of hidden_size: the residual stream and attention's input, of source and student, and the target,
+_KEPT_BYTES = 4 * 6
+"""Per token and unit of hidden_size: the residual stream and attention's input, of source and student, and two targets,
 in float32.
 """
 

@@ -1,9 +1,11 @@
-"""A short gradient stage for one layer: its merged projections learn to yield what the source's attention yields.
+"""The gradient stage of one layer: its merged projections learn to yield what the source's attention yields.
 
 Layers do not depend on one another here, nothing but the layer is in memory, and the text is the calibration text.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 
-STEPS = 400
-RATE = 0.05
+STEPS = 200
+RATE = 0.03
 """Of `RelativeAdam`."""
 
 
@@ -25,6 +27,7 @@ def match(
     *,
     steps: int,
     seed: int,
+    precision: Callable[[], AbstractContextManager[Any]],
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
     """Adam on the squared error of attention's output.
@@ -36,6 +39,7 @@ def match(
         targets: what each is to yield, [B, L, D].
         steps: batches to see.
         seed: of their order.
+        precision: the context of a forward pass.
         on_step: called with the steps done and all of them.
 
     Returns:
@@ -47,7 +51,9 @@ def match(
         on_step(done, steps)
         call = calls[number]
         with torch.enable_grad():
-            error = (run(call, optimizer.layers[0]) - targets[number]).square().sum(-1)
+            with precision():
+                found = run(call, optimizer.layers[0])
+            error = (found.float() - targets[number]).square().sum(-1)
             loss = (error if call.counted is None else error[call.counted]).mean() / (
                 size * targets[number].shape[-1] or 1.0
             )

@@ -1,6 +1,6 @@
 """Sums over calibration text, in float64: second moments of inputs, and ridge regression of an output projection."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ from gqa_convert.merging.folding.merge import Moments
 
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
 _MOST_DOUBLE_COLUMNS = 1024
 """Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 
@@ -73,21 +75,23 @@ def moments_of(module: CapturedModule, heads: Heads) -> Moments:
 
 
 @dataclass
-class Ridge:
-    """Fits W z + b to targets by ridge regression towards a given matrix.
+class Regression:
+    """Sums for a ridge regression that lets a projection repair what its output misses.
 
-    Minimises sum |W z + b - t|^2 + strength * mean diagonal of sum z z^T * |W - before|^2.
+    Args:
+        biased: whether the projection has a bias.
     """
 
-    strength: float
     biased: bool
     _gram: Tensor | None = None
     _cross: Tensor | None = None
-    _sums: list[Tensor] = field(default_factory=list)
+    _power: float = 0.0
 
-    def add(self, inputs: Tensor, targets: Tensor, counted: Tensor | None) -> None:
-        """Add inputs [B, L, z] and targets [B, L, t]; `counted` [B, L] leaves padding out."""
-        rows, wanted = inputs.detach().reshape(-1, inputs.shape[-1]), targets.detach().reshape(-1, targets.shape[-1])
+    def add(self, inputs: Tensor, missed: Tensor, counted: Tensor | None) -> None:
+        """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]; `counted` [B, L] leaves padding
+        out.
+        """
+        rows, wanted = inputs.detach().reshape(-1, inputs.shape[-1]), missed.detach().reshape(-1, missed.shape[-1])
         if counted is not None:
             keep = counted.reshape(-1)
             rows, wanted = rows[keep], wanted[keep]
@@ -96,28 +100,38 @@ class Ridge:
         gram, cross = product(rows, rows), product(rows, wanted)
         self._gram = gram if self._gram is None else self._gram.add_(gram)
         self._cross = cross if self._cross is None else self._cross.add_(cross)
+        self._power += float(wanted.double().square().sum())
 
-    def solve(self, before: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The fitted matrix [t, z] and bias [t].
-
-        Args:
-            before: [t, z], what to pull towards.
-            bias: [t], likewise; None where there is none.
+    def change(self, strength: float) -> Tensor:
+        """The change of the weight [z, t], a last row for the bias, that minimises |Z change - missed|^2 +
+        strength * mean diagonal of Z^T Z * |change|^2.
         """
         assert self._gram is not None
         assert self._cross is not None
-        start = before.double()
-        if self.biased:
-            assert bias is not None
-            start = torch.cat([start, bias.double()[:, None]], dim=1)
-        size = start.shape[1] - self.biased
-        mean = float(self._gram.diagonal()[:size].mean())
-        pull = torch.full(
-            (start.shape[1],), self.strength * mean if mean > 0 else 1.0, dtype=torch.float64, device=start.device
-        )
+        mean = float(self._gram.diagonal()[: len(self._gram) - self.biased].mean())
         matrix = self._gram.clone()
-        matrix.diagonal().add_(pull)
-        wanted = torch.addcmul(self._cross, pull[:, None], start.T)
+        matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        fitted = (torch.cholesky_solve(wanted, factor) if not failed else torch.linalg.solve(matrix, wanted)).T
-        return (fitted[:, :-1], fitted[:, -1]) if self.biased else (fitted, None)
+        return torch.linalg.solve(matrix, self._cross) if failed else torch.cholesky_solve(self._cross, factor)
+
+    def error(self, change: Tensor | None) -> float:
+        """The squared error that remains after a change; None for no change."""
+        if change is None:
+            return self._power
+        assert self._gram is not None
+        assert self._cross is not None
+        return self._power - float((change * (2 * self._cross - self._gram @ change)).sum())
+
+
+def best_change(fitted: Regression, judged: Regression) -> Tensor | None:
+    """The ridge regression of one text with the strength that leaves the least error on another text.
+
+    Args:
+        fitted: of the text to fit.
+        judged: of the text to judge by.
+
+    Returns:
+        The change of the weight [z, t]; None where every strength in `STRENGTHS` does harm.
+    """
+    changes = [None, *(fitted.change(strength) for strength in STRENGTHS)]
+    return min(changes, key=judged.error)
