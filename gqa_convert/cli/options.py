@@ -82,7 +82,7 @@ FitSteps = Annotated[
     typer.Option(
         "--fit-steps",
         metavar="S",
-        help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 400.",
+        help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 200.",
         show_default=False,
     ),
 ]
@@ -92,7 +92,7 @@ KLSteps = Annotated[
         "--kl-steps",
         metavar="S",
         show_default=False,
-        help="Steps of fit's last stage, which trains all layers together. Default: those of --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+        help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
     ),
 ]
 Device = Annotated[

@@ -89,13 +89,10 @@ def convert_checkpoint(
             in a recipe's `data`.
         calibration_tokens: how much of it, by default from the model's hidden_size.
         calibration_length: tokens of a block of it, by default the model's context up to 2048.
-        fit_steps: of the gradient stage of each layer in `fit`, by default 400; 0 for closed forms only.
-        kl_steps: of the last stage of `fit`, which trains all layers together to predict what the source predicts; by
-            default as many as
-            `fit_steps` where the whole model is in memory (on a CPU: up to a billion parameters) and its divergence
-            from the source is 0.02 nats per token or more, else 0.
-        device: to run the source on where there is calibration text, such as `cpu` or `cuda:1`; by default a GPU if
-            there is one.
+        fit_steps: steps of the gradient stage of each layer in `fit`, by default 200; 0 for closed forms only.
+        kl_steps: steps of the last stage of `fit`, which trains all layers together to predict what the source
+            predicts. By default twice as many as `fit_steps` where the whole model is in memory (on a CPU: up to 200
+            million parameters) and its divergence from the source is 0.02 nats per token or more, else 0.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former

@@ -73,6 +73,7 @@ class Calibration:
         description: a description of the text, for reports.
         warning: a message for the user, or None.
         held_out: batches of other blocks of the same text, for evaluation; empty if the text has no further blocks.
+        fresh: batches of still other blocks, for training on text that no batch before has; empty if the text has none.
     """
 
     batches: "list[dict[str, Tensor]]"
@@ -82,6 +83,7 @@ class Calibration:
     description: str
     warning: str | None = None
     held_out: "list[dict[str, Tensor]]" = field(default_factory=list)
+    fresh: "list[dict[str, Tensor]]" = field(default_factory=list)
 
 
 def calibration_tokens_for(config: Any) -> int:
@@ -120,6 +122,7 @@ def calibration_batches(
     sequence_length: int | None = None,
     batch_tokens: int = 4096,
     held_out_tokens: int = 0,
+    fresh_tokens: int = 0,
 ) -> Calibration:
     """Draw blocks of text for a model from the whole text without replacement; a text with no more tokens is used in
     full.
@@ -139,6 +142,7 @@ def calibration_batches(
         batch_tokens: the most tokens in a batch, unless a single block has more.
         held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
             other blocks are drawn.
+        fresh_tokens: the number of tokens in fresh blocks, likewise.
 
     Raises:
         OptionError: a number is out of range, or the model's encoder does not read text.
@@ -159,14 +163,17 @@ def calibration_batches(
     blocks = _Blocks(model_folder, config, tokenizer, sequence_length, seed)
     needed = -(-tokens // blocks.raw)
     encoder = TextEncoder(tokenizer, closed=blocks.kind != "spans")
-    label, text = _tokens(source, encoder, needed * blocks.raw)
+    judging, further = -(-held_out_tokens // blocks.raw), -(-fresh_tokens // blocks.raw)
+    label, text = _tokens(source, encoder, max(needed, (needed + judging + further) // _OVERSAMPLING) * blocks.raw)
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     cuts = _cuts(len(text), blocks.raw, needed, seed)
-    held_out = _cuts(len(text), blocks.raw, -(-held_out_tokens // blocks.raw), seed, after=needed)
+    held_out = _cuts(len(text), blocks.raw, judging, seed, after=needed)
+    fresh = _cuts(len(text), blocks.raw, further, seed, after=needed + judging)
     rows = max(1, batch_tokens // blocks.length)
-    made, other = (
-        [blocks.batch(text, starts, length) for starts, length in _batched(each, rows)] for each in (cuts, held_out)
+    made, judges, unseen = (
+        [blocks.batch(text, starts, length) for starts, length in _batched(each, rows)]
+        for each in (cuts, held_out, fresh)
     )
     _check_vocabulary(config, made, model_folder)
     used, length = sum(count for _, count in made), max(batch["input_ids"].shape[1] for batch, _ in made)
@@ -178,9 +185,12 @@ def calibration_batches(
     warning = None
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
-    digest = _digest([blocks.kind, blocks.length, seed, batch_tokens, tokens], [batch for batch, _ in made])
-    batches, judges = ([_tensors(batch) for batch, _ in each] for each in (made, other))
-    return Calibration(batches, used, length, digest, description, warning, judges)
+    settings = [blocks.kind, blocks.length, seed, batch_tokens, tokens]
+    digest = _digest(settings, [batch for batch, _ in (*made, *unseen)])
+    batches, held_out_batches, fresh_batches = (
+        [_tensors(batch) for batch, _ in each] for each in (made, judges, unseen)
+    )
+    return Calibration(batches, used, length, digest, description, warning, held_out_batches, fresh_batches)
 
 
 class _Blocks:

@@ -147,7 +147,7 @@ def test_unasked_it_is_done_only_where_it_is_worth_its_time(tmp_path: Path, monk
     for least in (1e-9, 1e9):
         monkeypatch.setattr(whole_model, "WORTHWHILE", least)
         with MergedLayers(tmp_path / str(least), {}, keep=False) as store:
-            fit_checkpoint(plan, store, batches, lambda *_: None, steps=2, held_out=batches[:1])
+            fit_checkpoint(plan, store, batches, lambda *_: None, steps=2, default_kl_steps=2, held_out=batches[:1])
             noted[least] = store.finished()
     assert noted[1e-9] is not None
     assert noted[1e9] is not None

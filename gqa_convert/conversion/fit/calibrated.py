@@ -26,8 +26,8 @@ class CalibrationOptions:
     steps: int | None = None
     """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
     kl_steps: int | None = None
-    """Of the stage that trains all layers together, for `fit`; by default as many as `steps` where the model is small
-    enough.
+    """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
+    small enough.
     """
     device: str | None = None
     """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
@@ -89,6 +89,16 @@ def check_predicts(
         )
 
 
+def steps_per_layer(options: CalibrationOptions) -> int:
+    """The gradient steps of each layer."""
+    return STEPS if options.steps is None else options.steps
+
+
+def steps_together(options: CalibrationOptions) -> int:
+    """The steps of the stage that trains all layers together, where it runs."""
+    return _TIMES * steps_per_layer(options) if options.kl_steps is None else options.kl_steps
+
+
 def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
     """The batches of calibration text for a plan's source, a `Calibration`.
 
@@ -106,6 +116,7 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
     folder = plan.checkpoint.folder
     assert folder is not None
     tokens = calibration_tokens_for(plan.checkpoint.config) if options.tokens is None else options.tokens
+    trains = METHODS[plan.method].trains
     return calibration_batches(
         Path(folder),
         options.source,
@@ -113,10 +124,15 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
         seed=options.seed,
         sequence_length=options.sequence_length,
         batch_tokens=BATCH_TOKENS,
-        held_out_tokens=max(BATCH_TOKENS, tokens // HELD_OUT) if METHODS[plan.method].trains else 0,
+        held_out_tokens=max(BATCH_TOKENS, tokens // HELD_OUT) if trains else 0,
+        fresh_tokens=BATCH_TOKENS * steps_together(options) if trains else 0,
     )
 
 
+STEPS = 200
+"""The default of `--fit-steps`."""
+_TIMES = 2
+"""By default, all layers together take this many times the steps of each layer."""
 BATCH_TOKENS = 2048
 HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""

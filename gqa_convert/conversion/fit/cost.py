@@ -13,7 +13,13 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.calibrated import BATCH_TOKENS, HELD_OUT, CalibrationOptions
+from gqa_convert.conversion.fit.calibrated import (
+    BATCH_TOKENS,
+    HELD_OUT,
+    CalibrationOptions,
+    steps_per_layer,
+    steps_together,
+)
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import block_length, stated_count
@@ -117,7 +123,6 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     """Of a method that runs source and student on text."""
     import torch
 
-    from gqa_convert.conversion.fit.matching import STEPS
     from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
     from gqa_convert.conversion.fit.whole_model import has_room
     from gqa_convert.text.calibration import calibration_tokens_for
@@ -128,7 +133,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     sizes = _sizes(plan, block, LayerSizes)
     rates = measured_rates(sizes, device)
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
-    steps = (STEPS if options.steps is None else options.steps) if plan.merge_method.trains else 0
+    steps = steps_per_layer(options) if plan.merge_method.trains else 0
     precise = rates.double if max(d, q) <= 1024 else rates.single
     # source and student up to the layer, the target, and mean pooling's error
     seconds = tokens * (4 * rates.attention + 2 * rates.feed_forward)
@@ -149,7 +154,9 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     if last is None:
         held_out = plan.merge_method.trains and steps
         last = (
-            steps if held_out and has_room(parameters, batch, d, layers, sizes.vocabulary, torch.device(device)) else 0
+            steps_together(options)
+            if held_out and has_room(parameters, batch, d, layers, sizes.vocabulary, torch.device(device))
+            else 0
         )
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
     # teacher and student, and the student's way back through everything

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.calibrated import STEPS
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
-from gqa_convert.conversion.fit.matching import STEPS
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.fit.resource_errors import explained
@@ -38,7 +38,9 @@ def fit_checkpoint(
     *,
     steps: int = STEPS,
     kl_steps: int | None = None,
+    default_kl_steps: int = 0,
     held_out: Sequence[Batch] = (),
+    fresh: Sequence[Batch] = (),
     device: str | None = None,
 ) -> dict[str, float]:
     """Load the source, fit every layer with `fit_layers`, then train all layers together where that is possible.
@@ -51,9 +53,11 @@ def fit_checkpoint(
         batches: of calibration text.
         on_layer: called with the record of each layer, and with those of the stage that trains all of them.
         steps: gradient steps of each layer.
-        kl_steps: steps of the stage that trains all layers together. By default it takes `steps` where it is
-            `affordable` and `WORTHWHILE`, else none.
+        kl_steps: steps of the stage that trains all layers together. By default it takes `default_kl_steps` where it
+            is `affordable` and `WORTHWHILE`, else none.
+        default_kl_steps: see `kl_steps`.
         held_out: other batches, by which that stage is judged. Without any it is left out.
+        fresh: still other batches, which that stage sees beside `batches`.
         device: to run on; by default a GPU if there is one.
 
     Returns:
@@ -77,11 +81,19 @@ def fit_checkpoint(
             store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
-        together = _steps_together(plan, model, batches, held_out, steps, kl_steps)
+        together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps)
         if together and store.finished() is None:
             requested = kl_steps is not None
             train_together(
-                plan, store, model, batches, held_out, on_layer, steps=together, seed=plan.seed, requested=requested
+                plan,
+                store,
+                model,
+                [*fresh, *batches],
+                held_out,
+                on_layer,
+                steps=together,
+                seed=plan.seed,
+                requested=requested,
             )
         return errors
 

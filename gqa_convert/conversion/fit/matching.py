@@ -14,7 +14,6 @@ from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 
-STEPS = 200
 RATE = 0.03
 """Of `RelativeAdam`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.provenance import CalibrationRecord
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.merged_plan import merged_plan
@@ -57,11 +57,10 @@ def merge_whole_layers(
 
 def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
     from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
-    from gqa_convert.conversion.fit.matching import STEPS
 
     on_layer(0, len(plan.layers), StageProgress(Stage.TEXT, 0, len(plan.layers)))
     calibration = calibrate(plan, options)
-    steps = STEPS if options.steps is None else options.steps
+    steps = steps_per_layer(options)
     record = CalibrationRecord(
         text=calibration.description,
         tokens=calibration.tokens,
@@ -78,7 +77,9 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         on_layer,
         steps=steps,
         kl_steps=options.kl_steps,
+        default_kl_steps=steps_together(options),
         held_out=calibration.held_out,
+        fresh=calibration.fresh,
         device=options.device,
     )
     if training := store.finished():

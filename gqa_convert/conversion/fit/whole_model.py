@@ -5,7 +5,8 @@ its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.precision import reduced_precision
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.source_layer import attention_of
@@ -28,7 +30,7 @@ RATE = 0.01
 """Of `RelativeAdam`."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
-_MOST_PARAMETERS = 1_000_000_000
+_MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
 _ACTIVATIONS = 40
 """Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
@@ -69,6 +71,7 @@ def train_together(
         assemblies[layer.module] = Assembly(layout, merged, repeated, plan.groups, model.device)
         parts.append(as_parts(merged, model.device))
     count, least = len(layouts), 0.0 if requested else WORTHWHILE
+    dtype = next(iter(store.read(0).values())).dtype
     trained, kl = match_predictions(
         model,
         batches,
@@ -78,6 +81,7 @@ def train_together(
         steps=steps,
         seed=seed,
         least=least,
+        precision=partial(reduced_precision, model.device, dtype, _widest(model)),
         on_step=lambda done, total: on_layer(count, count, TrainingProgress(done, total)),
     )
     made: dict[int, Tensors] = {}
@@ -109,14 +113,18 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
 
 def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
     """Whether the stage is worth its memory and time here: all weights in memory, with room for one batch's way back,
-    and on a CPU no more than a billion of them."""
+    and on a CPU no more than `_MOST_PARAMETERS` of them."""
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config()
     tokens = max(tensor.numel() for batch in batches for tensor in batch.values())
-    hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-    return has_room(parameters, tokens, hidden_size, layers, config.vocab_size, model.device)
+    return has_room(parameters, tokens, _widest(model), layers, config.vocab_size, model.device)
+
+
+def _widest(model: Any) -> int:
+    """The largest input of a projection, which stands for the hidden_size."""
+    return max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
 
 
 def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabulary: int, place: torch.device) -> bool:
@@ -139,6 +147,7 @@ def match_predictions(
     steps: int,
     seed: int,
     least: float = 0.0,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
@@ -152,6 +161,7 @@ def match_predictions(
         steps: batches to see.
         seed: of their order.
         least: divergence below which nothing is done.
+        precision: the context of the forward passes of a step.
         on_step: called with the steps done and all of them.
 
     Returns:
@@ -177,7 +187,7 @@ def match_predictions(
         mask = moved.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
         if mask is not None:
             labels = labels.masked_fill(~mask.bool(), IGNORED)
-        return kl_loss(logits(moved, layers), wanted, labels, overwrite=True)
+        return kl_loss(logits(moved, layers).float(), wanted.float(), labels, overwrite=True)
 
     def mean(layers: Sequence[Parts]) -> float:
         with torch.no_grad():
@@ -190,7 +200,7 @@ def match_predictions(
         return None, Divergence(before, before)
     optimizer = RelativeAdam(parts, RATE, steps)
     for done, number in enumerate(batch_order(len(batches), steps, seed)):
-        with torch.enable_grad():
+        with torch.enable_grad(), precision():
             total, count = divergence(batches[number], optimizer.layers)
             loss = total / count
         optimizer.step(loss)
