@@ -24,6 +24,7 @@ class Method:
     calibrated: bool = False
     fit_steps: int | None = None
     kl_steps: int | None = None
+    length: int | None = None
 
 
 METHODS = {
@@ -36,6 +37,7 @@ METHODS = {
         Method("default", None),
         Method("factor-calibrated", "factor", calibrated=True),
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
+        Method("fit-short", "fit", calibrated=True, fit_steps=100, kl_steps=0, length=1024),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),
         Method("fit", "fit", calibrated=True),
     )
@@ -127,6 +129,7 @@ def _calibration(job: Job, method: Method, folder: Path) -> CalibrationOptions |
     return CalibrationOptions(
         str(calibration_file(folder, job.calibration)),
         job.calibration_tokens,
+        method.length,
         seed=job.seed or 0,
         steps=method.fit_steps,
         kl_steps=method.kl_steps,
@@ -138,6 +141,7 @@ def _arguments(text: CalibrationOptions) -> dict[str, Any]:
     return {
         "calibration": text.source,
         "calibration_tokens": text.tokens,
+        "calibration_length": text.sequence_length,
         "seed": text.seed,
         "fit_steps": text.steps,
         "kl_steps": text.kl_steps,
