@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -51,6 +52,27 @@ class FitOptions:
     """A folder for activations; None to keep them in memory."""
 
 
+class _Between(Sequence[Tensor]):
+    """Targets between two kinds, made one by one so that large ones stay on the disk.
+
+    Args:
+        local: the targets at a share of 0.
+        whole: the targets at a share of 1.
+        share: between both.
+    """
+
+    def __init__(self, local: Sequence[Tensor], whole: Sequence[Tensor], share: float) -> None:
+        self._local, self._whole, self._share = local, whole, share
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return _Between(self._local[number], self._whole[number], self._share)
+        return self._local[number].lerp(self._whole[number], self._share)
+
+
 class LayerFitting:
     """The work on one layer: from `run` on, its source's heads are in the order in which they are merged.
 
@@ -82,7 +104,7 @@ class LayerFitting:
         self.biased = self.source.output_bias is not None
         on_stage(Stage.STATISTICS, 0, 0)
         self.calls = [student for _, student in module.calls]
-        self.local_targets = [self._kept(module.run(call)[0]) for call in self.calls]
+        self.local_targets = [self._kept(module.run(student)[0]) for _, student in module.calls]
         self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
         held_out = max(1, len(self.calls) // _HELD_OUT) if len(self.calls) > 1 else 0
         self.fitted = range(len(self.calls) - held_out)
@@ -165,7 +187,7 @@ class LayerFitting:
         if not options.steps or self.error(merged, self.local_targets) < _EXACT:
             return merged
         _, share = self._repair(parts)
-        targets = [local.lerp(whole, share) for local, whole in zip(self.local_targets, self.targets, strict=True)]
+        targets = _Between(self.local_targets, self.targets, share)
         before = self.error(merged, targets)
 
         def run(call: Call, parts: Parts) -> Tensor:
@@ -173,10 +195,19 @@ class LayerFitting:
 
         output = self.layer.tensors[self.layer.layout.output_names[0]]
         precision = partial(reduced_precision, self.device, output.dtype, self.source.outputs.shape[2])
-        calls, aims = ([each[number] for number in self.fitted] for each in (self.calls, targets))
+        count = len(self.fitted)
         on_step = partial(self.on_stage, Stage.GRADIENT)
         found = as_heads(
-            match(parts, run, calls, aims, steps=options.steps, seed=options.seed, precision=precision, on_step=on_step)
+            match(
+                parts,
+                run,
+                self.calls[:count],
+                targets[:count],
+                steps=options.steps,
+                seed=options.seed,
+                precision=precision,
+                on_step=on_step,
+            )
         )
         return found if self.error(found, targets) < before else merged
 
@@ -210,8 +241,9 @@ class LayerFitting:
     def _regression(self, parts: Parts, numbers: range) -> Regression:
         """Of what the student's residual stream misses, on what enters the output projection, over some calls."""
         parameters, found = self.assembly(parts), Regression(self.biased)
-        for number in numbers:
-            call = self.calls[number]
+        for number, (_, call) in enumerate(self.module.calls):  # which leave the resident memory behind each pair
+            if number not in numbers:
+                continue
             output, entered = self.module.run(call, parameters, capture=self.projection)
             assert entered is not None
             found.add(entered, self.targets[number] - output, call.counted)
