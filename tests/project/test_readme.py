@@ -10,7 +10,7 @@ from pathlib import Path
 from gqa_convert.families.table import FAMILIES, RESTATED
 
 ROOT = Path(__file__).parents[2]
-PART_OF = {"jinja2": "markupsafe", "pydantic": "pydantic_core"}
+PART_OF = {"jinja2": "markupsafe", "pydantic": "pydantic_core", "transformers": "tokenizers"}
 """Packages that another one requires and has in its interface."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gqa_convert.conversion.fit.records import LayerRecord, StageProgress, TrainingProgress, TrainingRecord
 
 _TOGETHER = "all layers together"
+_SHORT = 10
+"""Seconds of work below which an estimate is of no use."""
 
 
 class ConversionScreen:
@@ -51,8 +53,9 @@ class ConversionScreen:
         self._to_write = nbytes
 
     def expect(self, cost: "CostEstimate") -> None:
-        """Show and note what was estimated."""
-        self.say(estimate_line(cost))
+        """Note what was estimated, and show it for work that takes long."""
+        if cost.tokens or cost.seconds >= _SHORT:
+            self.say(estimate_line(cost))
         seconds = cost.seconds_by_stage
         if cost.tokens:
             self._layers = LayerPace(Expected(seconds["layers"] / cost.layers, seconds["last_stage"]))
