@@ -118,7 +118,8 @@ def results_table(data: Data) -> str:
         line = [*row.label, f"{statistics.mean(cell['minutes'] for cell in row.cells):.1f}"]
         line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
-        lines.append([*line, f"{found_needles([source])} -> {found_needles(row.cells)}"])
+        needles = found_needles(row.cells)
+        lines.append([*line, f"{found_needles([source])} -> {needles}" if needles else ""])
     header = [*LABELS, "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
 
