@@ -72,7 +72,7 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, groups: i
     case = folded.build(name)
     source, out = case.save(tmp_path / "source"), tmp_path / "out"
     records = fitted(source, out, groups, batches=batches_for(case.model, count=16))
-    # on held-out tokens; behind the first layer, both miss the errors of the layers below
+    # on held-out tokens; behind the first layer, the output misses the errors of the layers below as well
     assert all(0 < record.output < 1 and record.gap_left < 1 for record in records)
     assert records[0].gap_left < 0.8
     result = case.load(out)

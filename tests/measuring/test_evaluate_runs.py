@@ -133,7 +133,7 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
         (("t5", "--data", "text.txt", "--stride", "3"), "--stride is for causal models"),
         (("t5", "--data", "rows.jsonl"), "name more text"),
-        (("t5", "--data", "text.txt", "--context", "2"), "--context is too short"),
+        (("t5", "--data", "text.txt", "--context", "2"), "--context leaves room for only 2 tokens of text"),
         (("t5", "--data", "text.txt", "--context", "5000"), "--context"),
         (("bart", "--data", "text.txt"), "--source-field"),
         (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "are for encoder-decoders"),
@@ -141,7 +141,7 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"), "has no 'c', found text, a, b"),
         (
             ("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"),
-            "rows.jsonl line 2: 'b' holds nothing",
+            "rows.jsonl line 2: 'b' is empty, expected text",
         ),
         (("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"), "plain text, which has no fields"),
         (("one", "--data", "text.txt", "--fewshot", "2"), "--tasks"),

@@ -98,7 +98,7 @@ def share(folder: str) -> None:
     with taking_part():
         accelerator = join()
         model, _ = sharding.load(Path(folder), torch.float32)
-        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two apart"):
+        with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
             sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
 
 

@@ -126,19 +126,19 @@ class LayerFitting:
         options, moments = self.options, moments_of(self.module, self.source)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
         order = order_heads(self.source, self.groups, self.constraints, moments)
-        pooled = self.error(self.pooled())  # of neighbours, before heads are reordered
+        pooled = self.error(self.pooled(), self.local_targets)  # of neighbours, before heads are reordered
         self.source = ordered(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
         merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
         if options.trains:
             merged = self.refitted(self.trained(merged))
-        left = self.error(merged)
+        own = self.error(merged, self.local_targets)
         return merged, CalibratedRecord(
             module=self.module.name,
             head_order=recorded_order(order),
-            output=left,
-            gap_left=(left / pooled) ** 2 if pooled else 0.0,
+            output=self.error(merged),
+            gap_left=(own / pooled) ** 2 if pooled else 0.0,
             first_low_frequency_pair=low_frequency,
         )
 

@@ -65,7 +65,7 @@ class CalibratedRecord(LayerRecord):
     output: float
     """The part of the target output that the layer misses, in root mean square."""
     gap_left: float
-    """The share of mean pooling's squared error that remains."""
+    """The share of mean pooling's squared error that remains, against the source's attention of the same inputs."""
     first_low_frequency_pair: int | None
     """The rotary pair from which on positions are ignored; None where keys have no rotary pairs, or are averaged."""
 
