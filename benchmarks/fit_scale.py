@@ -272,7 +272,7 @@ def main() -> None:
         "--output", type=Path, default=None, help="write the figures here as JSON, and beside it as Markdown"
     )
     options = parser.parse_args()
-    from gqa_convert.conversion.fit.matching import STEPS
+    from gqa_convert.conversion.fit.calibrated import STEPS
     from gqa_convert.text.calibration import calibration_tokens_for
 
     options.steps = STEPS if options.steps is None else options.steps

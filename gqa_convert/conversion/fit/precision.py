@@ -20,10 +20,11 @@ def reduced_precision(device: torch.device, dtype: Any, hidden_size: int) -> Abs
     """
     if dtype.itemsize > 2 or hidden_size < _WIDE or not _is_fast(device):
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    context: AbstractContextManager[Any] = torch.autocast(device.type, torch.bfloat16)
+    return context
 
 
 def _is_fast(device: torch.device) -> bool:
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
