@@ -228,7 +228,7 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
 ) -> None:
     source = folded.build("qwen2").save(tmp_path / "source")
     fitted(source, tmp_path / "memory")
-    monkeypatch.setattr(layer_walk, "_KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(layer_walk, "KEPT_BYTES", 1 << 60)
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(

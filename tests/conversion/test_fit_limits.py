@@ -88,7 +88,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, left: int, monkeypatc
         os.truncate(handle, start + nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(layer_walk, "_KEPT_BYTES", 1 << 60)
+    monkeypatch.setattr(layer_walk, "KEPT_BYTES", 1 << 60)
     with pytest.raises(
         NoSpaceError, match=r"disk or quota of .* is full.*--calibration-tokens.*same command"
     ) as caught:

@@ -134,5 +134,11 @@ STEPS = 200
 _TIMES = 2
 """By default, all layers together take this many times the steps of each layer."""
 BATCH_TOKENS = 2048
+LOW_FREQUENCY_TOKENS = 8192
+"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency."""
+KEPT_BYTES = 4 * 6
+"""What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
+student, and two targets, in float32.
+"""
 HELD_OUT = 8
 """Times as many tokens are fitted on as the last stage of `fit` is judged by."""

@@ -16,6 +16,8 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import (
     BATCH_TOKENS,
     HELD_OUT,
+    KEPT_BYTES,
+    LOW_FREQUENCY_TOKENS,
     CalibrationOptions,
     steps_per_layer,
     steps_together,
@@ -35,7 +37,6 @@ _DISK = 3e8
 _BASE = 450 << 20
 """Bytes of a process that has imported torch and transformers."""
 _NUMPY_BASE = 60 << 20
-_LOW_FREQUENCY_TOKENS = 8192
 _MERGE = 3
 """Operations of merging a layer's heads, in products of all query, key and value rows with a second moment."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -124,7 +125,8 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     import torch
 
     from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
-    from gqa_convert.conversion.fit.whole_model import has_room
+    from gqa_convert.conversion.fit.statistics import MOST_DOUBLE_COLUMNS, STRENGTHS
+    from gqa_convert.conversion.fit.whole_model import ACTIVATIONS, has_room
     from gqa_convert.text.calibration import calibration_tokens_for
 
     config, device = plan.checkpoint.config, chosen_device(options.device)
@@ -134,19 +136,19 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     rates = measured_rates(sizes, device)
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
     steps = steps_per_layer(options) if plan.merge_method.trains else 0
-    precise = rates.double if max(d, q) <= 1024 else rates.single
-    # source and student up to the layer, the target, and mean pooling's error
+    precise = rates.double if max(d, q) <= MOST_DOUBLE_COLUMNS else rates.single
+    # source and student up to the layer, and the source's attention of the inputs of both, the targets
     seconds = tokens * (4 * rates.attention + 2 * rates.feed_forward)
     # the second moment of the inputs, and one merge
     seconds += 2 * tokens * d**2 * precise + _merge_seconds(plan, rates.double, trials=1)
     low = _low_frequency_trials(plan)
     # every trial merges the keys and runs the layer
-    seconds += (low + 1) * min(tokens, _LOW_FREQUENCY_TOKENS) * rates.attention if low else 0
+    seconds += (low + 1) * min(tokens, LOW_FREQUENCY_TOKENS) * rates.attention if low else 0
     seconds += _merge_seconds(plan, rates.double, trials=low) / _MERGE
-    # the error at the end, and for `fit` refit and error, and once more after the gradient steps
-    refits = 0 if not plan.merge_method.trains else 2 if steps else 1
-    refit = 2 * tokens * rates.attention + 2 * tokens * q * (q + d) * precise + q**3 * rates.double
-    seconds += refits * refit if refits else tokens * rates.attention
+    # for `fit` a regression before the gradient steps and one at the end; errors are those of a few batches
+    regressions = 0 if not plan.merge_method.trains else 2 if steps else 1
+    regression = tokens * rates.attention + 2 * tokens * q * (q + d) * precise
+    seconds += regressions * (regression + len(STRENGTHS) * q**3 * rates.double) + tokens * rates.attention
     seconds += steps * min(sizes.batch, tokens) * rates.attention_gradient
     parameters = plan.parameters_before
     batch = min(tokens, max(BATCH_TOKENS, block))
@@ -164,7 +166,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
     together = last * step + judged if last else 0.0
     start = _START + max(_LEAST_TEXT, _TEXT_PER_TOKEN * tokens) / _TOKENISED + plan.checkpoint.weight_bytes / _DISK
-    activations = 4 * 5 * tokens * d  # the residual streams, the inputs of attention and the target, in float32
+    activations = KEPT_BYTES * tokens * d
     free = available_memory(torch.device("cpu")) or math.inf
     spilled = activations > free / 4
     weights = 4 * parameters
@@ -172,7 +174,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
-    work = max(work, 4 * batch * (40 * d * layers + 3 * sizes.vocabulary) if last else 0)
+    work = max(work, 4 * batch * (ACTIVATIONS * d * layers + 3 * sizes.vocabulary) if last else 0)
     memory = (_BASE if device == "cpu" else 0) + weights + work + (0 if spilled else activations)
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
     spent = {"start": start, "layers": layers * seconds, "last_stage": together, "writing": writing}

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
+from gqa_convert.conversion.fit.calibrated import LOW_FREQUENCY_TOKENS
 from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
@@ -32,8 +33,6 @@ _EXACT = 1e-5
 """The error below which training would only add noise."""
 _HELD_OUT = 8
 """One batch in this many decides between candidates, and nothing is fitted to it."""
-_LOW_FREQUENCY_TOKENS = 8192
-"""How many tokens, at most, decide which rotary pairs count as low-frequency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +156,7 @@ class LayerFitting:
         count = len(self.constraints.pairs[0])
         if self.constraints.key_constraint or not count:
             return None
-        calls = self.calls[: max(1, _LOW_FREQUENCY_TOKENS // self._tokens())]
+        calls = self.calls[: max(1, LOW_FREQUENCY_TOKENS // self._tokens())]
         layout, tensors = self.layer.layout, self.layer.tensors
         unmerged = Assembly(layout, self.source, tensors, self.source.groups, self.device)
 

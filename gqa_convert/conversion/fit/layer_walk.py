@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.calibrated import STEPS
+from gqa_convert.conversion.fit.calibrated import KEPT_BYTES, STEPS
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -23,11 +23,6 @@ from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, 
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
-
-_KEPT_BYTES = 4 * 6
-"""Per token and unit of hidden_size: the residual stream and attention's input, of source and student, and two targets,
-in float32.
-"""
 
 
 def fit_checkpoint(
@@ -120,7 +115,7 @@ def _is_large(model: Any, batches: Sequence[Batch]) -> bool:
 
     hidden_size = max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
     tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
-    return bool(tokens * hidden_size * _KEPT_BYTES > get_max_memory()["cpu"] / 4)
+    return bool(tokens * hidden_size * KEPT_BYTES > get_max_memory()["cpu"] / 4)
 
 
 def fit_layers(

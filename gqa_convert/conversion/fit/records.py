@@ -1,5 +1,6 @@
 """What is recorded of merged layers and of their training: kept beside the layers, and passed to progress callbacks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,7 +24,7 @@ class FitRecord(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRecord(FitRecord):
+class LayerRecord(FitRecord, ABC):
     """A merged layer."""
 
     module: str
@@ -32,9 +33,9 @@ class LayerRecord(FitRecord):
     """The source's K/V heads in the order in which they were merged; None where every head keeps its place."""
 
     @property
+    @abstractmethod
     def errors(self) -> dict[str, float]:
         """The layer's errors by their names in `gqa_conversion.json`."""
-        raise NotImplementedError
 
     def as_json(self) -> JsonObject:
         order = {} if self.head_order is None else {"order": list(self.head_order)}

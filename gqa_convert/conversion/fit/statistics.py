@@ -15,13 +15,13 @@ DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""
-_MOST_DOUBLE_COLUMNS = 1024
+MOST_DOUBLE_COLUMNS = 1024
 """Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right in float64, [a, b], of [n, a] and [n, b]."""
-    if left.shape[1] <= _MOST_DOUBLE_COLUMNS:
+    if left.shape[1] <= MOST_DOUBLE_COLUMNS:
         return left.double().T @ right.double()
     return (left.float().T @ right.float()).double()
 

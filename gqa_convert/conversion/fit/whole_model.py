@@ -32,7 +32,7 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
-_ACTIVATIONS = 40
+ACTIVATIONS = 40
 """Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
 
 
@@ -131,7 +131,7 @@ def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabu
     """Whether a model of these sizes is `affordable` on a device, apart from its weights' own memory."""
     from accelerate.utils import get_max_memory
 
-    needed = 4 * tokens * (_ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
+    needed = 4 * tokens * (ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
     if place.type == "cpu":
         return bool(parameters <= _MOST_PARAMETERS and needed < get_max_memory()["cpu"] / 2)
     return bool(needed < torch.cuda.mem_get_info(place)[0] / 2)

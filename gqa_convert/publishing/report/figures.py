@@ -20,7 +20,7 @@ class Figure:
         title: of the section.
         caption: sentences on what is drawn.
         origins: of the numbers; their commands and machines are stated below the figure.
-        svg: with the placeholder colours of `theme`.
+        svg: with colours that `theme` replaces by the page's.
     """
 
     name: str
