@@ -45,9 +45,9 @@ def inspect(
 
     Nothing is converted: keys and values are merged in memory with method factor. The table shows their relative error
     and which pairs of heads are cheapest to merge. With --calibration, the source also runs with merged heads on
-    held-out text, which predicts an upper bound of the loss for each N, since [bold]convert --calibration[/bold] fits
-    more closely. Without it, only the weights are read, which is fast but predicts no loss. By default at most six
-    divisors are tried.
+    held-out text, and short fits of a few layers give an estimate, with an interval, which predicts the loss that
+    remains after [bold]convert --calibration[/bold]. Without it, only the weights are read, which is fast but predicts
+    no loss. By default at most six divisors are tried.
 
     Examples:
 

@@ -90,10 +90,10 @@ def recommend(
     """Choose a number of K/V heads N from limits on loss, speed and memory, without converting anything.
 
     At least one of --max-loss-increase, --min-speedup and --memory is needed. Memory is computed from the shapes,
-    decode steps are timed on this machine, and losses are predicted on calibration text (an upper bound, since
-    [bold]convert --calibration[/bold] loses less). With a limit on the loss alone, the smallest N that meets it is
-    recommended; otherwise the largest N that meets all limits, which loses least. If no N does, the exit code is 1 and
-    the reason names the limit that fails.
+    decode steps are timed on this machine, and the losses that remain after [bold]convert --calibration[/bold] are
+    predicted on calibration text, with an interval whose upper end counts for the limit. With a limit on the loss
+    alone, the smallest N that meets it is recommended; otherwise the largest N that meets all limits, which loses
+    least. If no N does, the exit code is 1 and the reason names the limit that fails.
 
     Examples:
 

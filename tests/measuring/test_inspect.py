@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli import app
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import DataError, GroupsError, MissingExtraError, NonFiniteError, OptionError, OutputError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.inspect.pairs import pair_errors
+from gqa_convert.measuring.inspect.quick_fit import STEPS
 from gqa_convert.measuring.inspect.run import inspect_checkpoint, recommend
-from gqa_convert.measuring.results.schemas import GroupsLoss
+from gqa_convert.measuring.results.schemas import GroupsLoss, LossAfterFit
 from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
 from gqa_convert.merging.folding.fitted_error import fitted_errors
 from gqa_convert.merging.folding.heads import Heads, LayerTensors
@@ -55,15 +57,21 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     make_checkpoint("llama", folder, tied=3)
     span_tokenizer(0).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    generator = torch.Generator().manual_seed(3)
-    written = torch.full((TOKENS // LENGTH, 1), FIRST_WORD)
+    written = written_by(model, TOKENS // LENGTH, seed=3)
+    text = folder.parent / "text.txt"
+    text.write_text(" ".join(f"w{token - FIRST_WORD}" for token in written.flatten().tolist()))
+    return folder, text
+
+
+def written_by(model: Any, blocks: int, seed: int) -> Tensor:
+    """Blocks of tokens drawn from the model's own predictions."""
+    generator = torch.Generator().manual_seed(seed)
+    written = torch.full((blocks, 1), FIRST_WORD)
     with torch.inference_mode():
         for _ in range(LENGTH - 1):
             chances = model(input_ids=written).logits[:, -1, FIRST_WORD:].softmax(-1)
             written = torch.cat([written, FIRST_WORD + torch.multinomial(chances, 1, generator=generator)], dim=1)
-    text = folder.parent / "text.txt"
-    text.write_text(" ".join(f"w{token - FIRST_WORD}" for token in written.flatten().tolist()))
-    return folder, text
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +164,10 @@ def test_errors_are_those_of_the_dropped_eigenvalues(planted: tuple[Path, Path],
 
 def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
     increases = {each["groups"]: each["increase"] for each in inspected["loss"]["by_groups"]}
-    assert abs(increases[3]) < 1e-4
-    assert abs(increases[6]) < 1e-4
+    predicted = {each["groups"]: each["after_fit"] for each in inspected["loss"]["by_groups"]}
+    for groups in (3, 6):
+        assert abs(increases[groups]) < 1e-4
+        assert 0 <= predicted[groups]["low"] <= predicted[groups]["increase"] <= predicted[groups]["high"] < 1e-4
     assert min(increases[1], increases[2]) > 0.02
     advice = inspected["recommendation"]
     assert advice["groups"] == 3
@@ -193,6 +203,21 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
 def loss_of(model: Any, blocks: Tensor) -> float:
     with torch.inference_mode():
         return float(model(input_ids=blocks, labels=blocks).loss)
+
+
+def test_the_interval_contains_the_loss_of_a_conversion(
+    planted: tuple[Path, Path], inspected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Text that the source writes anew; 60 steps, since more gain little on so little calibration text."""
+    folder, text = planted
+    out = tmp_path / "out"
+    convert_checkpoint(folder, out, 1, calibration=str(text), calibration_tokens=TOKENS, fit_steps=60)
+    source, made = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval() for each in (folder, out))
+    fresh = written_by(source, 24, seed=4)
+    increase = loss_of(made, fresh) - loss_of(source, fresh)
+    stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == 1)
+    assert stated["after_fit"]["low"] < increase < stated["after_fit"]["high"]
+    assert 0.05 < increase < stated["increase"]
 
 
 def random_heads(
@@ -328,6 +353,15 @@ def test_recommendations() -> None:
     assert found.command == "gqa-convert convert org/model model-gqa6 --groups 6 --calibration 'my text.txt' --encoder"
     none = recommend(losses, 0.1, "org/model", options)
     assert (none.groups, none.command) == (None, None)
+    after = LossAfterFit(increase=0.08, low=0.05, high=0.13)
+    predicted = [losses[0].model_copy(update={"after_fit": after}), *losses[1:]]
+    assert recommend(predicted, 0.13, "org/model", options).groups == 2
+    assert recommend(predicted, 0.2, "org/model", options).reason.endswith(
+        "+0.080 (0.050 to 0.130) predicted after fit"
+    )
+    refused = recommend(predicted, 0.12, "org/model", options)
+    assert refused.groups is None
+    assert "N = 2 comes nearest with +0.080 (0.050 to 0.130)" in refused.reason
     assert "none of N = 2, 4, 6 stays within 0.1" in none.reason or ""
     assert "N = 6 comes nearest with +0.200" in none.reason or ""
     assert "no loss is finite" in (recommend(losses[1:2], 0.1, "org/model", options).reason or "")
@@ -440,7 +474,16 @@ def test_the_command_for_people_and_for_scripts(
     }
     assert result["layers"][0]["errors"][1].keys() == {"groups", "keys", "values"}
     assert result["layers"][0]["cheapest_pairs"][0].keys() == {"heads", "error", "keys", "values"}
-    assert result["loss"].keys() == {"source", "tokens", "by_groups"}
+    assert result["loss"].keys() == {"source", "tokens", "by_groups", "quick_fit"}
+    assert result["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase", "after_fit"}
+    assert result["loss"]["by_groups"][0]["after_fit"].keys() == {"increase", "low", "high"}
+    assert result["loss"]["quick_fit"] == {
+        "modules": [f"model.layers.{number}.self_attn" for number in range(2)],
+        "groups": [2, 3],
+        "steps": STEPS,
+        "tokens": 8 * LENGTH,
+        "last_stage": True,
+    }
     assert (result["max_loss_increase"], result["plot"]) == (0.1, None)
     app(
         ["inspect", str(planted[0]), "-c", str(planted[1]), "--calibration-tokens", "640", "-n", "3"],
@@ -448,7 +491,13 @@ def test_the_command_for_people_and_for_scripts(
     )
     printed = capsys.readouterr()
     assert printed.err == ""
-    for words in ("12 (source)", "upper bounds", "closed form alone", "recommended", "next     gqa-convert convert"):
+    for words in (
+        "predicted loss after fit",
+        "+0.000 (0.000 to 0.000)",
+        "closed form alone",
+        "recommended",
+        "next     gqa-convert convert",
+    ):
         assert words in printed.out
     assert_mistake(run("inspect", weights, "-n", "1,x"), "--groups '1,x' is not a list of numbers")
     assert_mistake(run("inspect", weights, "-n", "5"), "choose one of 1, 2, 3, 4, 6, 12")
@@ -459,4 +508,4 @@ def test_the_help_has_examples() -> None:
         [sys.executable, "-m", "gqa_convert", "inspect", "--help"], capture_output=True, text=True, check=True
     ).stdout
     assert "gqa-convert inspect ./Llama-2-7b --calibration text.txt" in shown
-    assert "upper bound" in " ".join(shown.split())
+    assert "predicts the loss that remains after convert --calibration" in " ".join(shown.split())

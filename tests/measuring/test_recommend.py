@@ -269,12 +269,13 @@ def test_losses_are_those_of_inspect(readable: tuple[Path, Path]) -> None:
     ).as_json()
     found = by_groups(result)
     for each in expected["loss"]["by_groups"]:
-        assert found[each["groups"]]["loss_increase"] == each["increase"]
-        assert found[each["groups"]]["loss_is"] == "upper bound"
-    chosen = min(each["groups"] for each in expected["loss"]["by_groups"] if each["increase"] <= 1e-3)
+        stated, after = found[each["groups"]], each["after_fit"]
+        assert (stated["loss_increase"], stated["loss_low"], stated["loss_high"]) == tuple(after.values())
+        assert stated["loss_is"] == "predicted"
+    chosen = min(each["groups"] for each in expected["loss"]["by_groups"] if each["after_fit"]["high"] <= 1e-3)
     assert chosen <= 3  # where nothing is lost
     assert result["groups"] == chosen
-    assert any("upper bound" in note for note in result["notes"])
+    assert any("the upper end of the interval in brackets counts" in note for note in result["notes"])
     assert set(told) == {"layers", "losses"}
     next_ = f"gqa-convert convert {folder} readable-gqa{chosen} --groups {chosen} --calibration {text} --calibration-tokens {20 * LENGTH} --seed 4"
     assert result["next"] == next_
@@ -515,13 +516,33 @@ def test_the_nearest_times_count(llama: Path, tmp_path: Path, batch: int, contex
     assert (result["speed"]["batch"], result["speed"]["context"]) == found
 
 
-def test_results_of_inspect_and_of_others(llama: Path, tmp_path: Path) -> None:
-    losses = {"by_groups": [{"groups": 3, "loss": 2.0, "increase": 0.5}, {"groups": 4, "loss": None, "increase": None}]}
+def test_results_of_inspect_and_of_others(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses: dict[str, list[dict[str, Any]]] = {
+        "by_groups": [{"groups": 3, "loss": 2.0, "increase": 0.5}, {"groups": 4, "loss": None, "increase": None}]
+    }
     inspected = {"source": str(llama), "layers": [], "heads": 12, "kv_heads": 12, "groups": [3, 4], "loss": losses}
     path = write_json(tmp_path / "inspect.json", inspected)
     result = recommend_groups(llama, Constraints(max_loss_increase=0.5), results=[path]).as_json()
     assert result["groups"] == 3
     assert (by_groups(result)[3]["loss_is"], by_groups(result)[4]["loss_increase"]) == ("upper bound", None)
+    assert any("upper bounds" in note for note in result["notes"])
+    losses["by_groups"][0]["after_fit"] = {"increase": 0.25, "low": 0.125, "high": 0.5}
+    write_json(path, inspected)
+    predicted = recommend_groups(llama, Constraints(max_loss_increase=0.5), results=[path])
+    assert predicted.groups == 3
+    assert "is predicted to lose +0.25 (0.12 to 0.5) nats per token after fit" in predicted.reason
+    assert (by_groups(predicted.as_json())[3]["loss_low"], by_groups(predicted.as_json())[3]["loss_high"]) == (
+        0.125,
+        0.5,
+    )
+    show_recommendation(predicted)
+    shown = capsys.readouterr().out
+    for words in ("predicted loss after fit", "+0.250 (0.125 to 0.500)"):
+        assert words in shown
+    refused = recommend_groups(llama, Constraints(max_loss_increase=0.375), results=[path]).as_json()
+    assert refused["groups"] is None
+    assert "up to 0.12 more than --max-loss-increase 0.375" in refused["reason"]
+    assert any("N = 3 may lose less than 0.375 too" in note for note in refused["notes"])
     for change in ({"source": "another"}, {"kv_heads": 6}, {"loss": None}):
         write_json(path, inspected | change)
         with pytest.raises(OptionError, match="without losses: found none"):

@@ -1,6 +1,6 @@
 """The printed result of an inspection."""
 
-from gqa_convert.measuring.results.schemas import InspectionFile
+from gqa_convert.measuring.results.schemas import InspectionFile, LossAfterFit, QuickFit
 
 from .screen import number, print_note, stdout_console, styled
 from .tables import Column, show_table
@@ -48,6 +48,24 @@ def show_inspection(result: InspectionFile) -> None:
         console.print(f"plot     {result.plot}", soft_wrap=True)
 
 
+def _after_fit(predicted: LossAfterFit | None) -> str:
+    """A prediction and its interval."""
+    if predicted is None:
+        return ""
+    low, high = number(predicted.low, ".3f"), number(predicted.high, ".3f")
+    return f"{number(predicted.increase, '+.3f')} ({low} to {high})"
+
+
+def _origin(quick: QuickFit, layers: int) -> str:
+    """A sentence on what predictions are made from."""
+    last = "with" if quick.last_stage else "without"
+    return (
+        f"what convert --calibration loses, {last} the stage that trains all layers together, is predicted from {quick.steps} gradient steps on "
+        f"{len(quick.modules or ())} of {layers} layers for N = {', '.join(map(str, quick.groups))}; the interval in brackets covers the conversions that "
+        "this was compared with, of small models"
+    )
+
+
 def _show_prediction(result: InspectionFile) -> None:
     """Print the predicted loss for each N, and the next command."""
     console = stdout_console()
@@ -57,14 +75,14 @@ def _show_prediction(result: InspectionFile) -> None:
         return
     if text.warning:
         print_note(text.warning)
-    console.print(f"Predicted loss in nats per token over {loss.tokens:,} held-out tokens", soft_wrap=True)
-    losses = [[f"{result.kv_heads} (source)", number(loss.source, ".4f"), ""]]
-    losses += [[str(each.groups), number(each.loss, ".4f"), number(each.increase, "+.4f")] for each in loss.by_groups]
-    show_table(["N", Column("loss", "right"), Column("increase", "right")], losses)
     console.print(
-        "These losses are upper bounds of the closed form alone: convert --calibration, with its gradient stages, loses less.",
+        f"Loss in nats per token above the source's {number(loss.source, '.4f')}, on {loss.tokens:,} held-out tokens",
         soft_wrap=True,
     )
+    rows = [[str(each.groups), _after_fit(each.after_fit), number(each.increase, "+.4f")] for each in loss.by_groups]
+    show_table(["N", Column("predicted loss after fit", "right"), Column("closed form alone", "right")], rows)
+    if loss.quick_fit is not None:
+        print_note(_origin(loss.quick_fit, len(result.layers)))
     mark = ("no N fits", "yellow") if advice.groups is None else ("recommended", "green")
     console.print(styled(mark, f"  {advice.reason}"), soft_wrap=True)
     if advice.command:

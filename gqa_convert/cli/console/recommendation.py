@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 _STATED = {"loss": "max_loss_increase", "speed": "min_speedup", "memory": "memory"}
 
+_LOSSES = {
+    "predicted": "predicted loss after fit",
+    "upper bound": "upper bound of the closed form",
+    "measured": "measured",
+}
+
 
 def show_recommendation(result: Recommendation) -> None:
     """Print a row for each N with failed limits in red, then the recommended N and the command that makes it."""
@@ -69,6 +75,8 @@ def _columns(result: Recommendation) -> dict[str, tuple[str, Callable[[Considere
 def _loss(each: ConsideredGroups) -> str:
     if each.loss_increase is None:
         return ""
+    if each.loss_low is not None and each.loss_high is not None:
+        return f"{each.loss_increase:+.3f} ({each.loss_low:.3f} to {each.loss_high:.3f})"
     return f"{'<= ' if each.loss_is == 'upper bound' else ''}{each.loss_increase:+.4f}"
 
 
@@ -95,7 +103,7 @@ def _show_origins(result: Recommendation) -> None:
         parts.append(f"context {asked.context:,}{encoder}, batch {asked.batch}")
     console.print(f"asked    {'; '.join(parts)}", soft_wrap=True)
     if result.loss:
-        kinds = sorted({each.loss_is for each in result.candidates if each.loss_is})
+        kinds = sorted({_LOSSES[each.loss_is] for each in result.candidates if each.loss_is})
         console.print(f"loss     {' and '.join(kinds)}, on {result.loss.text}", soft_wrap=True)
     if speed:
         machine = speed.machine or Machine()

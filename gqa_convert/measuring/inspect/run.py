@@ -54,8 +54,8 @@ def inspect_checkpoint(
     plot: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> InspectionFile:
-    """Predict the cost of merging the K/V heads of a checkpoint with the closed form of method `factor`; nothing is
-    converted.
+    """Predict the cost of merging the K/V heads of a checkpoint: the errors of the closed form of method `factor` in every
+    layer, and with text the loss after `fit`; nothing is converted.
 
     Args:
         source: a local folder or a Hub id.
@@ -131,7 +131,8 @@ def inspect_checkpoint(
 def recommend(
     losses: Sequence[GroupsLoss], limit: float, source: str, options: Mapping[str, object], *, encoder: bool = False
 ) -> Advice:
-    """The smallest number of groups whose loss increase stays within the limit.
+    """The smallest number of groups whose loss increase stays within the limit: the upper end of the increase that is
+    predicted after `fit`, or that of the closed form where there is no such prediction.
 
     Args:
         losses: entries of `loss.by_groups`, in order of their groups.
@@ -143,24 +144,37 @@ def recommend(
     Returns:
         `groups`, None if none qualifies; `reason`, a sentence; and `command`, to run next, or None.
     """
-    known = [(each.groups, each.increase) for each in losses if each.increase is not None]
+    known = [(each, highest) for each in losses if (highest := _highest(each)) is not None]
     tried = ", ".join(str(each.groups) for each in losses)
-    chosen, increase = next(((groups, loss) for groups, loss in known if loss <= limit), (None, 0.0))
-    if chosen is None:
-        groups, loss = min(known, key=lambda each: each[1], default=(None, 0.0))
-        nearest = "no loss is finite" if groups is None else f"N = {groups} comes nearest with {loss:+.3f}"
+    fitting = next((each for each, highest in known if highest <= limit), None)
+    if fitting is None:
+        best = min(known, key=lambda each: each[1], default=None)
+        nearest = "no loss is finite" if best is None else f"N = {best[0].groups} comes nearest with {_words(best[0])}"
         reason = (
             f"none of N = {tried} stays within {limit:g} nats per token: {nearest}. Try more groups, or allow more with "
             "--max-loss-increase and uptrain the result"
         )
         return Advice(groups=None, reason=reason, command=None)
+    chosen = fitting.groups
     out = f"{Path(source).absolute().name}-gqa{chosen}"
     command = ["gqa-convert", "convert", source, out, "--groups", str(chosen)]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     command += ["--encoder"] if encoder else []
-    reason = f"N = {chosen} is the smallest of {tried} within {limit:g} nats per token: {increase:+.3f}"
+    reason = f"N = {chosen} is the smallest of {tried} within {limit:g} nats per token: {_words(fitting)}"
     return Advice(groups=chosen, reason=reason, command=shlex.join(command))
+
+
+def _highest(loss: GroupsLoss) -> float | None:
+    """The loss increase that counts for a limit."""
+    return loss.increase if loss.after_fit is None else loss.after_fit.high
+
+
+def _words(loss: GroupsLoss) -> str:
+    after = loss.after_fit
+    if after is None:
+        return f"{loss.increase:+.3f} by the closed form"
+    return f"{after.increase:+.3f} ({after.low:.3f} to {after.high:.3f}) predicted after fit"
 
 
 @dataclass(frozen=True)
@@ -199,12 +213,25 @@ def _on_text(
     """Errors and losses from running the source on text."""
     calibration = calibrate(plan, text)
     from gqa_convert.conversion.fit.lockstep import open_model
+    from gqa_convert.conversion.fit.whole_model import affordable
     from gqa_convert.measuring.inspect.trials import run_trials, split
 
     measured, held_out = split(calibration.batches)
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
-    records, loss = run_trials(model, plan.layers, inspection, counts, measured, held_out, progress)
+    # a text that is used up leaves none to hold out, without which `fit` skips its last stage
+    last_stage = calibration.warning is None and affordable(model, calibration.batches, len(plan.layers))
+    records, loss = run_trials(
+        model,
+        plan.layers,
+        inspection,
+        counts,
+        measured,
+        held_out,
+        seed=text.seed,
+        last_stage=last_stage,
+        progress=progress,
+    )
     noted = InspectedText(
         text=calibration.description,
         tokens=calibration.tokens,

@@ -4,25 +4,31 @@ Moments are taken on one part of the calibration text, losses on the held-out pa
 in memory at a time: each copy receives them as it enters the layer.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Assembly, as_parts
 from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner
 from gqa_convert.conversion.fit.statistics import moments_of
+from gqa_convert.conversion.plan import spread
 from gqa_convert.errors import DataError, NonFiniteError, UnsupportedFamilyError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
-from gqa_convert.measuring.results.schemas import GroupsLoss, InspectedLayer, PredictedLoss
+from gqa_convert.measuring.inspect.losses import Trials, measure
+from gqa_convert.measuring.inspect.quick_fit import (
+    FITTED_GROUPS,
+    STEPS,
+    judging_batches,
+    quickly_fitted,
+    sampled_layers,
+)
+from gqa_convert.measuring.results.schemas import InspectedLayer, PredictedLoss, QuickFit
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments
-from gqa_convert.text.labels import IGNORED
 
 _HELD_OUT = 5
 """One in this many blocks is held out from the moments."""
@@ -59,6 +65,9 @@ def run_trials(
     groups: Sequence[int],
     text: Sequence[Batch],
     held_out: Sequence[Batch],
+    *,
+    seed: int,
+    last_stage: bool,
     progress: Callable[[str, int, int], None],
 ) -> tuple[list[InspectedLayer], PredictedLoss]:
     """Measure every layer, and the loss of the whole model for each number of groups.
@@ -68,8 +77,10 @@ def run_trials(
         layers: its attention layers.
         inspection: creates the inspection of a layer.
         groups: numbers of groups.
-        text: batches for the moments.
+        text: batches for the moments, and for fitting a few layers.
         held_out: batches for the losses.
+        seed: of the order of batches in gradient steps.
+        last_stage: whether `fit` can train all layers of this model together.
         progress: called with a stage's name, the steps done and all of them.
 
     Returns:
@@ -80,30 +91,47 @@ def run_trials(
         NonFiniteError: a layer of the source gets or gives NaN or Inf.
     """
     by_name = {layer.module: layer for layer in layers}
+    modules = list(by_name)
+    sampled, fitted_groups = sampled_layers(len(modules)), spread(groups, FITTED_GROUPS)
+    judged = judging_batches(held_out)
     records: dict[str, InspectedLayer] = {}
     with ExitStack() as stack:
-        source = stack.enter_context(LockstepRunner(model, text, list(by_name), paired=False))
-        trials = [
-            stack.enter_context(LockstepRunner(model, held_out, list(by_name), paired=False)) for _ in (0, *groups)
-        ]  # the first: of the source
-        for site, _, *copies in zip(source, *trials, strict=True):
-            work = inspection(by_name[site.name])
+
+        def run(batches: Sequence[Batch]) -> LockstepRunner:
+            return stack.enter_context(LockstepRunner(model, batches, modules, paired=False))
+
+        source = run(text)
+        trials = Trials(
+            held_out=held_out,
+            judged=len(judged),
+            source=run(held_out),
+            merged={count: run(held_out) for count in groups},
+            fitted={count: run(judged) for count in fitted_groups},
+            single=[run(held_out[:1]) for _ in modules],
+            sampled=sampled,
+        )
+        for site, *sites in zip(source, *trials.runners, strict=True):
+            captured = dict(zip(trials.runners, sites, strict=True))
+            work, place = inspection(by_name[site.name]), modules.index(site.name)
             moments = _finite_moments(site, work.heads)
-            for (count, merged), copy in zip(work.merged(groups, moments), copies, strict=True):
-                copy.commit(_parameters(work, site, merged, count))
+            for count, merged in work.merged(groups, moments):
+                parameters = _parameters(work, site, merged, count)
+                captured[trials.merged[count]].commit(parameters)
+                if count == fitted_groups[-1]:
+                    captured[trials.single[place]].commit(parameters)
+                if count in fitted_groups and place in sampled:
+                    captured[trials.fitted[count]].commit(quickly_fitted(site, work, count, seed))
             records[site.name] = work.record(moments)
             progress("layers", len(records), len(layers))
-        losses = []
-        for trial in trials:
-            losses.append(_losses(trial, held_out))
-            progress("losses", len(losses), len(trials))
-    before, tokens = losses[0]
-    by_groups = tuple(
-        GroupsLoss(groups=count, loss=_finite(after), increase=_finite(after - before))
-        for count, (after, _) in zip(groups, losses[1:], strict=True)
+        measured = measure(trials, last_stage=last_stage, progress=progress)
+    quick = QuickFit(
+        modules=tuple(modules[place] for place in sampled),
+        groups=tuple(fitted_groups),
+        steps=STEPS,
+        tokens=sum(batch["input_ids"].numel() for batch in judged),
+        last_stage=last_stage,
     )
-    loss = PredictedLoss(source=_finite(before), tokens=tokens, by_groups=by_groups)
-    return [records[name] for name in by_name], loss
+    return [records[name] for name in by_name], measured.model_copy(update={"quick_fit": quick})
 
 
 def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
@@ -132,28 +160,3 @@ def _parameters(work: LayerInspection, site: CapturedModule, merged: Heads, grou
                 "inspect it without calibration text"
             )
     return made
-
-
-def _losses(trial: LockstepRunner, held_out: Sequence[Batch]) -> tuple[float, int]:
-    """The loss in nats per token, and the number of predicted tokens."""
-    total, tokens = 0.0, 0
-    for batch, (logits, _) in zip(held_out, trial.logits(), strict=True):
-        loss, count = _loss(logits, batch)
-        total += loss
-        tokens += count
-    return total / tokens, tokens
-
-
-def _loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, int]:
-    """The sum of the losses of the predicted tokens and their number; without labels these are the input's next tokens."""
-    labels = batch.get("labels")
-    if labels is None:
-        logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
-    total = 0.0
-    for row, targets in zip(logits, labels.to(logits.device), strict=True):
-        total += float(torch.nn.functional.cross_entropy(row.float(), targets, reduction="none").double().sum())
-    return total, int((labels != IGNORED).sum())
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -65,6 +65,8 @@ class Candidate:
     """Whether this is the source itself, without merging."""
     loss_increase: float | None = None
     """Loss increase over the source, in nats per token."""
+    loss_interval: tuple[float, float] | None = None
+    """Where the increase is expected, if it is a prediction. The upper end counts for a limit."""
     speedup: float | None = None
     """Speed-up of a decode step over the source."""
     memory_bytes: int | None = None
@@ -82,8 +84,8 @@ class Limit:
     value: Callable[[Candidate], float | None]
     upper: bool
     """Whether the bound is an upper one, which values may not exceed, or a lower one, which they must reach."""
-    words: Callable[[float], str]
-    """Words for a candidate's value, as the end of a sentence about it."""
+    words: Callable[[Candidate], str]
+    """Words for a candidate whose value is known, as the end of a sentence about it."""
     unit: Callable[[float], str]
     """Words for a difference of values."""
 
@@ -100,13 +102,15 @@ class Limit:
     def describe(self, candidate: Candidate) -> str:
         """A candidate's value in words."""
         value = self.value(candidate)
-        return f"has no known {self.part}" if value is None else self.words(value)
+        return f"has no known {self.part}" if value is None else self.words(candidate)
 
     def describe_shortfall(self, candidate: Candidate) -> str:
         """A candidate's value, and by how much it misses the constraint, in words."""
         if self.value(candidate) is None:
             return self.describe(candidate)
-        return f"{self.describe(candidate)}, {self.unit(self.excess(candidate))} {'more' if self.upper else 'less'} than {self.option}"
+        most = "up to " if self.part == "loss" and candidate.loss_interval else ""
+        gap = self.unit(self.excess(candidate))
+        return f"{self.describe(candidate)}, {most}{gap} {'more' if self.upper else 'less'} than {self.option}"
 
 
 def limits(constraints: Constraints) -> list[Limit]:
@@ -119,9 +123,9 @@ def limits(constraints: Constraints) -> list[Limit]:
                 "loss",
                 f"--max-loss-increase {loss:g}",
                 loss,
-                lambda each: each.loss_increase,
+                _highest_loss,
                 True,
-                lambda value: f"loses {value:+.3g} nats per token",
+                _loss_words,
                 lambda gap: f"{gap:.2g}",
             )
         )
@@ -133,7 +137,7 @@ def limits(constraints: Constraints) -> list[Limit]:
                 speed,
                 lambda each: each.speedup,
                 False,
-                lambda value: f"decodes {value:.3g}x as fast",
+                lambda each: f"decodes {each.speedup:.3g}x as fast",
                 lambda gap: f"{gap:.2g}",
             )
         )
@@ -145,11 +149,23 @@ def limits(constraints: Constraints) -> list[Limit]:
                 memory,
                 lambda each: each.memory_bytes,
                 True,
-                lambda value: f"takes {_bytes(value)}",
+                lambda each: f"takes {_bytes(each.memory_bytes or 0)}",
                 _bytes,
             )
         )
     return found
+
+
+def _highest_loss(candidate: Candidate) -> float | None:
+    """The loss increase, the upper end of its interval if it is a prediction."""
+    return candidate.loss_increase if candidate.loss_interval is None else candidate.loss_interval[1]
+
+
+def _loss_words(candidate: Candidate) -> str:
+    if candidate.loss_interval is None:
+        return f"loses {candidate.loss_increase:+.3g} nats per token"
+    low, high = candidate.loss_interval
+    return f"is predicted to lose {candidate.loss_increase:+.2g} ({low:.2g} to {high:.2g}) nats per token after fit"
 
 
 def failing(candidate: Candidate, constraints: Constraints) -> list[Part]:

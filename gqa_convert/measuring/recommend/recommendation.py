@@ -12,14 +12,17 @@ from gqa_convert.measuring.results.stored import Count, Groups, Number, Stored, 
 class ConsideredGroups(Stored):
     """A number of K/V heads, what is known of it, and the limits that it fails.
 
-    Losses are in nats per token, sizes in bytes; a value that is not known is None. The two caches' sizes and the
+    Losses are in nats per token, sizes in bytes; a value that is not known is None. A predicted loss lies between
+    `loss_low` and `loss_high`, and the latter counts for the limit. The two caches' sizes and the
     largest batch and context are absent where the model has no cross-attention and where no memory is given.
     """
 
     groups: Groups
     source: bool
     loss_increase: Number
-    loss_is: Literal["upper bound", "measured"] | None
+    loss_is: Literal["predicted", "upper bound", "measured"] | None
+    loss_low: Number
+    loss_high: Number
     loss_standard_error: Number
     model: Text
     speedup: Number

@@ -23,10 +23,13 @@ class Loss:
     """The loss of a number of K/V heads, in nats per token over the source."""
 
     increase: float
-    kind: Literal["upper bound", "measured"]
+    kind: Literal["predicted", "upper bound", "measured"]
+    """An upper bound is the loss of the closed form alone, from files without predictions after `fit`."""
     standard_error: float | None = None
     model: str | None = None
     """The converted checkpoint that was measured."""
+    interval: tuple[float, float] | None = None
+    """Of a prediction."""
 
 
 @dataclass
@@ -67,8 +70,14 @@ def read_results(paths: Sequence[Path], source: str, plan: Plan, constraints: Co
 
 def predicted(file: InspectionFile) -> dict[int, Loss]:
     """The losses that an inspection predicts, by groups; those that are not finite are left out."""
-    losses = file.loss.by_groups if file.loss else ()
-    return {each.groups: Loss(each.increase, "upper bound") for each in losses if each.increase is not None}
+    found = {}
+    for each in file.loss.by_groups if file.loss else ():
+        after = each.after_fit
+        if after is not None and after.increase is not None and after.low is not None and after.high is not None:
+            found[each.groups] = Loss(after.increase, "predicted", interval=(after.low, after.high))
+        elif each.increase is not None:
+            found[each.groups] = Loss(each.increase, "upper bound")
+    return found
 
 
 def timing_of(file: BenchmarkFile, cell: TimedCell, path: Path | None) -> SpeedOrigin:

@@ -28,7 +28,8 @@ COUNTED: Final = (
     "weights and K/V cache, exact from the shapes, in the types that SOURCE has; activations, the copy that a growing cache makes of a "
     "layer, the framework and fragmentation are not counted"
 )
-PREDICTED: Final = (
+PREDICTED: Final = "losses are predicted for convert --calibration from short fits of a few layers; the upper end of the interval in brackets counts for the limit"
+UPPER_BOUND: Final = (
     "losses are upper bounds in practice: those of the closed form on the calibration text, and convert --calibration fits more closely and "
     "loses less"
 )
@@ -97,8 +98,10 @@ def recommend_groups(
     chosen, reason = choose([known for known, _ in candidates], constraints)
     options = [option for _, option in candidates]
     entry = next((option for option in options if option.groups == chosen), None)
-    if any(option.loss_is == "upper bound" for option in options):
-        found.notes.append(PREDICTED)
+    for kind, note in (("predicted", PREDICTED), ("upper bound", UPPER_BOUND)):
+        if any(option.loss_is == kind for option in options):
+            found.notes.append(note)
+    found.notes += _undecided(options, constraints)
     positions = stated_positions(checkpoint.config)
     if constraints.context is not None and positions is not None and constraints.context > positions:
         found.notes.append(
@@ -250,6 +253,7 @@ def _candidate(
         groups=plan.groups,
         is_source=is_source,
         loss_increase=increase,
+        loss_interval=loss.interval if loss and not is_source else None,
         speedup=speed.speedup if speed else None,
         memory_bytes=memory,
     )
@@ -259,6 +263,8 @@ def _candidate(
         source=is_source,
         loss_increase=known.loss_increase,
         loss_is=loss.kind if loss else None,
+        loss_low=loss.interval[0] if loss and loss.interval else None,
+        loss_high=loss.interval[1] if loss and loss.interval else None,
         loss_standard_error=loss.standard_error if loss else None,
         model=loss.model if loss else None,
         speedup=known.speedup,
@@ -286,6 +292,17 @@ def _candidate(
         )
         option = option.model_copy(update=asdict(fit))
     return known, option
+
+
+def _undecided(options: Sequence[ConsideredGroups], constraints: Constraints) -> list[str]:
+    """Notes on the N that only the limit on the loss rules out and that may keep it."""
+    limit = constraints.max_loss_increase
+    return [
+        f"N = {each.groups} may lose less than {limit:g} too: {each.loss_low:.2g} to {each.loss_high:.2g} are predicted; convert to it and evaluate "
+        "the result to know"
+        for each in options
+        if limit is not None and each.fails == ("loss",) and each.loss_low is not None and each.loss_low <= limit
+    ]
 
 
 def _doubts(entry: ConsideredGroups, constraints: Constraints, *, calibrated: bool) -> list[str]:

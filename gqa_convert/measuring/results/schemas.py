@@ -235,12 +235,38 @@ class InspectedText(Stored):
     warning: Text = None
 
 
+class LossAfterFit(Stored):
+    """The predicted loss increase of `convert --calibration` over the source, in nats per token, and its interval."""
+
+    increase: Number = None
+    low: Number = None
+    high: Number = None
+
+
+class QuickFit(Stored):
+    """The short fits that losses after `fit` are predicted from.
+
+    `tokens` is the number of held-out tokens that they are judged on; `last_stage` says whether the prediction includes
+    the stage of `fit` that trains all layers together, for divergences that make it worthwhile.
+    """
+
+    modules: Strings = None
+    groups: tuple[Groups, ...] = ()
+    steps: Count = None
+    tokens: Count = None
+    last_stage: bool | None = None
+
+
 class GroupsLoss(Stored):
-    """The loss at one number of groups and its increase over the source, in nats per token; null where not finite."""
+    """The loss at one number of groups and its increase over the source, in nats per token; null where not finite.
+
+    `loss` and `increase` are those of the closed form alone, an upper bound of what `after_fit` predicts.
+    """
 
     groups: Groups
     loss: Number = None
     increase: Number = None
+    after_fit: LossAfterFit | None = None
 
 
 class PredictedLoss(Stored):
@@ -249,6 +275,7 @@ class PredictedLoss(Stored):
     source: Number = None
     tokens: Count = None
     by_groups: Annotated[tuple[GroupsLoss, ...], NULL_IS_EMPTY] = ()
+    quick_fit: QuickFit | None = None
 
 
 class Advice(Stored):

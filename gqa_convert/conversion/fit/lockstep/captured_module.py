@@ -65,6 +65,11 @@ class CapturedModule:
         self.committed: dict[str, Tensor] = {}
         self._source, self._output = source, output
 
+    def first(self, batches: int) -> "CapturedModule":
+        """The same module with the calls of the first batches alone."""
+        calls = self.calls if len(self.calls) <= batches else self.calls[:batches]
+        return CapturedModule(self.name, self.module, self._source, calls, self._output)
+
     def parameters(self) -> dict[str, Tensor]:
         """The source's parameters by name inside the module; the tensors are not copied."""
         return dict(self._source)
