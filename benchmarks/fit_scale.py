@@ -33,12 +33,22 @@ from typing import Any
 from synthetic import make_llama
 
 TOKENIZER = Path(__file__).parent.parent / "gqa_convert" / "demo_checkpoint"
-STAGES = ("forward", "targets", "moments", "grouping", "slow pairs", "merge", "refit", "gradient steps", "errors")
+STAGES = (
+    "forward",
+    "targets",
+    "moments",
+    "grouping",
+    "low-frequency pairs",
+    "merge",
+    "regressions",
+    "gradient steps",
+    "errors",
+)
 SCALED = {
     "forward": "tokens",
     "targets": "tokens",
     "moments": "tokens",
-    "refit": "tokens",
+    "regressions": "tokens",
     "errors": "tokens",
     "gradient steps": "steps",
 }
@@ -117,7 +127,7 @@ def gigaflops(width: int) -> dict[str, float]:
     import torch
 
     found = {}
-    for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)):
         left, right = (torch.randn(width, width, dtype=dtype) for _ in range(2))
         seconds = []
         for _ in range(3):
@@ -129,7 +139,7 @@ def gigaflops(width: int) -> dict[str, float]:
 
 
 def work(options: argparse.Namespace, tokens: int, length: int) -> dict[str, float]:
-    """Multiplications and additions of a layer by stage, in float32; those in float64 count twice.
+    """Multiplications and additions of a layer by stage; those in float64 count twice.
 
     Attention alone has four projections and, for each token, scores and sums over the block (all of it: the mask saves
     nothing).
@@ -138,10 +148,10 @@ def work(options: argparse.Namespace, tokens: int, length: int) -> dict[str, flo
     attention = 8 * width * heads + 4 * length * heads
     return {
         "forward": 2 * tokens * (attention + 6 * width * inner),
-        "targets": tokens * attention,
+        "targets": 2 * tokens * attention,
         "moments": 2 * tokens * width**2,
-        "refit": 2 * (tokens * (attention + 2 * heads**2 + 2 * heads * width) + 2 * 2 * heads**3),
-        "errors": 3 * tokens * attention,
+        "regressions": 2 * (tokens * (attention + 2 * heads**2 + 2 * heads * width) + 5 * heads**3),
+        "errors": tokens * attention,
         "gradient steps": 3 * options.steps * 2048 * attention,
     }
 
@@ -160,11 +170,11 @@ def child(options: argparse.Namespace) -> None:
     clock.wrap(LockstepRunner, "_measure", "opening")
     clock.wrap(fitting, "__init__", "targets")
     clock.wrap(layer_fitting, "moments_of", "moments")
-    clock.wrap(fitting, "low_frequency_pairs", "slow pairs")
+    clock.wrap(fitting, "low_frequency_pairs", "low-frequency pairs")
     clock.wrap(layer_fitting, "order_heads", "grouping")
-    clock.wrap(layer_fitting, "merge_layer", "merge", unless="slow pairs")
-    clock.wrap(fitting, "refitted", "refit")
-    clock.wrap(fitting, "matched", "gradient steps")
+    clock.wrap(layer_fitting, "merge_layer", "merge", unless="low-frequency pairs")
+    clock.wrap(fitting, "_repair", "regressions")
+    clock.wrap(layer_fitting, "match", "gradient steps")
     clock.wrap(fitting, "error", "errors")
     limit = None if options.in_memory else 0
     vars(layer_walk)["open_model"] = lambda folder, device: open_model(folder, device=device, memory_limit=limit)
@@ -213,7 +223,7 @@ def child(options: argparse.Namespace) -> None:
         "rates": rates,
         "threads": torch.get_num_threads(),
         "records": records,
-        "calibration": summary["calibration"],
+        "calibration": summary.calibration,
         "memory": {
             "VmHWM": resident()["VmHWM"],
             "anonymous": watch.anonymous,
@@ -249,7 +259,7 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-width", type=int, default=0, help="default: width / heads")
+    parser.add_argument("--head-dim", type=int, default=0, help="default: width / heads")
     parser.add_argument("--inner", type=int, default=11008, help="width of the MLP")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--groups", type=int, default=8)
@@ -303,7 +313,7 @@ def main() -> None:
             check=True,
         )
     found = json.loads(process.stdout.splitlines()[-1])
-    rate = max(rates["float32"] for rates in found["rates"])
+    rate = max(rates["bfloat16"] for rates in found["rates"])
     counted = found["calibration"]["tokens"]
     whole = work(argparse.Namespace(**vars(options) | {"steps": full_steps}), full_tokens, options.length)
     later = found["stages"][1:] or found["stages"]
@@ -335,7 +345,7 @@ def main() -> None:
     shape = f"{options.width} wide, {options.heads} heads of {options.head_dim}, MLP {options.inner}"
     text = (
         f"# Fitting a layer: {shape}, to {options.groups} K/V heads\n\n"
-        f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s and core in float32.\n"
+        f"`{report['command']}`\n\nMachine: {report['machine']}; products of matrices {options.width} wide at {rate:.0f} GFLOP/s and core in bfloat16, from which the bounds follow.\n"
         f"Measured with {counted} tokens and {options.steps} steps; scaled linearly to {full_tokens} tokens and {full_steps} steps of 2048.\n\n"
         f"{table(report)}\n\nPeak anonymous memory {memory['anonymous'] / 2**30:.2f} GiB (in {memory['in_stage']}), peak resident with mapped files "
         f"{memory['VmHWM'] / 2**30:.2f} GiB. CPU seconds in all: {found['cpu_seconds']:.0f}.\n"

@@ -64,7 +64,7 @@ CalibrationTokens = Annotated[
     typer.Option(
         "--calibration-tokens",
         metavar="T",
-        help="Tokens of calibration text. Default: 50 per unit of hidden_size, and 102,400 or more for a hidden_size above 204.",
+        help="Tokens of calibration text. Default: 24,576, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
         show_default=False,
     ),
 ]
@@ -82,7 +82,7 @@ FitSteps = Annotated[
     typer.Option(
         "--fit-steps",
         metavar="S",
-        help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 200.",
+        help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
         show_default=False,
     ),
 ]
@@ -92,7 +92,7 @@ KLSteps = Annotated[
         "--kl-steps",
         metavar="S",
         show_default=False,
-        help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+        help="Steps of fit's last stage, which trains all layers together. Default: four times --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
     ),
 ]
 Device = Annotated[

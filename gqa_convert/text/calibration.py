@@ -43,9 +43,9 @@ from gqa_convert.text.tokenizing import TextEncoder, batches
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PER_HIDDEN = 50
+_PER_HIDDEN = 8
 _PER_SMALL_HIDDEN = 500
-_SMALL_TOKENS = 102_400
+_SMALL_TOKENS = 24_576
 """The limit up to which small models get more tokens per hidden dimension."""
 
 _OVERSAMPLING = 16
@@ -87,9 +87,9 @@ class Calibration:
 
 
 def calibration_tokens_for(config: Any) -> int:
-    """The default number of tokens: max(50 d, min(500 d, 102400)) for a hidden_size d, rounded up to whole blocks.
+    """The default number of tokens: max(8 d, min(500 d, 24576)) for a hidden_size d, rounded up to whole blocks.
 
-    That is 50 tokens per hidden dimension, and up to 500 below a hidden_size of 2048, where more text still helps and
+    That is 8 tokens per hidden dimension, and up to 500 below a hidden_size of 3072, where more text still helps and
     costs little. T5 and its relatives get twice as many, because their decoders see a fifth of the text.
 
     Args:

@@ -50,16 +50,16 @@ def test_copies_cost_their_bytes() -> None:
 )
 def test_the_line(seconds: float, text: str) -> None:
     cost = CostEstimate(
-        work="fit on 102,400 tokens",
+        work="fit on 24,576 tokens",
         seconds_by_stage={"layers": seconds},
         layers=30,
         memory_bytes=round(3.1 * 2**30),
         disk_bytes=300_000_000,
-        tokens=102_400,
+        tokens=24_576,
         device="cpu",
     )
     assert estimate_line(cost) == (
-        f"Estimate on this machine: about {text}, 3.1 GiB of memory, 300.0 MB of disk (fit on 102,400 tokens)"
+        f"Estimate on this machine: about {text}, 3.1 GiB of memory, 300.0 MB of disk (fit on 24,576 tokens)"
     )
 
 

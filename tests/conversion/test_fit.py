@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import layer_walk
@@ -20,6 +22,7 @@ from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.merged_plan import merged_plan
+from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Regression, best_change
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -221,6 +224,38 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
     records = fitted(case.save(tmp_path / "source"), tmp_path / "out")
     assert records[0].output == 0
     assert torch.isfinite(case.logits(case.load(tmp_path / "out"))).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_products_in_bfloat16_fit_as_well(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied heads still merge without loss, and others as well as in float32, up to the rounding of activations."""
+    case = folded.build("llama")
+    if tied:
+        folded.tie(case, 3)
+    source = case.save(tmp_path / "source")
+    exact_records = fitted(source, tmp_path / "float32")
+    monkeypatch.setattr(layer_walk, "precision_of", lambda *_: partial(torch.autocast, "cpu", torch.bfloat16))
+    for exact, reduced in zip(exact_records, fitted(source, tmp_path / "bfloat16"), strict=True):
+        assert reduced.gap_left < 1e-4 if tied else reduced.gap_left == pytest.approx(exact.gap_left, rel=0.1, abs=0.01)
+
+
+def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa_convert.conversion.fit.precision._is_fast", lambda device: True)
+    found = {}
+    for hidden_size in (128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            config = LlamaConfig(
+                hidden_size=hidden_size,
+                num_attention_heads=4,
+                num_hidden_layers=1,
+                intermediate_size=32,
+                vocab_size=64,
+            )
+            folder = tmp_path / f"{hidden_size}-{dtype}"
+            LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+            plan = make_plan(open_checkpoint(folder), 2, method="fit")
+            found[hidden_size, dtype] = is_reduced(precision_of(plan, torch.device("cpu")))
+    assert [case for case, reduced in found.items() if reduced] == [(256, torch.bfloat16)]
 
 
 def test_weights_on_the_disk_and_spilled_activations_change_nothing(

@@ -112,20 +112,20 @@ def restored(inputs: list[int], targets: list[int], sentinels: range) -> list[in
 
 def test_the_default_number_of_tokens() -> None:
     llama = {"model_type": "llama", "max_position_embeddings": 64}
-    assert calibration_tokens_for(llama | {"hidden_size": 96}) == 48000
-    assert calibration_tokens_for(llama | {"hidden_size": 768}) == 102400
+    assert calibration_tokens_for(llama | {"hidden_size": 40}) == 20032  # 500 per hidden dimension
+    assert calibration_tokens_for(llama | {"hidden_size": 768}) == 24576
     assert (
         calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 65536})
-        == 100 * 2048
+        == 16 * 2048
     )
     assert (
         calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 1000})
-        == 205 * 1000
+        == 33 * 1000
     )
     assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 3 * 2048
-    assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 188 * 512
+    assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 48 * 512
     assert (
-        calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 361 * 568
+        calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 87 * 568
     )  # T5's own 568 tokens for an input of 512
     with pytest.raises(ConfigError, match="no hidden_size"):
         calibration_tokens_for({"model_type": "llama"})

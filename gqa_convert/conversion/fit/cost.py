@@ -124,6 +124,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     """Of a method that runs source and student on text."""
     import torch
 
+    from gqa_convert.conversion.fit.precision import precision_of
     from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
     from gqa_convert.conversion.fit.statistics import MOST_DOUBLE_COLUMNS, STRENGTHS
     from gqa_convert.conversion.fit.whole_model import ACTIVATIONS, has_room
@@ -133,7 +134,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     tokens = options.tokens or calibration_tokens_for(config)
     block = min(options.sequence_length or block_length(config), tokens)
     sizes = _sizes(plan, block, LayerSizes)
-    rates = measured_rates(sizes, device)
+    rates = measured_rates(sizes, device, precision_of(plan, torch.device(device)))
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
     steps = steps_per_layer(options) if plan.merge_method.trains else 0
     precise = rates.double if max(d, q) <= MOST_DOUBLE_COLUMNS else rates.single

@@ -5,7 +5,8 @@ merged. `fit` then trains the merged projections to yield what the source's atte
 lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
-from gqa_convert.conversion.fit.precision import reduced_precision
+from gqa_convert.conversion.fit.precision import Precision, is_reduced
 from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
@@ -29,8 +30,8 @@ from gqa_convert.merging.folding.head_order import order_heads, ordered
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 
-_EXACT = 1e-5
-"""The error below which training would only add noise."""
+_EXACT, _EXACT_REDUCED = 1e-5, 5e-3
+"""The errors below which training would only add noise, in float32 and in bfloat16."""
 _HELD_OUT = 8
 """One batch in this many decides between candidates, and nothing is fitted to it."""
 
@@ -49,6 +50,8 @@ class FitOptions:
     """Of the order of batches in the gradient stage."""
     spill: Path | None = None
     """A folder for activations; None to keep them in memory."""
+    precision: Precision = nullcontext
+    """Of the products with activations."""
 
 
 class _Between(Sequence[Tensor]):
@@ -69,7 +72,7 @@ class _Between(Sequence[Tensor]):
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return _Between(self._local[number], self._whole[number], self._share)
-        return self._local[number].lerp(self._whole[number], self._share)
+        return self._local[number].float().lerp(self._whole[number].float(), self._share)
 
 
 class LayerFitting:
@@ -94,6 +97,7 @@ class LayerFitting:
     ) -> None:
         self.module, self.layer, self.options, self.on_stage = module, layer, options, on_stage
         self.groups, self.constraints = options.groups, layer.constraints
+        self._exact = _EXACT_REDUCED if is_reduced(options.precision) else _EXACT
         self.source = layer.layout.cut(layer.tensors)
         self.device = next(iter(module.parameters().values())).device
         self.assembly = Assembly(layer.layout, self.source, layer.tensors, self.groups, self.device)
@@ -103,7 +107,7 @@ class LayerFitting:
         self.biased = self.source.output_bias is not None
         on_stage(Stage.STATISTICS, 0, 0)
         self.calls = [student for _, student in module.calls]
-        self.local_targets = [self._kept(module.run(student)[0]) for _, student in module.calls]
+        self.local_targets = [self._kept(self._run(student)[0]) for _, student in module.calls]
         self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
         held_out = max(1, len(self.calls) // _HELD_OUT) if len(self.calls) > 1 else 0
         self.fitted = range(len(self.calls) - held_out)
@@ -165,7 +169,7 @@ class LayerFitting:
         def error(low_frequency: int) -> float:
             parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
             return sum(
-                _square(self.module.run(call, parameters)[0] - want, call)
+                _square(self._run(call, parameters)[0] - want, call)
                 for call, want in zip(calls, self.local_targets, strict=False)
             )
 
@@ -183,7 +187,7 @@ class LayerFitting:
         it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
         """
         options, parts = self.options, as_parts(merged, self.device)
-        if not options.steps or self.error(merged, self.local_targets) < _EXACT:
+        if not options.steps or self.error(merged, self.local_targets) < self._exact:
             return merged
         _, share = self._repair(parts)
         targets = _Between(self.local_targets, self.targets, share)
@@ -192,8 +196,6 @@ class LayerFitting:
         def run(call: Call, parts: Parts) -> Tensor:
             return self.module.run(call, self.assembly(parts))[0]
 
-        output = self.layer.tensors[self.layer.layout.output_names[0]]
-        precision = partial(reduced_precision, self.device, output.dtype, self.source.outputs.shape[2])
         count = len(self.fitted)
         on_step = partial(self.on_stage, Stage.GRADIENT)
         found = as_heads(
@@ -204,7 +206,7 @@ class LayerFitting:
                 targets[:count],
                 steps=options.steps,
                 seed=options.seed,
-                precision=precision,
+                precision=options.precision,
                 on_step=on_step,
             )
         )
@@ -215,7 +217,7 @@ class LayerFitting:
         source's, as far as held-out text confirms it.
         """
         self.on_stage(Stage.REFIT, 0, 0)
-        if self.error(merged) < _EXACT:
+        if self.error(merged) < self._exact:
             return merged
         parts = as_parts(merged, self.device)
         change, _ = self._repair(parts)
@@ -243,7 +245,7 @@ class LayerFitting:
         for number, (_, call) in enumerate(self.module.calls):  # which leave the resident memory behind each pair
             if number not in numbers:
                 continue
-            output, entered = self.module.run(call, parameters, capture=self.projection)
+            output, entered = self._run(call, parameters, self.projection)
             assert entered is not None
             found.add(entered, self.targets[number] - output, call.counted)
         return found
@@ -258,8 +260,14 @@ class LayerFitting:
         for number in self.judged:
             call, target = self.calls[number], targets[number]
             power += _square(target, call)
-            missed += _square(self.module.run(call, parameters)[0] - target, call)
+            missed += _square(self._run(call, parameters)[0] - target, call)
         return float(np.sqrt(missed / power)) if power else 0.0
+
+    def _run(
+        self, call: Call, parameters: Mapping[str, Tensor] | None = None, capture: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.options.precision():
+            return self.module.run(call, parameters, capture)
 
     def _kept(self, target: Tensor) -> Tensor:
         spill = self.options.spill
@@ -269,7 +277,7 @@ class LayerFitting:
 
     def _target(self, source: Call, student: Call) -> Tensor:
         """The attention output that makes the student's residual stream equal to the source's."""
-        wanted = self.module.run(source)[0]
+        wanted = self._run(source)[0]
         theirs, ours = self.module.residual(source), self.module.residual(student)
         return wanted if theirs is None or ours is None else wanted + theirs - ours
 

@@ -17,6 +17,7 @@ from gqa_convert.conversion.fit.calibrated import KEPT_BYTES, STEPS
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.precision import precision_of
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
@@ -88,6 +89,7 @@ def fit_checkpoint(
                 on_layer,
                 steps=together,
                 seed=plan.seed,
+                precision=precision_of(plan, model.device),
                 requested=requested,
             )
         return errors
@@ -151,7 +153,15 @@ def fit_layers(
     """
     finder = attention_of(plan)
     numbers = {layer.module: number for number, layer in enumerate(finder.layers)}
-    options = FitOptions(groups=plan.groups, trains=plan.merge_method.trains, steps=steps, seed=plan.seed, spill=spill)
+    precision = precision_of(plan, model.device)
+    options = FitOptions(
+        groups=plan.groups,
+        trains=plan.merge_method.trains,
+        steps=steps,
+        seed=plan.seed,
+        spill=spill,
+        precision=precision,
+    )
     errors: dict[str, float] = {}
     done = 0  # layers
 
@@ -161,7 +171,14 @@ def fit_layers(
     with ExitStack() as stack:
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
         runner = stack.enter_context(
-            LockstepRunner(model, batches, list(numbers), spill=spill, on_batch=partial(on_stage, Stage.FORWARD))
+            LockstepRunner(
+                model,
+                batches,
+                list(numbers),
+                spill=spill,
+                precision=precision,
+                on_batch=partial(on_stage, Stage.FORWARD),
+            )
         )
         for module in runner:
             number = numbers[module.name]

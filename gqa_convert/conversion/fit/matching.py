@@ -4,14 +4,13 @@ Layers do not depend on one another here, nothing but the layer is in memory, an
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
+from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 
 RATE = 0.03
@@ -26,7 +25,7 @@ def match(
     *,
     steps: int,
     seed: int,
-    precision: Callable[[], AbstractContextManager[Any]],
+    precision: Precision,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Tensor]:
     """Adam on the squared error of attention's output.

@@ -1,27 +1,42 @@
-"""The precision of gradient steps."""
+"""The precision of the products that `fit` makes on calibration text."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
+from gqa_convert.families.context_length import stated_count
+
+Precision = Callable[[], AbstractContextManager[Any]]
+"""Returns a context in which torch multiplies matrices in one precision."""
+
 _WIDE = 256
 """The hidden_size from which on products take longer in float32 than the conversions between types."""
+_HALF = ("F16", "BF16")
 
 
-def reduced_precision(device: torch.device, dtype: Any, hidden_size: int) -> AbstractContextManager[Any]:
-    """A context in which torch multiplies matrices in bfloat16, where that is faster and the source has no more
-    precision itself.
+def precision_of(plan: Plan, device: torch.device) -> Precision:
+    """bfloat16 where it is faster on this device and the merged layers of the source have no more precision; otherwise
+    the precision of the loaded model, float32.
 
     Args:
+        plan: of the conversion.
         device: where the model runs.
-        dtype: numpy's type of the source's weights.
-        hidden_size: of the model.
     """
-    if dtype.itemsize > 2 or hidden_size < _WIDE or not _is_fast(device):
-        return nullcontext()
-    context: AbstractContextManager[Any] = torch.autocast(device.type, torch.bfloat16)
-    return context
+    changed = {change.name for change in plan.changes}
+    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
+    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
+    if dtypes <= set(_HALF) and hidden_size >= _WIDE and _is_fast(device):
+        return partial(torch.autocast, device.type, torch.bfloat16)
+    return nullcontext
+
+
+def is_reduced(precision: Precision) -> bool:
+    return precision is not nullcontext
 
 
 def _is_fast(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ proportionally longer.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +55,23 @@ class Rates:
     """Per operation of a product in float64."""
 
 
-def measured_rates(sizes: LayerSizes, device: str) -> Rates:
-    """Time the products of a layer on a device."""
+def measured_rates(sizes: LayerSizes, device: str, precision: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Rates:
+    """Time the products of a layer on a device.
+
+    Args:
+        sizes: of the layer.
+        device: that runs them.
+        precision: of products with activations.
+    """
     import torch
 
     place = torch.device(device)
     budget = _OPERATIONS[place.type]
     clock = _Clock(place)
     length, rows = sizes.block, max(1, sizes.batch // sizes.block)
-    with torch.enable_grad():
+    single = _product(clock, sizes, budget, torch.float32, place)
+    double = double_rate() if place.type == "cpu" else _product(clock, sizes, budget, torch.float64, place)
+    with torch.enable_grad(), precision():
         attention = _attention(sizes, rows, length, budget, place)
         feed_forward = _feed_forward(sizes, budget, place)
         logits, divergence = _logits(sizes, budget, place)
@@ -73,8 +82,8 @@ def measured_rates(sizes: LayerSizes, device: str) -> Rates:
             feed_forward_gradient=clock.seconds(feed_forward.gradient) * feed_forward.scale,
             logits=clock.seconds(logits.forward) * logits.scale,
             logits_gradient=clock.seconds(divergence.gradient) * divergence.scale,
-            single=_product(clock, sizes, budget, torch.float32, place),
-            double=double_rate() if place.type == "cpu" else _product(clock, sizes, budget, torch.float64, place),
+            single=single,
+            double=double,
         )
 
 

@@ -5,8 +5,7 @@ its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.precision import reduced_precision
+from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.source_layer import attention_of
@@ -46,6 +45,7 @@ def train_together(
     *,
     steps: int,
     seed: int,
+    precision: Precision = nullcontext,
     requested: bool = True,
 ) -> None:
     """The stage for a plan whose layers are all in the store.
@@ -59,6 +59,7 @@ def train_together(
         on_layer: called as steps are taken, and with the record at the end.
         steps: batches to see.
         seed: of their order.
+        precision: of the forward passes.
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
     """
     finder = attention_of(plan)
@@ -71,7 +72,6 @@ def train_together(
         assemblies[layer.module] = Assembly(layout, merged, repeated, plan.groups, model.device)
         parts.append(as_parts(merged, model.device))
     count, least = len(layouts), 0.0 if requested else WORTHWHILE
-    dtype = next(iter(store.read(0).values())).dtype
     trained, kl = match_predictions(
         model,
         batches,
@@ -81,7 +81,7 @@ def train_together(
         steps=steps,
         seed=seed,
         least=least,
-        precision=partial(reduced_precision, model.device, dtype, _widest(model)),
+        precision=precision,
         on_step=lambda done, total: on_layer(count, count, TrainingProgress(done, total)),
     )
     made: dict[int, Tensors] = {}
@@ -147,7 +147,7 @@ def match_predictions(
     steps: int,
     seed: int,
     least: float = 0.0,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    precision: Precision = nullcontext,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).

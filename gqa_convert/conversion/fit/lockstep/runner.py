@@ -7,7 +7,7 @@ call per batch and model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ class LockstepRunner:
         spill: an existing folder for the tensors of paused passes (on the CPU); None to keep them in memory.
         paired: whether to run both the source and the student. Otherwise each batch has a single pass with the
             committed weights, which represents both.
+        precision: the context of all forward passes.
         on_batch: called with the number of batches that have reached the next module, and the number of all.
 
     Raises:
@@ -54,9 +55,10 @@ class LockstepRunner:
         *,
         spill: Path | None = None,
         paired: bool = True,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         on_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._model, self._spill, self._on_batch = model, spill, on_batch
+        self._model, self._spill, self._precision, self._on_batch = model, spill, precision, on_batch
         self._weights = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in (*model.parameters(), *model.buffers())
@@ -192,9 +194,9 @@ class LockstepRunner:
         with ExitStack() as stack:
             for observer in observers.values():
                 observer.watch(self._model, lambda hook: stack.callback(hook.remove))
-            forward.advance(None)
+            self._proceed(forward, None)
             while forward.arrival is not None:
-                forward.advance(self._parameters(forward.arrival.name) if forward.arrival.name else {})
+                self._proceed(forward, self._parameters(forward.arrival.name) if forward.arrival.name else {})
                 self._release()
         del self._passes[forward.paused.identity]
         for name, observer in observers.items():
@@ -226,7 +228,7 @@ class LockstepRunner:
             for done, pair in enumerate(self._pairs):
                 self._on_batch(done, len(self._pairs))
                 for forward, answer in zip(pair, self._answers, strict=True):
-                    forward.advance(answer)
+                    self._proceed(forward, answer)
                     forward.move(self._weights)
             self._release()
             arrivals = [forward.arrival for pair in self._pairs for forward in pair]
@@ -238,6 +240,10 @@ class LockstepRunner:
             if arrivals[0] is None or arrivals[0].name is not None:
                 return arrivals[0].name if arrivals[0] else None
             self._answers = ({},) * self._passes_per_batch
+
+    def _proceed(self, forward: ForwardPass, answer: Mapping[str, Tensor] | None) -> None:
+        with self._precision():  # a state of the thread, which the greenlet shares until it pauses
+            forward.advance(answer)
 
     def _release(self) -> None:
         if self._offloaded is not None:
@@ -281,12 +287,12 @@ class LockstepRunner:
             for pair in self._pairs:
                 logits = []
                 for forward, answer in zip(pair, self._answers, strict=True):
-                    forward.advance(answer)
+                    self._proceed(forward, answer)
                     while forward.arrival is not None:
                         if forward.arrival.name is not None:
                             raise RuntimeError(f"{forward.arrival.name} was reached twice")
                         self._release()
-                        forward.advance({})
+                        self._proceed(forward, {})
                     logits.append(forward.result.logits)
                     forward.result = None
                 yield logits[0], logits[-1]
