@@ -50,12 +50,12 @@ Method = Annotated[
     ),
 ]
 Calibration = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--calibration",
         "-c",
         metavar="TEXT",
-        help="Calibration text: a file, a folder, a glob pattern or a Hub dataset.",
+        help="Calibration text: a file, a folder, a glob pattern or a Hub dataset. Repeat the option to mix texts in equal shares.",
         show_default=False,
     ),
 ]

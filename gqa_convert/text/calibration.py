@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,8 @@ def calibration_batches(
     Args:
         model_folder: a local checkpoint with its tokenizer; its weights are not read.
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`; or, as in a recipe's `data`, a
-            mapping with further keys such as `text_field` and `split`. Its weight is ignored.
+            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or a list of these,
+            from which blocks are drawn in equal shares. Where one has too little text, the others contribute more.
         tokens: the number of text tokens, rounded up to whole blocks.
         seed: determines the choice of blocks, their order and the corruption.
         sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
@@ -164,12 +166,11 @@ def calibration_batches(
     needed = -(-tokens // blocks.raw)
     encoder = TextEncoder(tokenizer, closed=blocks.kind != "spans")
     judging, further = -(-held_out_tokens // blocks.raw), -(-fresh_tokens // blocks.raw)
-    label, text = _tokens(source, encoder, max(needed, (needed + judging + further) // _OVERSAMPLING) * blocks.raw)
+    count = max(needed, (needed + judging + further) // _OVERSAMPLING) * blocks.raw
+    label, text, sizes = _all_tokens(source, encoder, count)
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
-    cuts = _cuts(len(text), blocks.raw, needed, seed)
-    held_out = _cuts(len(text), blocks.raw, judging, seed, after=needed)
-    fresh = _cuts(len(text), blocks.raw, further, seed, after=needed + judging)
+    cuts, held_out, fresh = _draws(sizes, blocks.raw, (needed, judging, further), seed)
     rows = max(1, batch_tokens // blocks.length)
     made, judges, unseen = (
         [blocks.batch(text, starts, length) for starts, length in _batched(each, rows)]
@@ -272,11 +273,55 @@ def _cuts(size: int, length: int, count: int, seed: int, *, after: int = 0) -> d
     return dict.fromkeys((offset + start for start in order), length)
 
 
+def _draws(sizes: Sequence[int], length: int, counts: Sequence[int], seed: int) -> list[dict[int, int]]:
+    """As `_cuts` for each count, without overlap, from texts of these sizes that stand behind one another."""
+    drawn, found = [0] * len(sizes), []
+    for count in counts:
+        shares = _shares([size // length - done for size, done in zip(sizes, drawn, strict=True)], count)
+        starts = np.cumsum([0, *sizes]).tolist()
+        each = [
+            [
+                (begin + start, its)
+                for start, its in _cuts(size, length, share, mix(seed, number) if number else seed, after=done).items()
+            ]
+            for number, (begin, size, share, done) in enumerate(zip(starts, sizes, shares, drawn, strict=False))
+        ]
+        found.append(dict(cut for cuts in zip_longest(*each) for cut in cuts if cut is not None))
+        drawn = [done + share for done, share in zip(drawn, shares, strict=True)]
+    return found
+
+
+def _shares(available: Sequence[int], count: int) -> list[int]:
+    """How many of `count` blocks each text contributes: equally many, as far as it has them. Where all texts together
+    have too few, each is asked for all blocks.
+    """
+    if sum(available) < count:
+        return [count] * len(available)
+    shares = [0] * len(available)
+    while left := count - sum(shares):
+        open_ones = [number for number, most in enumerate(available) if shares[number] < most]
+        for number in open_ones[:left]:
+            shares[number] += max(1, min(left // len(open_ones), available[number] - shares[number]))
+    return shares
+
+
 def _batched(cuts: dict[int, int], rows: int) -> Iterator[tuple[list[int], int]]:
     """Blocks of the same length, at most `rows` at a time."""
     for length in sorted(set(cuts.values()), reverse=True):
         starts = [start for start, its in cuts.items() if its == length]
         yield from ((starts[first : first + rows], length) for first in range(0, len(starts), rows))
+
+
+def _all_tokens(source: Any, encoder: TextEncoder, count: int) -> tuple[str, npt.NDArray[Any], list[int]]:
+    """The labels of all sources, their tokens one behind the other, and how many each has."""
+    sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    if not sources:
+        raise DataError(
+            "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
+        )
+    each = [_tokens(one, encoder, count) for one in sources]
+    texts = [text for _, text in each]
+    return " and ".join(label for label, _ in each), np.concatenate(texts), [len(text) for text in texts]
 
 
 def _tokens(source: Any, encoder: TextEncoder, count: int) -> tuple[str, npt.NDArray[Any]]:

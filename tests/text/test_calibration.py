@@ -155,6 +155,38 @@ def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path) -> None:
     assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
 
 
+def test_several_texts_contribute_equally_as_far_as_they_can(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", CAUSAL)
+    texts = {"a": documents(211), "b": documents(311)[211:], "c": documents(317)[311:]}
+    paths = [written(tmp_path / f"{name}.jsonl", found) for name, found in texts.items()]
+    tokens_of = [stream_of(found) for found in texts.values()]
+    whole = len(tokens_of[2]) // LENGTH
+    assert 0 < whole < 5
+
+    def drawn(sources: list[Path], tokens: int) -> list[int]:
+        """The number of the text that each block is from, without the two that are held out."""
+        made = calibration_batches(
+            model, sources, tokens, seed=3, sequence_length=LENGTH, batch_tokens=LENGTH, held_out_tokens=2 * LENGTH
+        )
+        rows = [batch["input_ids"][0].tolist() for batch in (*made.batches, *made.held_out)]
+        found = [[number for number, stream in enumerate(tokens_of) if any(_occurs(row, stream))] for row in rows]
+        assert len({tuple(row) for row in rows}) == len(rows)
+        assert all(len(numbers) == 1 for numbers in found)
+        assert " and ".join(str(path) for path in sources) in made.description
+        return [numbers[0] for numbers in found]
+
+    assert drawn(paths[:2], 10 * LENGTH)[:10] == [0, 1] * 5
+    mixed = drawn(paths, 20 * LENGTH)
+    assert [mixed[:20].count(number) for number in range(3)] == [(20 - whole + 1) // 2, (20 - whole) // 2, whole]
+    assert 2 not in mixed[20:]
+    with pytest.raises(DataError, match="list of calibration texts is empty"):
+        calibration_batches(model, [], 100, seed=0)
+
+
+def _occurs(row: list[int], stream: list[int]) -> Iterator[bool]:
+    return (stream[start : start + len(row)] == row for start in range(len(stream)))
+
+
 def test_blocks_come_from_all_over_the_text(tmp_path: Path) -> None:
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)

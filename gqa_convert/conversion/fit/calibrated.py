@@ -16,7 +16,9 @@ class CalibrationOptions:
     """The options of calibration, as the user gave them."""
 
     source: Any = None
-    """A file, a folder, a pattern, the id of a Hub dataset, or a recipe's `data` entry; None for no calibration."""
+    """A file, a folder, a pattern, the id of a Hub dataset or a recipe's `data` entry, or a list of these; None for no
+    calibration.
+    """
     tokens: int | None = None
     """How much text; by default from the model's hidden_size."""
     sequence_length: int | None = None

@@ -55,7 +55,9 @@ class Rates:
     """Per operation of a product in float64."""
 
 
-def measured_rates(sizes: LayerSizes, device: str, precision: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Rates:
+def measured_rates(
+    sizes: LayerSizes, device: str, precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Rates:
     """Time the products of a layer on a device.
 
     Args:
