@@ -40,7 +40,9 @@ class BeforeAfter:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL(source || student) on held-out text, in nats per token, before and after a stage of training."""
+    """KL(source || student) on held-out text, in nats per token, before and after the stage that trains all layers
+    together; equal where that stage did not run.
+    """
 
     before: float
     after: float
@@ -62,7 +64,7 @@ class CalibrationRecord:
     kl_steps: int = 0
     """Steps of the stage that trains all layers together."""
     kl: Divergence | None = None
-    """None where that stage did not run."""
+    """None where it was not measured."""
 
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""

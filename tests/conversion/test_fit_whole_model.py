@@ -62,6 +62,22 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
     assert distance(case.logits(result), case.logits(folded.placed(case, result, 3))) < folded.EXACT
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_divergence_after_the_layers_is_that_of_the_result(name: str, tmp_path: Path) -> None:
+    """On the batches that judge, the last ones."""
+    case = folded.build(name)
+    source = case.save(tmp_path / "source")
+    batches = batches_for(case.model, count=16)
+    if case.model.config.is_encoder_decoder:
+        batches = [batch | {"decoder_attention_mask": padding(batch["decoder_input_ids"])} for batch in batches]
+    fitted(source, tmp_path / "out", batches=batches, steps=2)
+    plan = make_plan(open_checkpoint(source), 3, method="fit", native=None if name == "llama" else False)
+    with MergedLayers(tmp_path / "again", {}, keep=False) as store:
+        found = fit_layers(plan, store, open_model(source), batches, lambda *_: None, steps=2)
+    result = case.load(tmp_path / "out")
+    assert divergence(open_model(source), result, batches[-2:]) == pytest.approx(found.divergence, rel=2e-3)
+
+
 def padding(ids: Tensor) -> Tensor:
     """The second sequence ends ten positions early."""
     mask = torch.ones_like(ids)

@@ -30,6 +30,11 @@ def show_conversion(result: "ConversionResult") -> None:
     console.print(styled(("done", "green"), done), soft_wrap=True)
     rows = [(CACHES[key], f"{size(both.before)} -> {size(both.after)}") for key, both in plan.cache_bytes().items()]
     rows.append(("weights", f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"))
+    divergence = result.calibration.kl if result.calibration else None
+    if divergence is not None:
+        rows.append(
+            ("quality", f"KL divergence from the source: {divergence.after:.3f} nats per token of held-out text")
+        )
     rows.append(("folder", out))
     if plan.modeling:
         loading = f"from_pretrained(..., trust_remote_code=True), by {plan.modeling.file}.py beside the weights"

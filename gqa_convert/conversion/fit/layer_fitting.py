@@ -33,7 +33,14 @@ from gqa_convert.merging.folding.merge import Moments, merge_layer
 _EXACT, _EXACT_REDUCED = 1e-5, 5e-3
 """The errors below which training would only add noise, in float32 and in bfloat16."""
 _HELD_OUT = 8
-"""One batch in this many decides between candidates, and nothing is fitted to it."""
+"""One batch in this many decides between candidates, and nothing is trained on it."""
+
+
+def judging_batches(count: int) -> range:
+    """The numbers of the batches, of `count`, that decide between candidates: the last ones, or a single one that is
+    fitted to as well.
+    """
+    return range(count - max(1, count // _HELD_OUT), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +116,8 @@ class LayerFitting:
         self.calls = [student for _, student in module.calls]
         self.local_targets = [self._kept(self._run(student)[0]) for _, student in module.calls]
         self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
-        held_out = max(1, len(self.calls) // _HELD_OUT) if len(self.calls) > 1 else 0
-        self.fitted = range(len(self.calls) - held_out)
-        self.judged = range(len(self.calls) - held_out, len(self.calls)) or self.fitted
+        self.judged = judging_batches(len(self.calls))
+        self.fitted = range(self.judged.start) or self.judged
 
     def _check_parameters(self) -> None:
         own = self.module.parameters()

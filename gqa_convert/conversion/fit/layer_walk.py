@@ -1,7 +1,8 @@
 """Walks through the layers of a loaded source and its student in lockstep, and fits each on calibration text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,8 @@ from torch import Tensor
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.calibrated import KEPT_BYTES, STEPS
-from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
+from gqa_convert.conversion.fit.divergence import summed_divergence
+from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting, judging_batches
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import precision_of
@@ -24,6 +26,16 @@ from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, 
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLayers:
+    """What is known of a result once its layers are fitted."""
+
+    errors: Mapping[str, float]
+    """Of each module's `output`, the part of its target that it misses, in root mean square."""
+    divergence: float
+    """KL(source || result) in nats per token, on calibration text that no gradient step and no regression has seen."""
 
 
 def fit_checkpoint(
@@ -38,7 +50,7 @@ def fit_checkpoint(
     held_out: Sequence[Batch] = (),
     fresh: Sequence[Batch] = (),
     device: str | None = None,
-) -> dict[str, float]:
+) -> FittedLayers:
     """Load the source, fit every layer with `fit_layers`, then train all layers together where that is possible.
 
     Activations are kept on the disk where memory is short.
@@ -55,9 +67,6 @@ def fit_checkpoint(
         held_out: other batches, by which that stage is judged. Without any it is left out.
         fresh: still other batches, which that stage sees beside `batches`.
         device: to run on; by default a GPU if there is one.
-
-    Returns:
-        Errors by name, as `fit_layers`.
 
     Raises:
         NoSpaceError: the disk cannot hold the activations.
@@ -76,7 +85,7 @@ def fit_checkpoint(
         if done is not None and done.requested_steps != kl_steps:
             store.reopen()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
-        errors = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
+        fitted = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
         together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps)
         if together and store.finished() is None:
             requested = kl_steps is not None
@@ -92,7 +101,8 @@ def fit_checkpoint(
                 precision=precision_of(plan, model.device),
                 requested=requested,
             )
-        return errors
+        trained = store.finished()
+        return fitted if trained is None else replace(fitted, divergence=trained.kl.after)
 
 
 def _steps_together(
@@ -129,7 +139,7 @@ def fit_layers(
     *,
     steps: int = STEPS,
     spill: Path | None = None,
-) -> dict[str, float]:
+) -> FittedLayers:
     """Merge every layer on calibration text, in the order in which the model runs them.
 
     Each layer is read from the source, merged, and stored as the result will have it. The student then continues with
@@ -143,9 +153,6 @@ def fit_layers(
         on_layer: called with the record of each layer.
         steps: gradient steps of each layer.
         spill: a folder for activations; None to keep them in memory.
-
-    Returns:
-        Errors by name: of each module's `output`, the part of its target that it misses, in root mean square.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
@@ -193,7 +200,15 @@ def fit_layers(
             errors |= record.errors
             done += 1
             on_layer(done, len(numbers), record)
-    return errors
+        decodes = model.config.is_encoder_decoder
+        judged = judging_batches(len(batches))
+        sums = [
+            summed_divergence(student, source, batches[number], decodes=decodes)
+            for number, (source, student) in zip(judged, runner.logits(judged), strict=True)
+        ]
+    return FittedLayers(
+        errors, sum(float(total) for total, _ in sums) / max(1.0, sum(float(count) for _, count in sums))
+    )
 
 
 def _parameters(layout: LayerTensors, tensors: Tensors, groups: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.provenance import CalibrationRecord
+from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -70,7 +70,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         digest=calibration.digest,
     )
     store = stack.enter_context(MergedLayers(out, _fingerprint(plan) | record.inputs(), keep=True))
-    errors = fit_checkpoint(
+    fitted = fit_checkpoint(
         plan,
         store,
         calibration.batches,
@@ -82,9 +82,10 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         fresh=calibration.fresh,
         device=options.device,
     )
+    record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
     if training := store.finished():
         record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
-    return Merged(merged_plan(plan, store), errors, record, _head_order(plan, store))
+    return Merged(merged_plan(plan, store), fitted.errors, record, _head_order(plan, store))
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:

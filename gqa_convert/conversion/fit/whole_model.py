@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
+from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision
@@ -22,8 +23,6 @@ from gqa_convert.conversion.fit.source_layer import attention_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.folding.heads import LayerTensors, Tensors
-from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.losses import kl_loss
 
 RATE = 0.01
 """Of `RelativeAdam`."""
@@ -183,11 +182,7 @@ def match_predictions(
         moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
         with torch.no_grad():
             wanted = logits(moved, None)
-        labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
-        mask = moved.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-        if mask is not None:
-            labels = labels.masked_fill(~mask.bool(), IGNORED)
-        return kl_loss(logits(moved, layers).float(), wanted.float(), labels, overwrite=True)
+        return summed_divergence(logits(moved, layers), wanted, moved, decodes=model.config.is_encoder_decoder)
 
     def mean(layers: Sequence[Parts]) -> float:
         with torch.no_grad():

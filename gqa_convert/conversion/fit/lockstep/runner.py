@@ -6,7 +6,7 @@ runner therefore needs no knowledge of how a model chains its layers, computes e
 call per batch and model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -273,8 +273,11 @@ class LockstepRunner:
         call.counted, call.states_counted = as_counted(query_mask, call.hidden), as_counted(key_mask, call.states)
         return call
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The logits [B, L, vocabulary] of the source and the student, batch after batch, once all modules are done.
+
+        Args:
+            numbers: of the batches; by default all.
 
         Raises:
             RuntimeError: the iteration has not reached all modules.
@@ -284,7 +287,7 @@ class LockstepRunner:
                 raise RuntimeError(
                     f"the runner has not reached {', '.join(self._left)} yet: iterate over it to the end first"
                 )
-            for pair in self._pairs:
+            for pair in self._pairs if numbers is None else [self._pairs[number] for number in numbers]:
                 logits = []
                 for forward, answer in zip(pair, self._answers, strict=True):
                     self._proceed(forward, answer)

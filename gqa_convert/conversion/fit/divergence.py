@@ -1,0 +1,24 @@
+"""The divergence of a student's predictions from the source's on a batch of calibration text."""
+
+import torch
+from torch import Tensor
+
+from gqa_convert.conversion.fit.lockstep import Batch
+from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.losses import kl_loss
+
+
+def summed_divergence(student: Tensor, source: Tensor, batch: Batch, *, decodes: bool) -> tuple[Tensor, Tensor]:
+    """KL(source || student) of the next-token distributions, summed over a batch, in nats, and the number of positions.
+
+    Args:
+        student: logits [B, L, vocabulary]; they are overwritten.
+        source: logits of the same shape, which are overwritten too.
+        batch: the inputs. Positions that its mask leaves out do not count.
+        decodes: whether the logits are those of a decoder beside an encoder.
+    """
+    labels = torch.zeros(source.shape[:2], dtype=torch.long, device=source.device)
+    mask = batch.get("decoder_attention_mask" if decodes else "attention_mask")
+    if mask is not None:
+        labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
+    return kl_loss(student.float(), source.float(), labels, overwrite=True)
