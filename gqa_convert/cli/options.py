@@ -73,7 +73,7 @@ CalibrationLength = Annotated[
     typer.Option(
         "--calibration-length",
         metavar="L",
-        help="Tokens per block of calibration text. Default: the model's context, at most 2,048.",
+        help="Tokens per block of calibration text. Default: the model's context, at most 1,024.",
         show_default=False,
     ),
 ]

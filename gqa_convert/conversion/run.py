@@ -88,7 +88,7 @@ def convert_checkpoint(
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
             in a recipe's `data`; or a list of these, which are mixed in equal shares.
         calibration_tokens: how much of it, by default from the model's hidden_size.
-        calibration_length: tokens of a block of it, by default the model's context up to 2048.
+        calibration_length: tokens of a block of it, by default the model's context up to 1024.
         fit_steps: steps of the gradient stage of each layer in `fit`, by default 100; 0 for closed forms only.
         kl_steps: steps of the last stage of `fit`, which trains all layers together to predict what the source
             predicts. By default twice as many as `fit_steps` where the whole model is in memory (on a CPU: up to 200

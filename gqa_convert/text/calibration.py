@@ -20,7 +20,6 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import (
-    LONGEST,
     SPAN_LENGTH,
     block_length,
     is_t5_like,
@@ -48,6 +47,9 @@ _PER_HIDDEN = 8
 _PER_SMALL_HIDDEN = 500
 _SMALL_TOKENS = 24_576
 """The limit up to which small models get more tokens per hidden dimension."""
+
+LENGTH = 1024
+"""The most tokens of a block by default. The same number of tokens in longer blocks comes from fewer documents."""
 
 _OVERSAMPLING = 16
 """From a text that is larger, this many times the requested number of tokens is tokenised before blocks are drawn."""
@@ -106,12 +108,17 @@ def calibration_tokens_for(config: Any) -> int:
             f"config.json states no hidden_size (none of {', '.join(HIDDEN_SIZE_KEYS)}): state how many calibration tokens to use"
         )
     tokens = max(_PER_HIDDEN * hidden_size, min(_PER_SMALL_HIDDEN * hidden_size, _SMALL_TOKENS))
-    block = block_length(values)
+    block = calibration_length_for(values)
     if is_t5_like(values):
         shape = shape_for(T5[0], SPAN_LENGTH)
         assert shape is not None
         tokens, block = 2 * tokens, shape.raw
     return -(-tokens // block) * block
+
+
+def calibration_length_for(config: Mapping[str, Any]) -> int:
+    """The default number of tokens of a block: the model's context, at most `LENGTH`."""
+    return min(LENGTH, block_length(config))
 
 
 def calibration_batches(
@@ -140,7 +147,7 @@ def calibration_batches(
         tokens: the number of text tokens, rounded up to whole blocks.
         seed: determines the choice of blocks, their order and the corruption.
         sequence_length: tokens per block (per encoder input for span corruption). The default is the model's context
-            length, at most 2048, or 512 for span corruption.
+            length, at most 1024, or 512 for span corruption.
         batch_tokens: the most tokens in a batch, unless a single block has more.
         held_out_tokens: the number of tokens in held-out blocks, rounded up to whole blocks. It does not change which
             other blocks are drawn.
@@ -212,7 +219,9 @@ class _Blocks:
             self.kind = "spans" if has_sentinels(tokenizer) else "shifted"
             self._start = decoder_start(folder, config, tokenizer)
         context = stated_positions(config)
-        self.length = length or min(SPAN_LENGTH if self.kind == "spans" else LONGEST, block_length(config))
+        self.length = length or (
+            min(SPAN_LENGTH, block_length(config)) if self.kind == "spans" else calibration_length_for(config)
+        )
         if length is not None and length < 2:
             raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
         if context is not None and self.length > context:

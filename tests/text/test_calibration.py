@@ -116,13 +116,13 @@ def test_the_default_number_of_tokens() -> None:
     assert calibration_tokens_for(llama | {"hidden_size": 768}) == 24576
     assert (
         calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 65536})
-        == 16 * 2048
+        == 32 * 1024
     )
     assert (
         calibration_tokens_for({"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 1000})
         == 33 * 1000
     )
-    assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 3 * 2048
+    assert calibration_tokens_for({"model_type": "some", "text_config": {"d_model": 10}}) == 5 * 1024
     assert calibration_tokens_for(GPT2Config(n_embd=192, n_positions=512)) == 48 * 512
     assert (
         calibration_tokens_for({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}) == 87 * 568

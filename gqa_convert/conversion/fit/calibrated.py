@@ -22,7 +22,7 @@ class CalibrationOptions:
     tokens: int | None = None
     """How much text; by default from the model's hidden_size."""
     sequence_length: int | None = None
-    """Tokens of a block; by default the model's context up to 2048."""
+    """Tokens of a block; by default the model's context up to 1024."""
     seed: int = 0
     """Of the choice of blocks, and of their order in the gradient stages."""
     steps: int | None = None

@@ -24,7 +24,7 @@ from gqa_convert.conversion.fit.calibrated import (
 )
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
-from gqa_convert.families.context_length import block_length, stated_count
+from gqa_convert.families.context_length import stated_count
 
 _START = 3.0
 """Seconds to import torch and transformers."""
@@ -128,11 +128,11 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
     from gqa_convert.conversion.fit.statistics import MOST_DOUBLE_COLUMNS, STRENGTHS
     from gqa_convert.conversion.fit.whole_model import ACTIVATIONS, has_room
-    from gqa_convert.text.calibration import calibration_tokens_for
+    from gqa_convert.text.calibration import calibration_length_for, calibration_tokens_for
 
     config, device = plan.checkpoint.config, chosen_device(options.device)
     tokens = options.tokens or calibration_tokens_for(config)
-    block = min(options.sequence_length or block_length(config), tokens)
+    block = min(options.sequence_length or calibration_length_for(config), tokens)
     sizes = _sizes(plan, block, LayerSizes)
     rates = measured_rates(sizes, device, precision_of(plan, torch.device(device)))
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
@@ -158,7 +158,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
         held_out = plan.merge_method.trains and steps
         last = (
             steps_together(options)
-            if held_out and has_room(parameters, batch, d, layers, sizes.vocabulary, torch.device(device))
+            if held_out and has_room(parameters, block, d, layers, sizes.vocabulary, torch.device(device))
             else 0
         )
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
@@ -175,7 +175,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
-    work = max(work, 4 * batch * (ACTIVATIONS * d * layers + 3 * sizes.vocabulary) if last else 0)
+    work = max(work, 4 * block * (ACTIVATIONS * d * layers + 3 * sizes.vocabulary) if last else 0)
     memory = (_BASE if device == "cpu" else 0) + weights + work + (0 if spilled else activations)
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
     spent = {"start": start, "layers": layers * seconds, "last_stage": together, "writing": writing}

@@ -18,7 +18,17 @@ def summed_divergence(student: Tensor, source: Tensor, batch: Batch, *, decodes:
         decodes: whether the logits are those of a decoder beside an encoder.
     """
     labels = torch.zeros(source.shape[:2], dtype=torch.long, device=source.device)
-    mask = batch.get("decoder_attention_mask" if decodes else "attention_mask")
+    mask = _mask(batch, decodes=decodes)
     if mask is not None:
         labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
     return kl_loss(student.float(), source.float(), labels, overwrite=True)
+
+
+def positions(batch: Batch, *, decodes: bool) -> int:
+    """The number of positions of a batch that count."""
+    mask = _mask(batch, decodes=decodes)
+    return batch["decoder_input_ids" if decodes else "input_ids"].numel() if mask is None else int(mask.bool().sum())
+
+
+def _mask(batch: Batch, *, decodes: bool) -> Tensor | None:
+    return batch.get("decoder_attention_mask" if decodes else "attention_mask")

@@ -55,5 +55,5 @@ def match(
             loss = (error if call.counted is None else error[call.counted]).mean() / (
                 size * targets[number].shape[-1] or 1.0
             )
-        optimizer.step(loss)
+        optimizer.step([loss])
     return optimizer.results()[0]

@@ -3,7 +3,7 @@ own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class RelativeAdam:
             self.layers.append(trained)
         self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
 
-    def step(self, loss: Tensor) -> None:
-        """One step down the gradient of a loss."""
+    def step(self, losses: Iterable[Tensor]) -> None:
+        """One step down the gradient of a sum of losses, each of which is made when the one before is done."""
         number = self._taken
         share = min(1.0, (number + 1) / _WARM_UP) * (
             _END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * number / self._steps))
@@ -49,7 +49,8 @@ class RelativeAdam:
         for group in self._adam.param_groups:
             group["lr"] = group["height"] * share
         self._adam.zero_grad()
-        torch.autograd.backward(loss)
+        for loss in losses:
+            torch.autograd.backward(loss)
         self._adam.step()
         self._taken += 1
 

@@ -85,7 +85,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
     record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
     if training := store.finished():
         record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
-    return Merged(merged_plan(plan, store), fitted.errors, record, _head_order(plan, store))
+    return Merged(merged_plan(plan, store), dict(fitted.errors), record, _head_order(plan, store))
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:

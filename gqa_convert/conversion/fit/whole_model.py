@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
-from gqa_convert.conversion.fit.divergence import summed_divergence
+from gqa_convert.conversion.fit.divergence import positions, summed_divergence
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision
@@ -30,6 +30,8 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
+_SHARE = 0.7
+"""Of the free memory that a backward pass may take."""
 ACTIVATIONS = 40
 """Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
 
@@ -117,8 +119,13 @@ def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config()
-    tokens = max(tensor.numel() for batch in batches for tensor in batch.values())
+    tokens = max(tensor.shape[1] for batch in batches for tensor in batch.values())
     return has_room(parameters, tokens, _widest(model), layers, config.vocab_size, model.device)
+
+
+def _rows(batch: Batch) -> list[Batch]:
+    """The sequences of a batch one by one, so that a backward pass needs memory for one."""
+    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(len(batch["input_ids"]))]
 
 
 def _widest(model: Any) -> int:
@@ -132,8 +139,8 @@ def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabu
 
     needed = 4 * tokens * (ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
     if place.type == "cpu":
-        return bool(parameters <= _MOST_PARAMETERS and needed < get_max_memory()["cpu"] / 2)
-    return bool(needed < torch.cuda.mem_get_info(place)[0] / 2)
+        return bool(parameters <= _MOST_PARAMETERS and needed < _SHARE * get_max_memory()["cpu"])
+    return bool(needed < _SHARE * torch.cuda.mem_get_info(place)[0])
 
 
 def match_predictions(
@@ -196,9 +203,8 @@ def match_predictions(
     optimizer = RelativeAdam(parts, RATE, steps)
     for done, number in enumerate(batch_order(len(batches), steps, seed)):
         with torch.enable_grad(), precision():
-            total, count = divergence(batches[number], optimizer.layers)
-            loss = total / count
-        optimizer.step(loss)
+            count = positions(batches[number], decodes=model.config.is_encoder_decoder)
+            optimizer.step(divergence(row, optimizer.layers)[0] / count for row in _rows(batches[number]))
         on_step(done + 1, steps)
     after = mean(optimizer.results())
     if not after < before:
