@@ -170,6 +170,7 @@ def measure_job(bench: Bench, records: Records, job: Job, folder: Path) -> None:
     cell.setdefault("minutes", result.minutes)
     cell.setdefault("core_minutes", result.core_minutes)
     cell.setdefault("tokens_read", result.tokens)
+    cell.setdefault("calibration_kl", result.kl)
     records.add(cell)
     bench.measure(cell, lambda: bench.load(result.folder), records.write)
     discard(result)

@@ -57,12 +57,15 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted checkpoint and what it cost, resumed runs included; `tokens` of calibration text, 0 without."""
+    """A converted checkpoint and what it cost, resumed runs included; `tokens` of calibration text, 0 without; `kl`, the
+    divergence on held-out calibration text by stage, as `gqa_conversion.json` has it, None without.
+    """
 
     folder: Path
     minutes: float
     core_minutes: float
     tokens: int
+    kl: dict[str, Any] | None = None
 
 
 class Stopwatch:
@@ -115,7 +118,7 @@ def converted(job: Job, folder: Path) -> Conversion:
     stopped = json.loads(times.read_text(encoding="utf-8"))
     calibration = json.loads((out / PROVENANCE).read_text(encoding="utf-8")).get("calibration") or {}
     minutes, core_minutes = (round(stopped[each] / 60, 2) for each in ("wall", "processor"))
-    return Conversion(out, minutes, core_minutes, calibration.get("tokens", 0))
+    return Conversion(out, minutes, core_minutes, calibration.get("tokens", 0), calibration.get("kl"))
 
 
 def discard(conversion: Conversion) -> None:

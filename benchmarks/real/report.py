@@ -107,11 +107,11 @@ def found_needles(cells: list[Cell]) -> str:
 
 
 def results_table(data: Data) -> str:
-    """One row per model, number of heads and method, at the longest window that every kind has."""
+    """One row per model, number of heads and method, at the window length of the most rows."""
     known = windows(data)
     if not data["cells"] or not known:
         return MISSING
-    window = "2048" if "2048" in known else known[0]
+    window = max(known, key=lambda each: (sum(bool(losses(cell, KINDS[0], each)) for cell in data["cells"]), int(each)))
     lines = []
     for row in rows(data):
         source = data["models"][row.target.model]["scores"]
@@ -215,6 +215,20 @@ def needle_table(data: Data) -> str:
     return table(header, lines) if lines else MISSING
 
 
+def training_table(data: Data) -> str:
+    """The divergence on held-out calibration text in the course of fit's last stage."""
+    lines = []
+    for row in rows(data):
+        for cell in row.cells:
+            kl = cell.get("calibration_kl")
+            if kl and kl.get("curve"):
+                steps = [0, *(step for step, _ in kl["curve"])]
+                each = [kl["before"], *(divergence for _, divergence in kl["curve"])]
+                shown = [f"{step:,}: {divergence:.3f}" for step, divergence in zip(steps, each, strict=True)]
+                lines.append([*row.label, ", ".join(shown), f"{kl['after']:.3f}"])
+    return table([*LABELS, "KL after so many steps", "at the end"], lines) if lines else MISSING
+
+
 def choice_table(data: Data) -> str:
     lines = []
     for label, cells in _all_rows(data):
@@ -275,6 +289,7 @@ def blocks(data: Data) -> dict[str, str]:
         "sources": sources_table,
         "windows": windows_table,
         "positions": positions_table,
+        "training": training_table,
         "needles": needle_table,
         "tasks": choice_table,
         "decoding": decoding_table,

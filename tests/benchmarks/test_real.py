@@ -211,6 +211,7 @@ def test_the_report_has_a_row_for_each_method() -> None:
         "minutes": 9.0,
         "core_minutes": 8.0,
         "tokens_read": 102_400,
+        "calibration_kl": {"before": 0.5, "after": 0.25, "curve": [[50, 0.4], [100, 0.3]]},
         "loss": {"prose": {"512": loss(3.2, 0.2)}},
         "needle": needle,
     }
@@ -229,4 +230,5 @@ def test_the_report_has_a_row_for_each_method() -> None:
     assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
     assert "| mixed, 102,400 |" in row
+    assert "| 0: 0.500, 50: 0.400, 100: 0.300 | 0.250 |" in made["training"]
     assert MISSING in blocks({"commands": [], "models": {}, "cells": []})["results"]

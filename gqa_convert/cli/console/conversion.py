@@ -15,6 +15,22 @@ _POOLING = ("mean", "first", "random")
 """Methods after which quality is usually poor without uptraining."""
 
 
+_LITTLE = 0.02
+"""Nats per token, below which more training has little to gain."""
+
+
+def _advice(divergence: float, *, trained: bool) -> str:
+    """Whether the result of `fit` is worth more training."""
+    if divergence < _LITTLE:
+        return "the result predicts nearly what the source predicts: uptraining has little to gain"
+    if not trained:
+        return (
+            "fit's last stage, which trains all layers together, did not run (on a CPU it runs by default up to 200 million "
+            "parameters, where memory allows): --kl-steps 400 asks for it, and uptrain with the source as teacher does more"
+        )
+    return "uptrain with the source as teacher lowers the divergence further; objective and learning rate: docs/uptraining.md"
+
+
 def show_conversion(result: "ConversionResult") -> None:
     """Print what was converted, the sizes before and after, and the next command."""
     console = stdout_console()
@@ -47,6 +63,8 @@ def show_conversion(result: "ConversionResult") -> None:
         measure = shlex.join(["gqa-convert", "evaluate", plan.checkpoint.source_id, out, "--data"])
         print_note(f"quality is usually poor after {method} without uptraining; measure it: {measure} TEXT")
         print_note("convert --calibration TEXT loses far less")
+    if plan.merge_method.trains and divergence is not None:
+        print_note(_advice(divergence.after, trained=bool(result.calibration and result.calibration.kl_steps)))
     if method == DEFAULT.name and result.calibration is not None:
         print_note(f"measured on {result.calibration.text}; convert --calibration TEXT, method fit, loses less")
     for warning in plan.warnings:

@@ -75,7 +75,7 @@ class ConversionScreen:
                 _TOGETHER,
                 record.done,
                 record.total,
-                f"step {record.done:,} of {record.total:,}",
+                f"step {record.done:,} of {record.total:,}" + ("" if record.kl is None else f", KL {record.kl:.3f}"),
                 self._layers.last_stage or None if left is None else left,
             )
         elif isinstance(record, TrainingRecord):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -116,9 +116,11 @@ class TrainingProgress(FitRecord):
 
     done: int
     total: int
+    kl: float | None = None
+    """The latest divergence from the source on held-out text, in nats per token."""
 
     def as_json(self) -> JsonObject:
-        return {"kl_step": [self.done, self.total]}
+        return {"kl_step": [self.done, self.total], "kl": self.kl}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +134,7 @@ class TrainingRecord(FitRecord):
     """`--kl-steps`; None where the user left the choice to the program."""
 
     def as_json(self) -> JsonObject:
-        kl = {"before": self.kl.before, "after": self.kl.after}
-        return {"kl_steps": self.kl_steps, "kl": kl, "requested_steps": self.requested_steps}
+        return {"kl_steps": self.kl_steps, "kl": asdict(self.kl), "requested_steps": self.requested_steps}
 
 
 LayerDone = Callable[[int, int, LayerRecord | StageProgress | TrainingProgress | TrainingRecord], None]
@@ -162,8 +163,12 @@ def layer_from_json(data: Mapping[str, Any]) -> LayerRecord:
 
 def training_from_json(data: Mapping[str, Any]) -> TrainingRecord:
     """A `TrainingRecord` from its JSON."""
+    kl = data["kl"]
+    curve = tuple((step, divergence) for step, divergence in kl.get("curve", ()))
     return TrainingRecord(
-        kl_steps=data["kl_steps"], kl=Divergence(**data["kl"]), requested_steps=data["requested_steps"]
+        kl_steps=data["kl_steps"],
+        kl=Divergence(kl["before"], kl["after"], curve),
+        requested_steps=data["requested_steps"],
     )
 
 

@@ -30,6 +30,8 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
+_MEASURED = 8
+"""In so many parts of the stage the divergence is measured."""
 _SHARE = 0.7
 """Of the free memory that a backward pass may take."""
 ACTIVATIONS = 40
@@ -83,7 +85,7 @@ def train_together(
         seed=seed,
         least=least,
         precision=precision,
-        on_step=lambda done, total: on_layer(count, count, TrainingProgress(done, total)),
+        on_step=lambda done, total, kl: on_layer(count, count, TrainingProgress(done, total, kl)),
     )
     made: dict[int, Tensors] = {}
     for number, new in enumerate(trained or ()):
@@ -154,7 +156,7 @@ def match_predictions(
     seed: int,
     least: float = 0.0,
     precision: Precision = nullcontext,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    on_step: Callable[[int, int, float | None], None] = lambda done, total, kl: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
 
@@ -168,7 +170,7 @@ def match_predictions(
         seed: of their order.
         least: divergence below which nothing is done.
         precision: the context of the forward passes of a step.
-        on_step: called with the steps done and all of them.
+        on_step: called with the steps done, all of them, and the latest divergence, None before it is known.
 
     Returns:
         Trained parts, None if they predict no better than those given; and the divergence before and after.
@@ -196,8 +198,9 @@ def match_predictions(
             sums = [divergence(batch, layers) for batch in held_out]
         return sum(float(total.double()) for total, _ in sums) / sum(float(count) for _, count in sums)
 
-    on_step(0, steps)
+    on_step(0, steps, None)
     before = mean(parts)
+    curve: list[tuple[int, float]] = []
     if before < least:
         return None, Divergence(before, before)
     optimizer = RelativeAdam(parts, RATE, steps)
@@ -205,8 +208,10 @@ def match_predictions(
         with torch.enable_grad(), precision():
             count = positions(batches[number], decodes=model.config.is_encoder_decoder)
             optimizer.step(divergence(row, optimizer.layers)[0] / count for row in _rows(batches[number]))
-        on_step(done + 1, steps)
+        if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
+            curve.append((done + 1, mean(optimizer.results())))
+        on_step(done + 1, steps, curve[-1][1] if curve else before)
     after = mean(optimizer.results())
     if not after < before:
         return None, Divergence(before, before)
-    return optimizer.results(), Divergence(before, after)
+    return optimizer.results(), Divergence(before, after, tuple(curve))
