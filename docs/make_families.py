@@ -76,6 +76,9 @@ these types. All have the config keys `num_key_value_heads` and, with an encoder
 In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count,
 nothing changes except the two `multi_query` keys, and stock classes load the copy.
 
+A Llama, a Mistral or a Qwen2 whose layers [differ in their number of K/V heads](method.md#a-number-for-each-layer) becomes a DeciLM, `nemotron-nas`, with the file
+`gqa_decilm.py`. vLLM and llama.cpp list that type and were not run on it. The config key is `block_configs`.
+
 - Fused projections have the layout `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), `4 x [q | v | k]` or
   `[q | k | v]` in the source; the result always has `[q | k | v]`.
 """

@@ -106,8 +106,8 @@ class ConversionRecord:
     heads: int
     """Query heads per layer."""
     source_kv_heads: int
-    groups: int
-    """K/V heads per layer of the result."""
+    groups: int | list[int]
+    """K/V heads per layer of the result, or those of each layer where layers differ."""
     encoder: bool
     """Whether an encoder's self-attention was converted too."""
     route: str

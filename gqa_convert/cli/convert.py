@@ -13,6 +13,7 @@ from .options import (
     Encoder,
     FitSteps,
     Groups,
+    GroupsFile,
     Json,
     KLSteps,
     Method,
@@ -25,13 +26,15 @@ from .options import (
     ShardSize,
     Source,
     byte_count,
+    group_counts,
 )
 
 
 def convert(
     source: Source,
     out: NewFolder,
-    groups: Groups,
+    groups: Groups = None,
+    groups_file: GroupsFile = None,
     method: Method = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
@@ -80,17 +83,24 @@ def convert(
 
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
+
+    Layers of a Llama, a Mistral or a Qwen2 may differ: list a number for each. The result is a DeciLM, which loads with
+    trust_remote_code=True.
+
+      gqa-convert convert ./model ./model-by-layer --groups 8,8,4,4,2,2,4,8 --calibration text.txt
+      gqa-convert convert ./model ./model-by-layer --groups-file counts.json --calibration text.txt
     """
     from gqa_convert.cli.console.conversion import show_conversion
     from gqa_convert.cli.console.conversion_progress import conversion_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.run import convert_checkpoint
 
+    wanted = group_counts(groups, groups_file)
     with conversion_progress(quiet=quiet) as screen:
         result = convert_checkpoint(
             source,
             out,
-            groups,
+            wanted,
             method=method,
             calibration=calibration,
             calibration_tokens=calibration_tokens,

@@ -1,5 +1,6 @@
 """Options that several commands share, and the parsers of their values."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -20,12 +21,21 @@ Converted = Annotated[
     Path, typer.Argument(metavar="OUT", help="Folder of the converted checkpoint.", show_default=False)
 ]
 Groups = Annotated[
-    int,
+    str | None,
     typer.Option(
         "--groups",
         "-n",
         metavar="N",
-        help="K/V heads per layer in the result; 1 is multi-query attention.",
+        help="K/V heads per layer in the result; 1 is multi-query attention. Of a Llama, Mistral or Qwen2 also a list such as 8,8,4,4, one number per layer.",
+        show_default=False,
+    ),
+]
+GroupsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--groups-file",
+        metavar="FILE",
+        help="In place of --groups: a file with one number per layer, as a JSON list or one per line.",
         show_default=False,
     ),
 ]
@@ -169,6 +179,46 @@ def token_count(text: str | None, option: str) -> int | None:
     if match is None:
         raise OptionError(f"{option} {text!r} is not a number of tokens: write it like 32768 or 32k")
     return int(match[1]) << 10 * " KM".index(match[2].upper() or " ")
+
+
+def group_counts(text: str | None, file: Path | None) -> int | list[int]:
+    """Parse `--groups` or read `--groups-file`: one number for all layers, or a list with one for each layer.
+
+    Raises:
+        OptionError: neither or both are given, the file cannot be read, or what is given is not a number or a list of
+            numbers.
+    """
+    if (text is None) == (file is None):
+        problem = "is missing" if text is None else "and --groups-file exclude each other"
+        raise OptionError(
+            f"--groups {problem}: give the number of K/V heads per layer, or a file with one for each layer"
+        )
+    if file is None:
+        assert text is not None
+        return (
+            _integer(text, "--groups") if "," not in text else [_integer(part, "--groups") for part in text.split(",")]
+        )
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise OptionError(f"--groups-file {file} cannot be read ({problem}): name a text file") from None
+    option = f"--groups-file {file}:"
+    if content.lstrip().startswith("["):
+        try:
+            listed = json.loads(content)
+        except ValueError as problem:
+            raise OptionError(f"{option} not JSON ({problem}): write it like [8, 8, 4, 4]") from None
+        return [_integer(json.dumps(each), option) for each in listed]
+    found = [_integer(line, option) for line in content.splitlines() if line.strip()]
+    if not found:
+        raise OptionError(f"{option} no number: write one for each layer, one per line")
+    return found
+
+
+def _integer(text: str, option: str) -> int:
+    if not re.fullmatch(r"\s*-?\d{1,9}\s*", text, re.ASCII):
+        raise OptionError(f"{option} {text.strip()!r} is not an integer: write one number, or a list such as 8,8,4,4")
+    return int(text)
 
 
 def counts(text: str | None, option: str) -> list[int] | None:

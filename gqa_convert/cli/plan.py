@@ -8,6 +8,7 @@ from .options import (
     Encoder,
     FitSteps,
     Groups,
+    GroupsFile,
     Json,
     KLSteps,
     Method,
@@ -17,12 +18,14 @@ from .options import (
     ShardSize,
     Source,
     byte_count,
+    group_counts,
 )
 
 
 def plan(
     source: Source,
-    groups: Groups,
+    groups: Groups = None,
+    groups_file: GroupsFile = None,
     method: Method = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
@@ -48,6 +51,7 @@ def plan(
       gqa-convert plan ./Llama-2-7b --groups 8
       gqa-convert plan ./Llama-2-7b --groups 8 --calibration text.txt --fit-steps 100
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
+      gqa-convert plan ./model --groups 8,8,4,4,2,2,4,8
     """
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.cli.console.estimate import show_estimate
@@ -59,7 +63,7 @@ def plan(
 
     made, text = plan_conversion(
         open_checkpoint(source, revision=revision),
-        groups,
+        group_counts(groups, groups_file),
         method,
         CalibrationOptions(
             calibration,

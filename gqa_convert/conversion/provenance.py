@@ -106,7 +106,7 @@ def record_conversion(
         calibration=calibration,
         heads=plan.heads,
         source_kv_heads=plan.source_kv_heads,
-        groups=plan.groups,
+        groups=plan.stated_groups,
         encoder=any(layer.attention_kind == "encoder" for layer in plan.layers),
         route=plan.route,
         cache_bytes=plan.cache_bytes(),

@@ -4,7 +4,7 @@ Only K/V heads are read into memory; the kernel copies everything else. Memory d
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class ConversionResult(Result):
 def convert_checkpoint(
     source: str | Path,
     out: str | Path,
-    groups: int,
+    groups: int | Sequence[int],
     *,
     method: str | None = None,
     calibration: Any = None,
@@ -82,7 +82,7 @@ def convert_checkpoint(
     Args:
         source: a local folder or a Hub id.
         out: the folder to make.
-        groups: K/V heads per layer in the result.
+        groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text.
             Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as

@@ -32,8 +32,8 @@ _RUN = _table(
 
 # The engine's list of architectures names the type, and its code reads the K/V-head count.
 _LISTED = _table(
-    vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid hy_v3 internlm3 iquestcoder jamba lfm2 minimax_m2 nemotron_h qwen3_next",
-    llama_cpp="chatglm hunyuan_v1_moe nemotron_h phimoe qwen3_next",
+    vLLM="afmoe chatglm dbrx falcon_h1 granitemoehybrid hy_v3 internlm3 iquestcoder jamba lfm2 minimax_m2 nemotron-nas nemotron_h qwen3_next",
+    llama_cpp="chatglm hunyuan_v1_moe nemotron-nas nemotron_h phimoe qwen3_next",
 )
 
 # The engine attends to more than the sliding window: vLLM to one token more, llama.cpp to all tokens.

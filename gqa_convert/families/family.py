@@ -42,8 +42,10 @@ which the class builds its own masks; one prepared 4-D mask; a prepared 4-D mask
 are passed in every case.
 """
 
-KVHeads = Literal["stated", "heads", "falcon"]
-"""What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys."""
+KVHeads = Literal["stated", "heads", "falcon", "blocks"]
+"""What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys; DeciLM's
+`block_configs`, which state it for each layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class Family:
     """Software in which the family's grouped-query form was run without custom code."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
+    layerwise: Modeling | None = None
+    """The modelling file of a result whose layers differ in their K/V heads; None where there is none."""
 
     def __post_init__(self) -> None:
         if (self.rotary == "none") != (self.rotary_dimensions is None):
@@ -233,6 +237,11 @@ class Family:
     def native(self) -> bool:
         """Whether transformers' own classes hold fewer K/V heads than query heads."""
         return "transformers" in self.engines
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether the type's config states the K/V heads of each layer."""
+        return self.kv_heads == "blocks"
 
     @property
     def is_converted(self) -> bool:

@@ -10,7 +10,7 @@ from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
-from gqa_convert.families import layouts
+from gqa_convert.families import decilm, layouts
 from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
 from gqa_convert.families.layouts import Section
@@ -27,6 +27,11 @@ class AttentionLayer:
     value_head_dim: int
     dtype: str
     attention_kind: AttentionKind
+
+    @property
+    def number(self) -> int:
+        """The layer's number among those of its place, by the name of its module."""
+        return int(next(part for part in self.module.split(".") if part.isdigit()))
 
 
 def config_value(config: Config, dotted: str) -> Any:
@@ -83,7 +88,9 @@ class AttentionFinder:
                 f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
             )
         self.stated_head_dim = config_value(config, family.head_dim_key) if family.head_dim_key else None
+        self._by_layer = decilm.kv_heads_by_layer(config, self.where) if family.is_layerwise else ()
         self.kv_heads = self._kv_heads(next(module for module in modules if attention_kinds[module] != "encoder"))
+        """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
         self.layers = tuple(self._layer(module, attention_kinds[module]) for module in modules)
 
     def _count(self, key: str) -> int:
@@ -99,6 +106,8 @@ class AttentionFinder:
         family, config = self.family, self.config
         if family.kv_heads == "heads":
             return self.heads
+        if family.is_layerwise:
+            return max(self._by_layer)
         if family.kv_heads == "falcon":  # the count acts in the new architecture only
             if config.get("new_decoder_architecture"):
                 return self._count("num_kv_heads") if config.get("num_kv_heads") is not None else self.heads
@@ -166,6 +175,8 @@ class AttentionFinder:
     def _layer(self, module: str, attention_kind: AttentionKind) -> AttentionLayer:
         family = self.family
         heads, kv_heads = self.heads, self.kv_heads
+        if self._by_layer:
+            kv_heads = self._of_layer(module)
         if attention_kind == "encoder":
             assert family.encoder_heads_key is not None
             heads = kv_heads = self._count(family.encoder_heads_key)
@@ -195,6 +206,16 @@ class AttentionFinder:
         return AttentionLayer(
             module, heads, kv_heads, head_dims[0], head_dims[1], self._mergeable(key, value), attention_kind
         )
+
+    def _of_layer(self, module: str) -> int:
+        """The K/V heads that the config states for the module's layer."""
+        number = int(next(part for part in module.split(".") if part.isdigit()))
+        if number >= len(self._by_layer):
+            raise ConfigError(
+                f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: the config "
+                "and the weights do not belong together"
+            )
+        return self._by_layer[number]
 
     def _check_output(self, module: str, heads: int, value_head_dim: int) -> None:
         """Check the shape of the output projection: [d, H * head_dim of values]."""

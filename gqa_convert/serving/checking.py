@@ -168,6 +168,8 @@ def _unfit(config: Config) -> str:
 
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
+    if family is not None and family.is_layerwise:
+        return f"{model_type} needs the config class beside its weights, which no client is given here"
     has_modelling_file = family is not None and family.is_converted
     if has_modelling_file or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} comes with a modelling file, which only transformers 5 runs"

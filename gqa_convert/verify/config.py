@@ -7,6 +7,7 @@ from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.json_values import check_same_object
+from gqa_convert.verify.layerwise import layerwise_keys, without_windows
 from gqa_convert.verify.legacy_config_keys import legacy_keys
 from gqa_convert.verify.modelling_file import modelling_file, modelling_keys
 from gqa_convert.verify.report import Finding
@@ -28,11 +29,15 @@ def check_config(
         geometry: of both checkpoints.
         encoder: whether an encoder was converted.
     """
-    groups = geometry.after
     modeling = modelling_file(family, geometry)
-    changes = _changes(original, family, modeling, groups, encoder)
-    expected = copy.deepcopy(original)
-    if modeling is None:
+    if geometry.by_layer:
+        changes = layerwise_keys(config, original, [counts.after for counts in geometry.every])
+        changes |= dict(zip(CONVENTION, (True, [counts.after for counts in geometry.every]), strict=True))
+        changes |= {} if modeling is None else modelling_keys(modeling, original)
+    else:
+        changes = _changes(original, family, modeling, geometry.after, encoder)
+    expected = copy.deepcopy(without_windows(original) if geometry.by_layer else original)
+    if modeling is None or geometry.by_layer:
         expected |= legacy_keys(original, family.legacy)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -41,7 +46,9 @@ def check_config(
             section = section.setdefault(key, {})
         section[last] = value
     check_same_object(CONFIG, config, expected)
-    return Finding(f"SOURCE's, except for {', '.join(changes)} ({groups} groups)", {"groups": groups})
+    numbers = {} if geometry.by_layer else {"groups": geometry.after}
+    groups = geometry.change() if geometry.by_layer else geometry.after
+    return Finding(f"SOURCE's, except for {', '.join(changes)} ({groups} groups)", numbers)
 
 
 def _changes(

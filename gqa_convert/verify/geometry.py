@@ -69,6 +69,8 @@ class Geometry:
     lists: list[NormList] = field(default_factory=list)
     translated: bool = False
     """Whether OUT has another stock model type than SOURCE."""
+    by_layer: dict[int, Counts] = field(default_factory=dict)
+    """By a layer's number, where layers may differ; else empty. `counts` then has the largest numbers."""
 
     @property
     def heads(self) -> int:
@@ -86,22 +88,45 @@ class Geometry:
         return self.counts["decoder"].after
 
     @property
+    def every(self) -> list[Counts]:
+        """The heads of every kind of attention or, where layers may differ, of every layer in their order."""
+        return [self.by_layer[number] for number in sorted(self.by_layer)] or list(self.counts.values())
+
+    @property
+    def groups(self) -> int | list[int]:
+        """K/V heads of the decoder in OUT: one number, or that of each layer where layers differ."""
+        found = [counts.after for counts in self.every] if self.by_layer else [self.after]
+        return found if len(set(found)) > 1 else found[0]
+
+    @property
     def changed(self) -> bool:
         """Whether any module has another number of K/V heads in OUT than in SOURCE."""
-        return any(counts.before != counts.after for counts in self.counts.values())
+        return any(counts.before != counts.after for counts in self.every)
+
+    def of(self, name: str, attention_kind: AttentionKind) -> Counts:
+        """The heads of the module that a tensor or parameter, or that itself, belongs to."""
+        return self.by_layer[layer_number(name)] if self.by_layer else self.counts[attention_kind]
+
+    def change(self) -> str:
+        """The K/V heads before and after, as "12 -> 3" or, where layers differ, "12 -> 1 to 4"."""
+        if not self.by_layer:
+            return f"{self.before} -> {self.after}"
+        return f"{_span([counts.before for counts in self.every])} -> {_span([counts.after for counts in self.every])}"
 
     def describe(self) -> str:
         """Heads and layers in one line."""
         names = {"decoder": "layers", "cross": "layers of cross-attention", "encoder": "layers of the encoder"}
         layers = {kind: sum(1 for one in self.modules.values() if one == kind) for kind in self.counts}
-        text = f"{self.heads} query heads, {self.before} -> {self.after} K/V heads in "
+        text = f"{self.heads} query heads, {self.change()} K/V heads in "
         text += ", ".join(f"{layers[kind]} {names[kind]}" for kind in self.counts)
         own = self.counts.get("encoder")
         return f"{text} ({own.before} -> {own.after} of {own.heads})" if own and own.before != self.before else text
 
     def dropped(self) -> set[str]:
         """Tensors of SOURCE that OUT must not have: norms of K/V heads that it does not have."""
-        return {name for norms in self.lists for name in norms.names[self.counts[norms.attention_kind].after :]}
+        return {
+            name for norms in self.lists for name in norms.names[self.of(norms.names[0], norms.attention_kind).after :]
+        }
 
     def route(self, family: Family) -> Route:
         """What loads OUT.
@@ -111,9 +136,20 @@ class Geometry:
         """
         if self.translated:
             return "translated"
+        if self.by_layer:
+            return "own file"
         if family.modeling is None:
             return "native" if family.native else "checkpoint's own code"
         return "own file" if self.changed or family.is_converted else "native"
+
+
+def _span(numbers: list[int]) -> str:
+    return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
+
+
+def layer_number(name: str) -> int:
+    """The number of the layer that a tensor, parameter or module belongs to."""
+    return int(next(part for part in name.split(".") if part.isdigit()))
 
 
 def config_value(config: dict[str, Any], dotted: str) -> Any:

@@ -16,36 +16,43 @@ from gqa_convert.verify.geometry import (
     Geometry,
     NormList,
     config_value,
+    layer_number,
     module_kind,
 )
+from gqa_convert.verify.layerwise import stated_kv_heads
 from gqa_convert.verify.layout import Part, axis_of, fused, separate
 from gqa_convert.verify.report import Failure
 
 
-def read_geometry(family: Family, config: dict[str, Any], source: Weights, out: Weights) -> Geometry:
-    """The geometry of SOURCE. OUT's counts come from the shapes of one projection each in decoder and encoder.
+def read_geometry(
+    family: Family, config: dict[str, Any], source: Weights, out: Weights, *, by_layer: bool = False
+) -> Geometry:
+    """The geometry of SOURCE. OUT's counts come from the shapes of one projection each in decoder and encoder or, where
+    layers may differ, in each layer.
 
     Args:
         family: SOURCE's family.
         config: SOURCE's config.
         source: SOURCE's tensors.
         out: OUT's tensors.
+        by_layer: whether the layers of OUT may differ.
 
     Raises:
         ConfigError: SOURCE contradicts itself.
         Failure: OUT's number of K/V heads cannot be determined.
     """
-    return _Reader(family, config, source, out).read()
+    return _Reader(family, config, source, out, by_layer).read()
 
 
 class _Reader:
     """Reads one geometry; the arguments are those of `read_geometry`."""
 
-    def __init__(self, family: Family, config: dict[str, Any], source: Weights, out: Weights) -> None:
+    def __init__(self, family: Family, config: dict[str, Any], source: Weights, out: Weights, by_layer: bool) -> None:
         self._family = family
         self._config = config
         self._source = source
         self._out = out
+        self._by_layer = by_layer
         self._values = f"{family.fused or family.value}.weight"
         """The tensor below a module whose rows give the number of K/V heads."""
 
@@ -58,8 +65,14 @@ class _Reader:
             raise ConfigError(
                 f"{self._source.folder} is not a {self._family.model_type} checkpoint: it has {found}, check its config"
             )
-        before = self._kv_heads(heads, first)
-        after = self._count_in_out(first, heads, before)
+        layers = self._read_layers(modules, heads) if self._by_layer else {}
+        if layers:
+            before, after = (
+                max(each) for each in zip(*((one.before, one.after) for one in layers.values()), strict=True)
+            )
+        else:
+            before = self._kv_heads(heads, first)
+            after = self._count_in_out(first, heads, before)
         counts: dict[AttentionKind, Counts] = {"decoder": Counts(heads, before, after)}
         if _first(modules, "cross") is not None:
             counts["cross"] = counts["decoder"]
@@ -69,10 +82,24 @@ class _Reader:
             own, encoder = self._read_encoder(inside, after)
             if encoder:
                 counts["encoder"] = own
-        geometry = Geometry(counts, {module: kind for module, kind in modules.items() if kind in counts}, encoder)
+        geometry = Geometry(
+            counts, {module: kind for module, kind in modules.items() if kind in counts}, encoder, by_layer=layers
+        )
         for module, kind in geometry.modules.items():
             self._add_module(geometry, module, kind)
         return geometry
+
+    def _read_layers(self, modules: dict[str, AttentionKind], heads: int) -> dict[int, Counts]:
+        """The heads of each layer of a decoder."""
+        layers = {}
+        for module in modules:
+            number = layer_number(module)
+            if self._family.is_layerwise:
+                before = stated_kv_heads(self._config, number)
+            else:
+                before = self._kv_heads(heads, module)
+            layers[number] = Counts(heads, before, self._count_in_out(module, heads, before))
+        return layers
 
     def _modules(self) -> dict[str, AttentionKind]:
         """SOURCE's attention modules, in the order of its tensors."""
@@ -155,7 +182,7 @@ class _Reader:
         return (rows // head_dim - queries) // 2 if family.fused else rows // head_dim
 
     def _add_module(self, geometry: Geometry, module: str, attention_kind: AttentionKind) -> None:
-        family, counts = self._family, geometry.counts[attention_kind]
+        family, counts = self._family, geometry.of(module, attention_kind)
         for kind in ("weight", "bias"):
             if family.fused:
                 self._add_fused(geometry, f"{module}.{family.fused}.{kind}", attention_kind)
@@ -187,7 +214,7 @@ class _Reader:
     def _add_separate(self, geometry: Geometry, name: str, attention_kind: AttentionKind, part: Part) -> None:
         if name not in self._source.file_of:
             return
-        family, before = self._family, geometry.counts[attention_kind].before
+        family, before = self._family, geometry.of(name, attention_kind).before
         shape = self._source.shape(name)
         axis = axis_of(family, shape)
         rows_are_heads = part == "norm" and family.key_norm == "per_head"

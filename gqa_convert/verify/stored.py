@@ -14,6 +14,7 @@ from gqa_convert.verify.folded.tensors import FoldedComparison
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.geometry_reader import read_geometry
 from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.layerwise import differs_by_layer
 from gqa_convert.verify.modelling_file import check_modelling_file, modelling_file
 from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.report import Failure, Finding
@@ -56,7 +57,15 @@ def check_stored(runner: CheckRunner, inputs: Inputs, progress: Progress) -> Sto
     method: Any = None
     if out is not None:
         geometry = runner.read(
-            "heads", lambda: read_geometry(family, inputs.config, source, out), lambda found: Finding(found.describe())
+            "heads",
+            lambda: read_geometry(
+                family,
+                inputs.config,
+                source,
+                out,
+                by_layer=differs_by_layer(inputs.out, family),
+            ),
+            lambda found: Finding(found.describe()),
         )
     if out is not None and geometry is not None:
         method = _check_tensors_and_claims(runner, inputs, out, geometry, progress)

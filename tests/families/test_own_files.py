@@ -170,14 +170,6 @@ class Result:
 
 
 @pytest.fixture(scope="session")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    """A process without gqa-convert."""
-    process = Elsewhere(tmp_path_factory.mktemp("elsewhere"))
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes the tiny checkpoint of a case, once."""
     made: dict[str, Path] = {}
@@ -713,7 +705,7 @@ def test_a_stale_shared_part_is_found(
 
 
 def test_every_modelling_file_has_a_record() -> None:
-    named = {family.modeling.file for family in OWN.values() if family.modeling}
+    named = {each.file for family in FAMILIES.values() for each in (family.modeling, family.layerwise) if each}
     assert {file.stem for file in FILES} == named, (
         "gqa_convert/families/modeling/ and the files that own_file(...) names in gqa_convert/families/records/ differ"
     )

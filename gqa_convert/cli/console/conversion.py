@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.merging.methods import DEFAULT
 
-from .plan import CACHES
+from .plan import CACHES, heads_after
 from .screen import print_note, size, stdout_console, styled
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def show_conversion(result: "ConversionResult") -> None:
     plan, out, method = result.plan, str(result.out), result.plan.effective_method
     layers = f"in {len(plan.layers)} layers"
     if method == "copy":
-        done = f"  {plan.groups} K/V heads {layers}, as in the source: the weights are a copy"
+        done = f"  {heads_after(plan)} K/V heads {layers}, as in the source: the weights are a copy"
     else:
         done = (
-            f"  {plan.source_kv_heads} -> {plan.groups} K/V heads ({method}) {layers}, "
+            f"  {plan.source_kv_heads} -> {heads_after(plan)} K/V heads ({method}) {layers}, "
             f"{len(plan.changes)} tensors changed"
         )
     console.print(styled(("done", "green"), done), soft_wrap=True)

@@ -26,14 +26,14 @@ def show_plan(plan: "Plan") -> None:
         styled(
             (plan.checkpoint.source_id, "bold"),
             f": {plan.family.model_type}, {plan.heads} query heads, {plan.source_kv_heads} -> ",
-            (str(plan.groups), "bold"),
+            (heads_after(plan), "bold"),
             f" K/V heads in {len(plan.layers)} attention layers",
         ),
         soft_wrap=True,
     )
     if plan.effective_method == "copy" and not plan.target_architecture:
         console.print(
-            f"No tensor changes: the source has {plan.groups} K/V heads already, and convert copies its weights.",
+            f"No tensor changes: the source has {heads_after(plan)} K/V heads already, and convert copies its weights.",
             soft_wrap=True,
         )
     else:
@@ -46,6 +46,12 @@ def show_plan(plan: "Plan") -> None:
         console.print(f"{label + ':':<17} {text}", soft_wrap=True)
     for warning in plan.warnings:
         print_note(warning)
+
+
+def heads_after(plan: "Plan") -> str:
+    """Return the K/V heads of the result's layers: "4", or "2 to 8" where layers differ."""
+    least, most = min(plan.layer_groups), max(plan.layer_groups)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _savings(plan: "Plan") -> list[list[str]]:
@@ -84,7 +90,7 @@ def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
     if plan.modeling:
         yield (
             "loads in",
-            f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights; not in {' or '.join(ENGINES[1:])}",
+            f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights; {_others(plan)}",
         )
     else:
         yield "loads in", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
@@ -99,6 +105,16 @@ def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
         "tensor parallel",
         degrees + (f"; with copied K/V heads (vLLM) also {', '.join(map(str, copied))}" if copied else ""),
     )
+
+
+def _others(plan: "Plan") -> str:
+    """Return what is known of other engines and a result with a modelling file."""
+    from gqa_convert.families.engines import ENGINES
+
+    listed = [engine for engine in ENGINES[1:] if engine in plan.listed_in]
+    if listed:
+        return f"{' and '.join(listed)} list the type (untested)"
+    return f"not in {' or '.join(ENGINES[1:])}"
 
 
 def _loads(plan: "Plan", engine: str) -> str:

@@ -84,7 +84,7 @@ def estimate_cost(plan: Plan, options: CalibrationOptions) -> CostEstimate:
 
         rows, inputs = _largest_layer(plan)
         # products of rows with one another and with the maps, and their errors
-        seconds = len(plan.layers) * 4 * _MERGE * rows**2 * inputs * double_rate()
+        seconds = len(plan.merged_layers) * 4 * _MERGE * rows**2 * inputs * double_rate()
         memory = _NUMPY_BASE + 6 * 8 * rows * inputs  # float64 copies of the layer's rows
         return _estimate(plan, {"layers": seconds, "writing": 0.5 + writing}, memory, plan.disk_bytes + stored)
     return _on_text(plan, options, writing, stored)
@@ -97,7 +97,7 @@ def _estimate(
     return CostEstimate(
         work=plan.effective_method + (f" on {tokens:,} tokens" if tokens else ""),
         seconds_by_stage=every,
-        layers=len(plan.layers),
+        layers=len(plan.merged_layers),
         memory_bytes=int(memory),
         disk_bytes=int(disk),
         tokens=tokens,

@@ -5,6 +5,7 @@ mean pooling, and `factor` on a few thousand tokens of any real text far less. S
 every machine has, and falls back to mean pooling where the source cannot read text.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +25,17 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, groups: int, method: str | None, calibration: CalibrationOptions, **options: Any
+    checkpoint: Checkpoint,
+    groups: int | Sequence[int],
+    method: str | None,
+    calibration: CalibrationOptions,
+    **options: Any,
 ) -> tuple[Plan, CalibrationOptions]:
     """The plan of a conversion, and its calibration.
 
     Args:
         checkpoint: the source.
-        groups: K/V heads per layer in the result.
+        groups: K/V heads per layer in the result, or those of each layer.
         method: as the user named it. None means `fit` with calibration text; without it, `factor` on the built-in text,
             or `mean` with a warning where `why_no_text` gives a reason.
         calibration: the user's options.

@@ -33,27 +33,27 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
     errors: dict[str, float] = {}
     with ExitStack() as stack:
         read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
-        for number, layer in enumerate(finder.layers):
+        for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.record(number)
             if record is None:
-                tensors, record = _merge(plan, read_source_layer(finder, layer, read))
+                tensors, record = _merge(plan, read_source_layer(finder, layer, read), groups)
                 store.write(number, tensors, record)
                 del tensors
             errors |= record.errors
-            on_layer(number + 1, len(finder.layers), record)
+            on_layer(number + 1, len(plan.merged_layers), record)
     return errors
 
 
-def _merge(plan: Plan, layer: SourceLayer) -> tuple[Tensors, WeightsRecord]:
+def _merge(plan: Plan, layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
     """The tensors of the merged layer, and its record."""
     method, heads = plan.merge_method, layer.layout.cut(layer.tensors)
     order = np.arange(heads.groups)
     if method.reorders_heads:
-        order = order_heads(heads, plan.groups, layer.constraints, None)
+        order = order_heads(heads, groups, layer.constraints, None)
     heads = ordered(heads, order)
     assert method.folding is not None
-    merged = merge_layer(heads, plan.groups, method.folding, layer.constraints, None)
+    merged = merge_layer(heads, groups, method.folding, layer.constraints, None)
     keys, values = fitted_errors(heads, merged, layer.constraints, None)
     del heads
     record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)
-    return layer.layout.join(merged, layer.tensors, plan.groups), record
+    return layer.layout.join(merged, layer.tensors, groups), record

@@ -77,7 +77,8 @@ def fit_checkpoint(
     folder = plan.checkpoint.folder
     assert folder is not None
     with explained(store.path.parent), ExitStack() as stack:
-        on_layer(0, len(plan.layers), StageProgress(Stage.SOURCE, 0, len(plan.layers)))
+        count = len(plan.merged_layers)
+        on_layer(0, count, StageProgress(Stage.SOURCE, 0, count))
         model = open_model(folder, device=chosen_device(device))
         if kl_steps:
             check_possible(model, held_out, kl_steps)
@@ -159,16 +160,8 @@ def fit_layers(
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
     """
     finder = attention_of(plan)
-    numbers = {layer.module: number for number, layer in enumerate(finder.layers)}
+    numbers = {layer.module: number for number, (layer, _) in enumerate(plan.merged_layers)}
     precision = precision_of(plan, model.device)
-    options = FitOptions(
-        groups=plan.groups,
-        trains=plan.merge_method.trains,
-        steps=steps,
-        seed=plan.seed,
-        spill=spill,
-        precision=precision,
-    )
     errors: dict[str, float] = {}
     done = 0  # layers
 
@@ -189,14 +182,22 @@ def fit_layers(
         )
         for module in runner:
             number = numbers[module.name]
-            layer = finder.layers[number]
+            layer, groups = plan.merged_layers[number]
             record = store.record(number)
             if record is None:
                 source = read_source_layer(finder, layer, read)
+                options = FitOptions(
+                    groups=groups,
+                    trains=plan.merge_method.trains,
+                    steps=steps,
+                    seed=plan.seed,
+                    spill=spill,
+                    precision=precision,
+                )
                 merged, record = LayerFitting(module, source, options, on_stage).run()
-                store.write(number, source.layout.join(merged, source.tensors, plan.groups), record)
+                store.write(number, source.layout.join(merged, source.tensors, groups), record)
                 del source, merged
-            module.commit(_parameters(LayerTensors(finder, layer), store.read(number), plan.groups))
+            module.commit(_parameters(LayerTensors(finder, layer), store.read(number), groups))
             errors |= record.errors
             done += 1
             on_layer(done, len(numbers), record)

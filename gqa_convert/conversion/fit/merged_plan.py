@@ -15,10 +15,10 @@ def merged_plan(plan: Plan, store: MergedLayers) -> Plan:
     stored ones: of two tensors with one name, the later counts.
 
     Args:
-        plan: whose layers are all in the store.
+        plan: whose merged layers are all in the store.
         store: of merged layers.
     """
-    stored_files = store.shards(len(plan.layers))
+    stored_files = store.shards(len(plan.merged_layers))
     checkpoint = replace(plan.checkpoint, shards=(*plan.checkpoint.shards, *stored_files))
     if plan.target_architecture:
         return replace(plan, checkpoint=checkpoint)

@@ -58,7 +58,8 @@ def merge_whole_layers(
 def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
     from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
 
-    on_layer(0, len(plan.layers), StageProgress(Stage.TEXT, 0, len(plan.layers)))
+    count = len(plan.merged_layers)
+    on_layer(0, count, StageProgress(Stage.TEXT, 0, count))
     calibration = calibrate(plan, options)
     steps = steps_per_layer(options)
     record = CalibrationRecord(
@@ -96,11 +97,11 @@ def _fingerprint(plan: Plan) -> dict[str, Any]:
         "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
         "config": plan.checkpoint.config,
         "method": plan.method,
-        "groups": plan.groups,
+        "groups": plan.stated_groups,
         "modules": [layer.module for layer in plan.layers],
     }
 
 
 def _head_order(plan: Plan, store: MergedLayers) -> dict[str, list[int]]:
-    records = filter(None, map(store.record, range(len(plan.layers))))
+    records = filter(None, map(store.record, range(len(plan.merged_layers))))
     return {record.module: list(record.head_order) for record in records if record.head_order is not None}

@@ -66,13 +66,14 @@ def train_together(
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
     """
     finder = attention_of(plan)
-    layouts = [LayerTensors(finder, layer) for layer in finder.layers]
+    layouts = [LayerTensors(finder, layer) for layer, _ in plan.merged_layers]
+    counts = [groups for _, groups in plan.merged_layers]
     assemblies: dict[str, Assembly] = {}
     parts = []
-    for number, (layer, layout) in enumerate(zip(finder.layers, layouts, strict=True)):
+    for number, (layout, groups) in enumerate(zip(layouts, counts, strict=True)):
         tensors = store.read(number)
-        merged, repeated = layout.cut(tensors, plan.groups), layout.repeated(tensors, plan.groups)
-        assemblies[layer.module] = Assembly(layout, merged, repeated, plan.groups, model.device)
+        merged, repeated = layout.cut(tensors, groups), layout.repeated(tensors, groups)
+        assemblies[layout.layer.module] = Assembly(layout, merged, repeated, groups, model.device)
         parts.append(as_parts(merged, model.device))
     count, least = len(layouts), 0.0 if requested else WORTHWHILE
     trained, kl = match_predictions(
@@ -89,8 +90,8 @@ def train_together(
     )
     made: dict[int, Tensors] = {}
     for number, new in enumerate(trained or ()):
-        before = layouts[number].repeated(store.read(number), plan.groups)
-        made[number] = layouts[number].join(as_heads(new), before, plan.groups)
+        before = layouts[number].repeated(store.read(number), counts[number])
+        made[number] = layouts[number].join(as_heads(new), before, counts[number])
     record = TrainingRecord(
         kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if requested else None
     )

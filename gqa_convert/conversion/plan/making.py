@@ -1,16 +1,17 @@
 """Makes a plan, or refuses."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_tensors
-from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
+from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import OutputShard, Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
-from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.errors import OptionError
+from gqa_convert.families import decilm
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
@@ -25,7 +26,7 @@ from gqa_convert.merging.methods import COPY, MEAN, REPEAT, MergeMethod, choose_
 
 def make_plan(
     checkpoint: Checkpoint,
-    groups: int,
+    groups: int | Sequence[int],
     *,
     method: str = "mean",
     seed: int = 0,
@@ -37,7 +38,8 @@ def make_plan(
 
     Args:
         checkpoint: the opened source.
-        groups: K/V heads per layer in the result (the paper's GQA-N).
+        groups: K/V heads per layer in the result (the paper's GQA-N); or those of each attention layer, in the order of
+            the layers' numbers.
         method: `mean`, `first` or `random`; `align`, `factor` or `fit`, which change queries and outputs too.
         seed: for `random`.
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
@@ -50,7 +52,7 @@ def make_plan(
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
         ConfigError: the tensors' names or shapes contradict the config.
-        GroupsError: `groups` does not fit the heads.
+        GroupsError: `groups` does not fit the heads, or the family has no form in which layers differ.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
         OptionError: an unknown method, an impossible shard size, no encoder to convert, or a route that there is not.
     """
@@ -60,21 +62,25 @@ def make_plan(
     family = find_family(checkpoint.config.get("model_type"))
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     unused = tuple(check_tensors(checkpoint, finder))
-    for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
-        _check_groups(groups, kv_heads, heads, family.model_type)
-    target_architecture = _target(checkpoint, finder, groups, native)
-    unchanged = all(layer.kv_heads == groups for layer in finder.layers)
+    counts = layer_groups(finder, groups)
+    target_architecture = _target(checkpoint, finder, counts[0], native)
+    unchanged = all(layer.kv_heads == count for layer, count in zip(finder.layers, counts, strict=True))
     modeling = None if target_architecture or (unchanged and not family.is_converted) else family.modeling
     if target_architecture:
-        shards, changes = plan_translation(checkpoint, finder, target_architecture, groups, chosen)
-        config = translate_config(checkpoint.config, target_architecture, groups)
+        shards, changes = plan_translation(checkpoint, finder, target_architecture, counts[0], chosen)
+        config = translate_config(checkpoint.config, target_architecture, counts[0])
     else:
-        shards, changes = plan_tensors(checkpoint, finder, groups, chosen)
-        config = _converted_config(checkpoint.config, family, modeling, groups, encoder=encoder)
+        shards, changes = plan_tensors(checkpoint, finder, counts, chosen)
+        if len(set(counts)) > 1 or family.is_layerwise:
+            modeling = family.layerwise
+            assert modeling is not None
+            config = _layerwise_config(checkpoint.config, modeling, finder, counts)
+        else:
+            config = _converted_config(checkpoint.config, family, modeling, counts[0], encoder=encoder)
     reasons: tuple[str, ...] = ()
     if chosen.merges_layers:
-        changes = list(_folded(changes, checkpoint, finder, groups, chosen, shards if target_architecture else None))
-        reasons = tuple(_constraints(finder, groups, chosen))
+        changes = list(_folded(changes, checkpoint, finder, counts, chosen, shards if target_architecture else None))
+        reasons = tuple(_constraints(finder, counts, chosen))
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
     if max_shard_size is not None:
@@ -84,7 +90,7 @@ def make_plan(
         family=family,
         modeling=modeling,
         target_architecture=target_architecture,
-        groups=groups,
+        layer_groups=counts,
         method=method,
         seed=seed,
         heads=finder.heads,
@@ -142,41 +148,52 @@ def _converted_config(
         names = [name for _, name in modeling.classes]
         stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
         result["architectures"] = [name for name in stated if name in names] or [names[min(2, len(names) - 1)]]
-        result["model_type"] = modeling.model_type
-        kept = {
-            auto: target_architecture
-            for auto, target_architecture in config.get("auto_map", {}).items()
-            if not auto.startswith(("AutoConfig", "AutoModel"))
-        }
-        result["auto_map"] = kept | modeling.auto_map
-        if result.get("tokenizer_class") is None:
-            result["tokenizer_class"] = modeling.tokenizer
+        result |= _modeling_keys(config, modeling)
     return result
 
 
-def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
-    down, up = merging_counts(kv_heads), repeating_counts(kv_heads, heads)
-    if groups not in down and groups not in up:
-        choices = ", ".join(map(str, down)) + (
-            f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""
-        )
-        raise GroupsError(
-            f"--groups {groups} does not fit this {model_type} checkpoint with {kv_heads} K/V heads and {heads} query heads: choose one of {choices}"
-        )
+def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
+    """The config keys that lead transformers to a modelling file and to the source's tokenizer."""
+    kept = {
+        auto: target_architecture
+        for auto, target_architecture in config.get("auto_map", {}).items()
+        if not auto.startswith(("AutoConfig", "AutoModel"))
+    }
+    tokenizer = config.get("tokenizer_class")
+    return {
+        "model_type": modeling.model_type,
+        "auto_map": kept | modeling.auto_map,
+        "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
+    }
+
+
+def _layerwise_config(
+    config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: tuple[int, ...]
+) -> JsonObject:
+    """The source's config as that of a DeciLM, with ChatGLM2's convention and the keys of transformers 4, which engines
+    read.
+    """
+    numbered = sorted(zip(finder.layers, counts, strict=True), key=lambda pair: pair[0].number)
+    by_layer = tuple(count for _, count in numbered)
+    result = decilm.restate(config, by_layer) | legacy_config_keys(config)
+    result["multi_query_attention"] = True
+    result["multi_query_group_num"] = list(by_layer)
+    result["architectures"] = [decilm.ARCHITECTURE]
+    return result | _modeling_keys(config, modeling)
 
 
 def _folded(
     changes: list[TensorChange],
     checkpoint: Checkpoint,
     finder: AttentionFinder,
-    groups: int,
+    counts: tuple[int, ...],
     method: MergeMethod,
     target_shards: list[OutputShard] | None,
 ) -> Iterator[TensorChange]:
     """The changes of a folding method: K/V tensors with the method that applies to each, then the projections into
     which maps are folded.
     """
-    layers = {layer.module: layer for layer in finder.layers}
+    groups_of = {layer.module: count for layer, count in zip(finder.layers, counts, strict=True)}
     reasons = {layer.module: find_folding_constraints(finder, layer) for layer in finder.layers}
     for change in changes:
         constraints = reasons.get(change.module)
@@ -193,11 +210,12 @@ def _folded(
         return
     entries = {name: entry for _, name, entry in checkpoint.tensors()}
     seen = {change.name for change in changes}
-    for module, layer in layers.items():
+    for layer in finder.layers:
+        module = layer.module
         constraints = reasons[module]
         taken = {"query": constraints.key_constraint, "output": constraints.value_constraint}
         for name, role in LayerTensors(finder, layer).folding.items():
-            if layer.kv_heads > groups and name not in seen and (method.trains or not taken[role]):
+            if layer.kv_heads > groups_of[module] and name not in seen and (method.trains or not taken[role]):
                 entry = entries[name]
                 yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
 
@@ -215,9 +233,9 @@ def _translated_projections(
             yield TensorChange(tensor.name, module, (role,), tensor.dtype, tensor.shape, tensor.shape, method.name)
 
 
-def _constraints(finder: AttentionFinder, groups: int, method: MergeMethod) -> Iterator[str]:
+def _constraints(finder: AttentionFinder, counts: tuple[int, ...], method: MergeMethod) -> Iterator[str]:
     """Which heads a folding method cannot fold, and why."""
-    if all(layer.kv_heads <= groups for layer in finder.layers):
+    if all(layer.kv_heads <= count for layer, count in zip(finder.layers, counts, strict=True)):
         return
     found = [find_folding_constraints(finder, layer) for layer in finder.layers]
     for role, reasons in (

@@ -100,17 +100,51 @@ class Plan:
     """The modelling file that travels with the result; None where stock classes load it."""
     target_architecture: TargetArchitecture | None
     """The stock model type that the source is translated to; None where it keeps its own."""
-    groups: int
+    layer_groups: tuple[int, ...]
+    """N of each of `layers`."""
     method: str
     seed: int
     heads: int
     source_kv_heads: int
+    """Where the source's layers differ, of the one with the most."""
     layers: tuple[AttentionLayer, ...]
     changes: tuple[TensorChange, ...]
     shards: tuple[OutputShard, ...]
     config: JsonObject
     """The result's config.json."""
     warnings: tuple[str, ...]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same N."""
+        return len(set(self.layer_groups)) == 1
+
+    @property
+    def groups(self) -> int:
+        """The N of all layers.
+
+        Raises:
+            ValueError: layers differ; their numbers are in `layer_groups`.
+        """
+        (groups,) = set(self.layer_groups)
+        return groups
+
+    @property
+    def stated_groups(self) -> int | list[int]:
+        """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
+        if self.is_uniform:
+            return self.groups
+        numbered = zip(self.layers, self.layer_groups, strict=True)
+        return [groups for _, groups in sorted(numbered, key=lambda pair: pair[0].number)]
+
+    @property
+    def merged_layers(self) -> tuple[tuple[AttentionLayer, int], ...]:
+        """The layers on which a method works that merges whole layers, each with its N. Where layers differ, those that
+        keep their K/V heads are copied.
+        """
+        pairs = zip(self.layers, self.layer_groups, strict=True)
+        every = self.is_uniform and not self.family.is_layerwise
+        return tuple(pair for pair in pairs if every or pair[1] != pair[0].kv_heads)
 
     @property
     def effective_method(self) -> str:
@@ -176,10 +210,10 @@ class Plan:
         A token of the text takes those of `decoder`, a token of an encoder's output those of `cross`.
         """
         return sum(
-            (self.groups if after else layer.kv_heads)
+            (groups if after else layer.kv_heads)
             * (layer.key_head_dim + layer.value_head_dim)
             * DTYPES[layer.dtype].itemsize
-            for layer in self.layers
+            for layer, groups in zip(self.layers, self.layer_groups, strict=True)
             if layer.attention_kind == attention_kind
         )
 
@@ -198,13 +232,15 @@ class Plan:
         return {key: both for key, both in sizes.items() if both.before}
 
     def tensor_parallel_degrees(self) -> tuple[list[int], list[int]]:
-        """Degrees that split the K/V heads evenly, and further ones that engines reach by keeping copies of K/V
-        heads.
+        """Degrees that split the K/V heads of every layer evenly, and further ones that engines reach by keeping copies
+        of K/V heads.
         """
-        degrees = merging_counts(self.heads)
-        split = [degree for degree in degrees if self.groups % degree == 0]
-        copied = [degree for degree in degrees if degree > self.groups and degree % self.groups == 0]
-        return split, copied
+        degrees, counts = merging_counts(self.heads), set(self.layer_groups)
+        split = [degree for degree in degrees if all(groups % degree == 0 for groups in counts)]
+        possible = [
+            degree for degree in degrees if all(groups % degree == 0 or degree % groups == 0 for groups in counts)
+        ]
+        return split, [degree for degree in possible if degree not in split]
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
@@ -216,7 +252,7 @@ class Plan:
             "weights_format": self.checkpoint.weights_format,
             "heads": self.heads,
             "source_kv_heads": self.source_kv_heads,
-            "groups": self.groups,
+            "groups": self.stated_groups,
             "method": self.effective_method,
             "attention_layers": len(self.layers),
             "changes": [

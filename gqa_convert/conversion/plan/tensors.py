@@ -16,14 +16,21 @@ from gqa_convert.merging.methods import COPY, REPEAT, MergeMethod, Pooling
 
 
 def plan_tensors(
-    checkpoint: Checkpoint, finder: AttentionFinder, groups: int, method: MergeMethod
+    checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], method: MergeMethod
 ) -> tuple[list[OutputShard], list[TensorChange]]:
-    """Every output tensor in the order of its source, and the list of those that change."""
+    """Every output tensor in the order of its source, and the list of those that change.
+
+    Args:
+        checkpoint: the source.
+        finder: of its attention.
+        counts: N of each of the finder's layers.
+        method: that merges.
+    """
     source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
     changed: set[str] = set()
     planned: dict[str, OutputTensor | None] = {}
     changes: list[TensorChange] = []
-    for layer in finder.layers:
+    for layer, groups in zip(finder.layers, counts, strict=True):
         merged_first = method.merges_layers and groups < layer.kv_heads
         for name, cut in finder.sections(layer):
             number, entry = source_tensors[name]

@@ -1,8 +1,10 @@
 """Decoders whose stock classes hold fewer K/V heads than query heads, with attention in every layer."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from gqa_convert.families.family import Family, LegacyConfigKeys
+from gqa_convert.families import decilm
+from gqa_convert.families.family import Family, LegacyConfigKeys, Modeling, make_family
 from gqa_convert.families.records.building import (
     GATED_OUTPUT,
     INTERLEAVED,
@@ -20,15 +22,47 @@ _TWO_BASES = LegacyConfigKeys(local_rotary_base="rope_local_base_freq")
 
 def decoders() -> Iterator[Family]:
     """The records, grouped by the norm of keys."""
+    yield from _by_layer()
     yield from _without_key_norm()
     yield from _with_key_norm_per_head()
     yield from _with_key_norm_over_all_heads()
 
 
+def _layerwise(model_type: str) -> Modeling:
+    """The modelling file of a result of this type whose layers differ in their K/V heads."""
+    return Modeling(
+        file="gqa_decilm",
+        source_type=model_type,
+        model_type=decilm.MODEL_TYPE,
+        classes=(
+            ("AutoConfig", "DeciLMConfig"),
+            ("AutoModel", "DeciLMModel"),
+            ("AutoModelForCausalLM", decilm.ARCHITECTURE),
+        ),
+        tokenizer="Qwen2Tokenizer" if model_type == "qwen2" else "PreTrainedTokenizerFast",
+    )
+
+
+def _by_layer() -> Iterator[Family]:
+    """DeciLM, and the types that become one where their layers are to differ."""
+    for family in stock(" ".join(decilm.SOURCES), **WHOLE_HEAD, key_norm="none", mlp="gated"):
+        yield replace(family, layerwise=_layerwise(family.model_type))
+    yield make_family(
+        model_type=decilm.MODEL_TYPE,
+        **WHOLE_HEAD,
+        key_norm="none",
+        mlp="gated",
+        kv_heads="blocks",
+        engines=frozenset(),
+        modeling=_layerwise("llama"),
+        layerwise=_layerwise("llama"),
+    )
+
+
 def _without_key_norm() -> Iterator[Family]:
     yield from stock(
         "aria_text cohere_compass_text cwm gemma gemma2 granite granite_swa granitemoe granitemoe_swa "
-        "granitemoeshared hyperclovax internlm3 iquestcoder llama ministral ministral3 mistral mixtral phimoe qwen2 "
+        "granitemoeshared hyperclovax internlm3 iquestcoder ministral ministral3 mixtral phimoe "
         "qwen2_moe seed_oss smollm3 vaultgemma",
         **WHOLE_HEAD,
         key_norm="none",

@@ -7,6 +7,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.errors import GroupsError
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.measuring.benchmark.subject import NEEDS_HEAD, Subject, build, refused_attention
 
@@ -34,7 +35,13 @@ def plan_versions(checkpoint: Checkpoint, groups: Sequence[int] | None) -> list[
         GroupsError: a number does not fit the heads.
         GQAConvertError: the model can't be converted.
     """
-    own = make_plan(checkpoint, 1).source_kv_heads
+    first = make_plan(checkpoint, 1)
+    own = first.source_kv_heads
+    if first.family.is_layerwise:
+        raise GroupsError(
+            f"{checkpoint.source_id} states the K/V heads of each layer, and benchmark compares models whose layers all have N: "
+            "name the model that it was converted from"
+        )
     if groups is None:
         groups = spread(merging_counts(own), _MOST_GROUPS)
     return [make_plan(checkpoint, count) for count in sorted(set(groups))]

@@ -82,7 +82,7 @@ def identify(model: str, named_in: Path, conversions: list[Conversion]) -> Ident
         if is_there(folder / PROVENANCE):
             path = folder / PROVENANCE
             content = parse_json(path)
-            if isinstance(content, dict) and "groups" in content:
+            if isinstance(content, dict) and isinstance(content.get("groups"), int):
                 return converted(read_conversion(content, path), folder)
     found = folders[0] if folders else None
     for each in conversions:

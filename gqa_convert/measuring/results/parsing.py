@@ -104,7 +104,16 @@ def _machine(machine: Machine | None) -> str | None:
 
 
 def read_conversion(content: object, path: Path) -> Conversion:
-    """The record of `gqa_conversion.json`, or of what `convert --json` printed."""
+    """The record of `gqa_conversion.json`, or of what `convert --json` printed.
+
+    Raises:
+        ReportError: it is damaged, or its layers differ in their K/V heads.
+    """
+    if isinstance(content, dict) and isinstance(content.get("groups"), list):
+        raise ReportError(
+            f"{path} states a number of K/V heads for each layer, which reports and model cards do not show: leave it out, or "
+            "upload the folder with `hf upload`"
+        )
     record = ConversionRecord.read(content, str(path))
     config = None if record.out else read_config(path.parent)
     types = (record.model_type, record.result_model_type, *(config.model_types[:1] if config else ()))

@@ -43,12 +43,28 @@ def judge_caches(ours: Caches, theirs: Caches, geometry: Geometry, reason: str) 
     if not geometry.changed and kept != {geometry.after} and ours and ours == theirs:
         # Falcon repeats K/V heads before it caches them
         return Finding(f"{max(kept)} heads, as the same class keeps for SOURCE")
+    if geometry.by_layer:
+        layers = _judge_layers(ours.get("self", []), theirs.get("self", []), geometry, reason)
+        return Finding(layers, {"layers": len(geometry.by_layer)})
     found = [judge_cache(ours.get("self", []), theirs.get("self", []), geometry.after, reason)]
     if "cross" in geometry.counts:
         found.append(
             judge_cache(ours.get("cross", []), theirs.get("cross", []), geometry.after, reason, "cross-attention ")
         )
     return Finding("; ".join(found), {"heads": geometry.after})
+
+
+def _judge_layers(ours: list[Shapes], theirs: list[Shapes], geometry: Geometry, reason: str) -> str:
+    """Describe OUT's cache, where layers may differ: each layer holds its own number of heads.
+
+    Raises:
+        Failure: as `judge_cache`.
+    """
+    if len(ours) != len(geometry.every):
+        raise Failure(f"{len(ours)} of {len(geometry.every)} layers of OUT keep keys and values: {reason}")
+    for number, counts in enumerate(geometry.every):
+        judge_cache(ours[number : number + 1], theirs[number : number + 1], counts.after, reason)
+    return f"in each of {len(ours)} layers the heads of its tensors, {geometry.change()}"
 
 
 def judge_cache(ours: list[Shapes], theirs: list[Shapes], heads: int, reason: str, kind: str = "") -> str:

@@ -13,6 +13,7 @@ from gqa_convert.verify.behaviour.replacing import folds_maps, holds_heads
 from gqa_convert.verify.behaviour.tokenizers import tokenize
 from gqa_convert.verify.checkpoint_reader import first_line
 from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.modelling_file import modelling_file
 from gqa_convert.verify.proofs import FOLDING, Proof, proof_of
 from gqa_convert.verify.report import Finding
 from gqa_convert.verify.runner import CheckRunner
@@ -117,7 +118,8 @@ def run_out(
 
 def _load(inputs: Inputs, stored: StoredResult, parameters: int, seed: int) -> LoadedOut:
     # the modelling file runs from OUT, as it does where this package is not installed
-    code = f"{inputs.family.modeling.file}.py" if stored.own_file and inputs.family.modeling else None
+    modeling = None if stored.geometry is None else modelling_file(inputs.family, stored.geometry)
+    code = f"{modeling.file}.py" if stored.own_file and modeling else None
     loaded = load_model(inputs.out, parameters, code=code)
     cross = stored.geometry is not None and "cross" in stored.geometry.counts
     probe = Probe(loaded.model, seed, cross=cross)

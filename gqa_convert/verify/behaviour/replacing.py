@@ -53,21 +53,27 @@ def replace_heads(
     """
     import torch
 
-    if not any(counts.size > 1 for counts in geometry.counts.values()):
+    if not any(counts.size > 1 for counts in geometry.every):
         return 0
     replacer = _Replacer(dict(model.named_parameters()), ours, family, method, spacing)
     with torch.no_grad():
         for name in replacer.theirs:
-            counts = geometry.counts.get(attention_kind_of(name, family) or "decoder")
+            counts = _counts_of(name, family, geometry)
             if counts is not None and counts.size > 1:
                 replacer.replace(name, counts)
         for name in replacer.folding if method in FOLDING else ():
-            counts = geometry.counts.get(attention_kind_of(name, family) or "decoder")
+            counts = _counts_of(name, family, geometry)
             if counts is not None and counts.size > 1:
                 replacer.copy(name)
     if not replacer.replaced:
         raise Failure("the loaded SOURCE has no parameters with K/V heads")
     return len(replacer.replaced)
+
+
+def _counts_of(name: str, family: Family, geometry: Geometry) -> Counts | None:
+    """The heads of a parameter's module; None if it stayed unchanged."""
+    kind = attention_kind_of(name, family) or "decoder"
+    return geometry.of(name, kind) if kind in geometry.counts else None
 
 
 class _Replacer:

@@ -61,14 +61,12 @@ class TensorComparison:
     def merged(self) -> Finding:
         """Every K/V head is the merge of its group, and the query heads of a fused projection are SOURCE's."""
         geometry = self._geometry
-        if any(counts.after < counts.before for counts in geometry.counts.values()) and self._method not in RECOMPUTED:
+        if any(counts.after < counts.before for counts in geometry.every) and self._method not in RECOMPUTED:
             raise Failure(f"method {self._method!r} cannot be recomputed: only {', '.join(RECOMPUTED)} can")
         problems = self._merge_problems()
         total = len(geometry.cuts) + len(geometry.lists)
         self._judge(problems, total)
-        return Finding(
-            f"{total} tensors, {geometry.before} -> {geometry.after} K/V heads, bit for bit", {"tensors": total}
-        )
+        return Finding(f"{total} tensors, {geometry.change()} K/V heads, bit for bit", {"tensors": total})
 
     def errors(self) -> dict[str, float]:
         """The merge error of every merged tensor; complete only after `merged` has passed."""
@@ -78,7 +76,7 @@ class TensorComparison:
         """What is wrong with tensors that hold K/V heads, one line per tensor."""
         problems = [problem for name, cut in self._geometry.cuts.items() if (problem := self._compare_cut(name, cut))]
         for norms in self._geometry.lists:
-            counts = self._geometry.counts[norms.attention_kind]
+            counts = self._geometry.of(norms.names[0], norms.attention_kind)
             problems += [problem for problem in self._compare_list(counts, norms.names) if problem]
         return problems
 
@@ -129,7 +127,7 @@ class TensorComparison:
 
     def _compare_cut(self, name: str, cut: Cut) -> str | None:
         """Compare a tensor head by head. In OUT its parts follow one another, whatever their order in SOURCE."""
-        counts = self._geometry.counts[cut.attention_kind]
+        counts = self._geometry.of(name, cut.attention_kind)
         if counts.before == counts.after:  # a copy keeps SOURCE's order
             return self._compare_whole(name)
         lengths = [(counts.after if run.merged else run.heads) * run.head_dim for run in cut.runs]
@@ -173,7 +171,7 @@ class TensorComparison:
 
         Random columns are compared later, all together, since their stream runs along the rows.
         """
-        counts = self._geometry.counts[cut.attention_kind]
+        counts = self._geometry.of(name, cut.attention_kind)
         for group in range(counts.after):
             at = start + group * run.head_dim
             ours = self._ours(name, at, at + run.head_dim, cut.axis)

@@ -39,7 +39,7 @@ def true_method(claimed: Any, geometry: Geometry) -> Any:
 
     Heads that do not become fewer are copied or repeated, whatever method was asked for.
     """
-    changed = [counts for counts in geometry.counts.values() if counts.before != counts.after]
+    changed = [counts for counts in geometry.every if counts.before != counts.after]
     if not changed:
         return "copy"
     return claimed if any(counts.after < counts.before for counts in changed) else "repeat"
@@ -87,7 +87,7 @@ def check_provenance(
     if errors is not None:
         _check_errors(claims.get("merge_error"), errors)
     ending = f", seed {claims['seed']}" if random else ""
-    return Finding(f"{method}, {geometry.before} -> {geometry.after} K/V heads{ending}")
+    return Finding(f"{method}, {geometry.change()} K/V heads{ending}")
 
 
 def _check_facts(
@@ -97,7 +97,7 @@ def _check_facts(
         "model_type": family.model_type,
         "heads": geometry.heads,
         "source_kv_heads": geometry.before,
-        "groups": geometry.after,
+        "groups": geometry.groups,
         "method": method,
         "encoder": encoder,
         "route": geometry.route(family),
@@ -155,12 +155,11 @@ def _check_errors(claimed: Any, errors: dict[str, float]) -> None:
 
 def _cache_bytes(geometry: Geometry, source: Weights, attention_kind: AttentionKind) -> dict[str, int] | None:
     """Bytes of keys and values per token over all modules of one kind, in SOURCE and in OUT; None if there are none."""
-    per_head = 0
+    before = after = 0
     for name, cut in geometry.cuts.items():
         if cut.attention_kind == attention_kind and name.endswith(".weight"):
+            counts = geometry.of(name, attention_kind)
             numbers = sum(run.head_dim for run in cut.runs if run.part in ("key", "value"))
-            per_head += numbers * source.dtype(name).itemsize
-    if not per_head:
-        return None
-    counts = geometry.counts[attention_kind]
-    return {"before": int(counts.before * per_head), "after": int(counts.after * per_head)}
+            before += counts.before * numbers * source.dtype(name).itemsize
+            after += counts.after * numbers * source.dtype(name).itemsize
+    return {"before": before, "after": after} if before else None

@@ -47,9 +47,9 @@ class FoldedComparison(TensorComparison):
         self._measured = PROOFS[method] is Proof.MEASURED
         self._readers = HeadReader(source, family, converted=False), HeadReader(out, family, converted=True)
         self._modules = {
-            module: (attention_kind, geometry.counts[attention_kind])
+            module: (attention_kind, geometry.of(module, attention_kind))
             for module, attention_kind in geometry.modules.items()
-            if geometry.counts[attention_kind].size > 1
+            if geometry.of(module, attention_kind).size > 1
         }
         self._constraints_of: dict[str, FoldingConstraints] = {}
         for module, (attention_kind, _) in self._modules.items():
@@ -75,7 +75,7 @@ class FoldedComparison(TensorComparison):
         ]
         total = len(self._geometry.cuts) + len(self._geometry.lists) + len(folded)
         self._judge(problems, total)
-        heads = f"{self._geometry.before} -> {self._geometry.after} K/V heads"
+        heads = f"{self._geometry.change()} K/V heads"
         return Finding("; ".join([f"{total} tensors of {self._method}, {heads}", *self._means()]), {"tensors": total})
 
     def functions(self, claims: dict[str, Any]) -> Finding:
@@ -126,7 +126,7 @@ class FoldedComparison(TensorComparison):
         self, name: str, cut: Cut, run: Run, start: int, fresh: FreshNumbers | None
     ) -> Iterator[str | None]:
         """Compare the merged heads, which begin at row `start` in OUT."""
-        counts = self._geometry.counts[cut.attention_kind]
+        counts = self._geometry.of(name, cut.attention_kind)
         if counts.size < 1:  # the heads of an encoder, repeated
             yield from super()._compare_merged(name, cut, run, start, fresh)
             return

@@ -1,0 +1,65 @@
+"""The number of K/V heads of each layer of a result, from what the user asked for."""
+
+from collections.abc import Sequence
+
+from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
+from gqa_convert.errors import GroupsError
+from gqa_convert.families import decilm
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.table import FAMILIES
+
+
+def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[int, ...]:
+    """N of each layer, in the order of `finder.layers`.
+
+    Args:
+        finder: of the source.
+        groups: one N for all layers, or that of each layer in the order of the layers' numbers.
+
+    Raises:
+        GroupsError: a number does not fit its layer, or their count that of the layers.
+    """
+    family = finder.family
+    if isinstance(groups, int):
+        if not family.is_layerwise:
+            for kv_heads, heads in dict.fromkeys((layer.kv_heads, layer.heads) for layer in finder.layers):
+                _check_groups(groups, kv_heads, heads, family.model_type)
+            return (groups,) * len(finder.layers)
+        groups = [groups] * len(finder.layers)
+    if family.layerwise is None:
+        raise _refused(f"all layers of a {family.model_type} have one number: give one")
+    if len(groups) != len(finder.layers):
+        raise GroupsError(
+            f"--groups lists {len(groups)} numbers for the {len(finder.layers)} attention layers of {finder.where.removesuffix('/config.json')}: "
+            "list one for each layer"
+        )
+    for layer in finder.layers:
+        count = groups[layer.number]
+        if count not in merging_counts(layer.kv_heads):
+            raise GroupsError(
+                f"--groups states {count} for layer {layer.number}, which does not divide its {layer.kv_heads} K/V heads: "
+                f"choose one of {', '.join(map(str, merging_counts(layer.kv_heads)))}"
+            )
+    found = tuple(groups[layer.number] for layer in finder.layers)
+    becomes_decilm = len(set(found)) > 1 or family.is_layerwise
+    if becomes_decilm and (reason := decilm.why_not(finder.config)):
+        raise _refused(f"this checkpoint can't be written as one, since {reason}; give one number for all layers")
+    return found
+
+
+def _refused(problem: str) -> GroupsError:
+    types = [name for name, each in FAMILIES.items() if each.layerwise and not each.is_converted]
+    return GroupsError(
+        f"--groups: a number of K/V heads for each layer needs a {' or '.join(types)} that can become a {decilm.ARCHITECTURE}, and {problem}"
+    )
+
+
+def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:
+    down, up = merging_counts(kv_heads), repeating_counts(kv_heads, heads)
+    if groups not in down and groups not in up:
+        choices = ", ".join(map(str, down)) + (
+            f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, up))}" if up else ""
+        )
+        raise GroupsError(
+            f"--groups {groups} does not fit this {model_type} checkpoint with {kv_heads} K/V heads and {heads} query heads: choose one of {choices}"
+        )

@@ -1,0 +1,245 @@
+"""Different numbers of K/V heads in different layers: what is merged where, what is refused, and what verify proves."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.cli.options import group_counts
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.decilm import MODEL_TYPE
+from gqa_convert.measuring.benchmark.versions import plan_versions
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import digests, read_weights, same_weights
+from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.data_helpers import DEMO
+from tests.helpers.tiny import HEADS, make_checkpoint
+from tests.helpers.verification import edit, edit_json, failed
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
+
+COUNTS = [12, 4, 3, 1]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers that can become a DeciLM, with the bundled tokenizer."""
+    folder = tmp_path_factory.mktemp("layers") / "source"
+    make_checkpoint(
+        "llama", folder, head_dim=8, intermediate_size=256, num_hidden_layers=4, vocab_size=2048, shards="1MB"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def factored(source: Path) -> Path:
+    out = source.parent / "factored"
+    convert_checkpoint(source, out, COUNTS, method="factor")
+    return out
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random", "align", "factor"])
+def test_each_layer_is_that_of_the_conversion_with_its_number(method: str, source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "list", COUNTS, method=method)
+    ours = read_weights(tmp_path / "list")
+    for layer, count in enumerate(COUNTS):
+        convert_checkpoint(source, tmp_path / str(count), count, method=method)
+        theirs = read_weights(tmp_path / str(count))
+        for projection in PROJECTIONS:
+            name = f"model.layers.{layer}.self_attn.{projection}.weight"
+            assert ours[name].tobytes() == theirs[name].tobytes(), name
+            assert ours[name].shape == theirs[name].shape
+
+
+def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
+    """Not by their order in the files, where layer 10 comes before layer 2."""
+    source = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=11)
+    counts = [12, 6, 4, 3, 2, 1, 12, 6, 4, 3, 2]
+    convert_checkpoint(source, tmp_path / "out", counts, method="mean")
+    weights = read_weights(tmp_path / "out")
+    rows = [len(weights[f"model.layers.{layer}.self_attn.v_proj.weight"]) for layer in range(11)]
+    assert rows == [8 * count for count in counts]
+    assert json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["groups"] == counts
+    assert verify_checkpoint(tmp_path / "out", source, logits=False).passed
+
+
+def test_a_list_of_equal_numbers_is_the_number(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "number", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "list", [3, 3, 3, 3], method="mean")
+    assert digests(tmp_path / "number") == digests(tmp_path / "list")
+    convert_checkpoint(source, tmp_path / "copy", [HEADS] * 4, method="factor")
+    assert same_weights(tmp_path / "copy", source)
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_plan(source: Path) -> None:
+    plan = make_plan(open_checkpoint(source), COUNTS, method="mean")
+    per_head = 2 * 8 * 4  # keys and values, head_dim, float32
+    sizes = plan.cache_bytes()["kv_bytes_per_token"]
+    assert (sizes.before, sizes.after) == (4 * HEADS * per_head, sum(COUNTS) * per_head)
+    assert plan.config["multi_query_group_num"] == plan.summary()["groups"] == COUNTS
+    assert plan.config["num_key_value_heads"] is None
+    assert {change.method for change in plan.changes if ".layers.0." in change.name} == {"copy"}
+    assert plan.tensor_parallel_degrees() == ([1], [12])
+    assert make_plan(open_checkpoint(source), [6, 4, 2, 2]).tensor_parallel_degrees() == ([1, 2], [12])
+    with pytest.raises(ValueError, match="too many values"):
+        _ = plan.groups
+
+
+def test_verify_proves_it_layer_by_layer(source: Path, factored: Path) -> None:
+    report = verify_checkpoint(factored, source)
+    assert report.passed, failed(report)
+    assert {"logits", "cache heads", "attention functions", "modelling file"} <= {check.name for check in report.checks}
+
+
+def _another_block(out: Path) -> None:
+    blocks = json.loads((out / "config.json").read_text())["block_configs"]
+    blocks[1]["attention"]["n_heads_in_group"] = 4
+    edit_json(out / "config.json", block_configs=blocks)
+
+
+def _another_factor(out: Path) -> None:
+    blocks = json.loads((out / "config.json").read_text())["block_configs"]
+    blocks[3]["ffn"]["ffn_mult"] = 4.5
+    edit_json(out / "config.json", block_configs=blocks)
+
+
+def _another_claim(out: Path) -> None:
+    edit_json(out / "gqa_conversion.json", groups=[12, 4, 3, 3])
+
+
+def _another_head(out: Path) -> None:
+    edit(out, "model.layers.2.self_attn.v_proj.weight", lambda tensor: tensor.index_fill(0, torch.tensor([9]), 0.3))
+
+
+def _another_copy(out: Path) -> None:
+    edit(out, "model.layers.0.self_attn.q_proj.weight", lambda tensor: tensor + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("damage", "check"),
+    [
+        (_another_block, "config"),
+        (_another_factor, "config"),
+        (_another_claim, "provenance"),
+        (_another_head, "attention functions"),
+        (_another_copy, "untouched tensors"),
+    ],
+)
+def test_verify_finds_damage(
+    damage: Callable[[Path], None], check: str, source: Path, factored: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(factored, tmp_path / "out")
+    damage(tmp_path / "out")
+    report = verify_checkpoint(tmp_path / "out", source, logits=False)
+    assert check in failed(report)
+
+
+def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
+    """Layers with the source's number are copies, and the others are fitted."""
+    seen: list[tuple[int, int]] = []
+    convert_checkpoint(
+        source,
+        tmp_path / "out",
+        COUNTS,
+        calibration=str(text),
+        calibration_tokens=512,
+        calibration_length=64,
+        fit_steps=2,
+        kl_steps=2,
+        device="cpu",
+        on_layer=lambda done, total, _: seen.append((done, total)),
+    )
+    assert max(seen) == (3, 3)
+    report = verify_checkpoint(tmp_path / "out", source, text=text, max_text_tokens=256)
+    assert report.passed, failed(report)
+    assert "better than mean" in {check.name for check in report.checks}
+    ours, theirs = read_weights(tmp_path / "out"), read_weights(source)
+    for projection in PROJECTIONS:
+        name = f"model.layers.{{}}.self_attn.{projection}.weight"
+        assert ours[name.format(0)].tobytes() == theirs[name.format(0)].tobytes()
+        assert ours[name.format(1)].tobytes() != theirs[name.format(1)].tobytes()
+
+
+def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
+    """Each number divides that of its layer; one for all layers is stated for each."""
+    convert_checkpoint(factored, tmp_path / "again", [4, 2, 3, 1], method="mean")
+    assert verify_checkpoint(tmp_path / "again", factored).passed
+    assert make_plan(open_checkpoint(factored), 1).config["multi_query_group_num"] == [1, 1, 1, 1]
+    assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE
+    with pytest.raises(
+        GroupsError, match="states 2 for layer 2, which does not divide its 3 K/V heads: choose one of 1, 3"
+    ):
+        make_plan(open_checkpoint(factored), 2)
+    with pytest.raises(GroupsError, match="name the model that it was converted from"):
+        plan_versions(open_checkpoint(factored), None)
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ("12,4,3", ("lists 3 numbers", "4 attention layers")),
+        ("12,5,3,1", ("states 5 for layer 1", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
+        ("12,24,3,1", ("states 24 for layer 1",)),
+        ("12,,3,1", ("--groups", "''", "integer")),
+    ],
+)
+def test_a_bad_list_writes_nothing(listed: str, words: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    assert_mistake(run("convert", source, tmp_path / "out", "--groups", listed, "-m", "mean"), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_numbers(source: Path, tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers"
+    numbers.write_text("12\n4\n3\n\n1\n")
+    shown = run("plan", source, "--groups-file", numbers, "-m", "mean", "--json")
+    assert json.loads(shown.stdout)["groups"] == COUNTS
+    assert_mistake(run("plan", source, "--groups-file", numbers, "--groups", "3"), "exclude each other")
+    assert group_counts("12,4,3,1", None) == group_counts(None, numbers) == COUNTS
+    assert group_counts("4", None) == 4
+    numbers.write_text("[12, 4, 3, 1]")
+    assert group_counts(None, numbers) == COUNTS
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("[12, 4", "not JSON"),
+        ("[12, true]", "'true'"),
+        ("", "no number"),
+        ("12\nfew", "'few'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_of_numbers(content: str | None, word: str, tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers"
+    if content is not None:
+        numbers.write_text(content)
+    with pytest.raises(OptionError, match=word):
+        group_counts(None, numbers)
+
+
+def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
+    gemma = make_checkpoint("gemma", tmp_path / "gemma")
+    with pytest.raises(GroupsError, match=r"llama or mistral or qwen2 .* all layers of a gemma have one number"):
+        make_plan(open_checkpoint(gemma), [12, 3])
+    odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)
+    with pytest.raises(GroupsError, match=r"since its intermediate_size is 40, .* here 256; give one number"):
+        make_plan(open_checkpoint(odd), [12, 3])
+    assert make_plan(open_checkpoint(odd), [3, 3]).groups == 3
+    with pytest.raises(OptionError, match="--no-native"):
+        make_plan(open_checkpoint(odd), 3, native=False)
+
+
+def test_a_report_says_what_is_missing(factored: Path, tmp_path: Path) -> None:
+    result = run("report", factored, "--out", tmp_path / "report")
+    assert_mistake(result, "a number of K/V heads for each layer", "hf upload")

@@ -1,0 +1,119 @@
+"""DeciLM: what its config can state, and what its modelling file computes where gqa-convert is not installed."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import ConfigError, UnsupportedFamilyError
+from gqa_convert.families import decilm
+from gqa_convert.families.loading import load_causal_lm
+from tests.helpers.elsewhere import WAYS, Elsewhere, measure
+from tests.helpers.native import distance
+from tests.helpers.tiny import HEADS, make_checkpoint
+
+SIZES: dict[str, Any] = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4, "sliding_window": None}
+COUNTS = [12, 4, 3, 1]
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 96,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 256,
+}
+
+
+def sizes(model_type: str) -> dict[str, Any]:
+    """A checkpoint that can become a DeciLM."""
+    return {key: value for key, value in SIZES.items() if model_type != "llama" or key != "sliding_window"}
+
+
+@torch.no_grad()
+def with_merged_heads(source: Path, out: Path) -> Any:
+    """The stock model of the source, each K/V head replaced by that of OUT which its group shares."""
+    (stock, _), (result, _) = (load_causal_lm(folder, torch.float32) for folder in (source, out))
+    tensors = dict(result.named_parameters())
+    for name, parameter in stock.named_parameters():
+        ours = tensors[name]
+        if ".k_proj." in name or ".v_proj." in name:
+            heads = ours.unflatten(0, (COUNTS[int(name.split(".")[2])], -1))
+            ours = heads.repeat_interleave(HEADS // len(heads), 0).flatten(0, 1)
+        parameter.copy_(ours)
+    return stock
+
+
+@pytest.mark.parametrize("model_type", decilm.SOURCES)
+def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
+    model_type: str, elsewhere: Elsewhere, tmp_path: Path
+) -> None:
+    source, out = make_checkpoint(model_type, tmp_path / "source", **sizes(model_type)), tmp_path / "out"
+    convert_checkpoint(source, out, COUNTS, method="factor")
+    found = elsewhere.ask(
+        "measure", folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True
+    )
+    assert not isinstance(found, str), found
+    assert found["class"].startswith("transformers_modules.")
+    assert found["class"].endswith("gqa_decilm.DeciLMForCausalLM")
+    assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    expected = measure(with_merged_heads(source, out), list(WAYS))
+    assert distance(found["logits"], expected["logits"]) < 1e-5
+    assert distance(found["logits in parts"], expected["logits"]) < 1e-5
+    assert distance(found["eager"]["logits"], expected["logits"]) < 1e-5
+    assert found["tokens"] == expected["tokens"]
+    assert found["tokens"]["greedy"] == found["tokens"]["without a cache"]
+    assert found["heads"] == {"self": sorted(COUNTS)}
+    assert found["saved"]["differing"] == []
+    assert torch.equal(found["saved"]["logits"], found["logits"])
+    blocks = found["saved"]["config"]["block_configs"]
+    assert [HEADS // block["attention"]["n_heads_in_group"] for block in blocks] == COUNTS
+
+
+@pytest.mark.parametrize("hidden_size", [64, 96, 576, 896, 2048, 3584, 4096, 8192, 16384])
+def test_a_factor_yields_every_multiple_of_256(hidden_size: int) -> None:
+    """By the rule of the engines: int(2 * factor * hidden_size / 3), rounded up to a multiple of 256."""
+    for size in range(256, 256 * 150, 256):
+        factor = decilm.ffn_mult(size, hidden_size)
+        assert factor is not None
+        yielded = int(2 * factor * hidden_size / 3)
+        assert yielded + (256 - yielded % 256) % 256 == size
+    assert decilm.ffn_mult(300, hidden_size) is None
+
+
+def test_the_factor_of_a_published_model() -> None:
+    assert decilm.ffn_mult(28672, 8192) == 5.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"intermediate_size": 40}, "here 256"),
+        ({"head_dim": 16}, "here 8"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"sliding_window": 4096}, "4096 tokens"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_what_a_decilm_cannot_state(changes: dict[str, Any], word: str) -> None:
+    assert decilm.why_not(CONFIG) is None
+    assert decilm.why_not(CONFIG | {"sliding_window": 4096, "use_sliding_window": False}) is None
+    assert decilm.why_not(CONFIG | {"sliding_window": 4096, "layer_types": ["full_attention"]}) is None
+    assert word in str(decilm.why_not(CONFIG | changes))
+
+
+def test_the_heads_of_each_layer() -> None:
+    stated = decilm.restate(CONFIG, (12, 3))
+    assert decilm.kv_heads_by_layer(stated, "config.json") == (12, 3)
+    assert "block_configs" not in CONFIG
+    with pytest.raises(ConfigError, match="has no block_configs"):
+        decilm.kv_heads_by_layer(CONFIG, "config.json")
+    wrong = copy.deepcopy(stated)
+    wrong["block_configs"][1]["attention"]["n_heads_in_group"] = 5
+    with pytest.raises(ConfigError, match="= 5 in layer 1"):
+        decilm.kv_heads_by_layer(wrong, "config.json")
+    without = copy.deepcopy(stated)
+    without["block_configs"][0]["attention"] = {"n_heads_in_group": None, "no_op": True}
+    with pytest.raises(UnsupportedFamilyError, match=r"layer 0 .* leaves out attention or MLP"):
+        decilm.kv_heads_by_layer(without, "config.json")
