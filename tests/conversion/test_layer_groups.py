@@ -176,6 +176,8 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "again", factored).passed
     assert make_plan(open_checkpoint(factored), 1).config["multi_query_group_num"] == [1, 1, 1, 1]
     assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE
+    shown = run("plan", factored, "--groups", "1", "-m", "mean").stdout
+    assert "12 query heads, 1 to 12 -> 1 K/V heads in 4 attention layers" in shown
     with pytest.raises(
         GroupsError, match="states 2 for layer 2, which does not divide its 3 K/V heads: choose one of 1, 3"
     ):

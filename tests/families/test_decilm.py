@@ -1,6 +1,8 @@
 """DeciLM: what its config can state, and what its modelling file computes where gqa-convert is not installed."""
 
 import copy
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
 from gqa_convert.families.loading import load_causal_lm
+from gqa_convert.families.modeling.gqa_decilm import DeciLMConfig
 from tests.helpers.elsewhere import WAYS, Elsewhere, measure
 from tests.helpers.native import distance
 from tests.helpers.tiny import HEADS, make_checkpoint
@@ -79,6 +82,18 @@ def test_a_factor_yields_every_multiple_of_256(hidden_size: int) -> None:
         yielded = int(2 * factor * hidden_size / 3)
         assert yielded + (256 - yielded % 256) % 256 == size
     assert decilm.ffn_mult(300, hidden_size) is None
+
+
+def test_engines_read_the_config_by_attributes() -> None:
+    """vLLM reads entries of `block_configs` as attributes, asks which there are, and sends configs to other processes."""
+    config = DeciLMConfig(**decilm.restate(CONFIG, (12, 3)))
+    for read in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        first, second = read.block_configs
+        assert (first.attention.n_heads_in_group, second.attention.n_heads_in_group) == (1, 4)
+        assert (first.attention.no_op, first.ffn.no_op) == (False, False)
+        assert first.ffn.ffn_mult == 4.0
+        assert not hasattr(first.ffn, "intermediate_size")
+    assert json.loads(config.to_json_string())["block_configs"] == decilm.restate(CONFIG, (12, 3))["block_configs"]
 
 
 def test_the_factor_of_a_published_model() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.merging.methods import DEFAULT
 
-from .plan import CACHES, heads_after
+from .plan import CACHES, heads_after, heads_before
 from .screen import print_note, size, stdout_console, styled
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def show_conversion(result: "ConversionResult") -> None:
         done = f"  {heads_after(plan)} K/V heads {layers}, as in the source: the weights are a copy"
     else:
         done = (
-            f"  {plan.source_kv_heads} -> {heads_after(plan)} K/V heads ({method}) {layers}, "
+            f"  {heads_before(plan)} -> {heads_after(plan)} K/V heads ({method}) {layers}, "
             f"{len(plan.changes)} tensors changed"
         )
     console.print(styled(("done", "green"), done), soft_wrap=True)

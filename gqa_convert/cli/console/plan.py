@@ -1,6 +1,6 @@
 """The printed form of a plan."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .screen import print_note, size, stdout_console, styled
@@ -25,7 +25,7 @@ def show_plan(plan: "Plan") -> None:
     console.print(
         styled(
             (plan.checkpoint.source_id, "bold"),
-            f": {plan.family.model_type}, {plan.heads} query heads, {plan.source_kv_heads} -> ",
+            f": {plan.family.model_type}, {plan.heads} query heads, {heads_before(plan)} -> ",
             (heads_after(plan), "bold"),
             f" K/V heads in {len(plan.layers)} attention layers",
         ),
@@ -50,7 +50,17 @@ def show_plan(plan: "Plan") -> None:
 
 def heads_after(plan: "Plan") -> str:
     """Return the K/V heads of the result's layers: "4", or "2 to 8" where layers differ."""
-    least, most = min(plan.layer_groups), max(plan.layer_groups)
+    return _span(plan.layer_groups)
+
+
+def heads_before(plan: "Plan") -> str:
+    """Return the K/V heads of the source's layers in the same way."""
+    by_layer = plan.family.is_layerwise
+    return _span([layer.kv_heads for layer in plan.layers]) if by_layer else str(plan.source_kv_heads)
+
+
+def _span(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
     return str(most) if least == most else f"{least} to {most}"
 
 
