@@ -1,7 +1,6 @@
 """Inspects a checkpoint: fitted errors per layer, pairs of heads that merge cheaply, and the predicted loss by groups."""
 
 import math
-import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.measuring.inspect.picture import draw_errors
+from gqa_convert.measuring.next_command import conversion_command
 from gqa_convert.measuring.pictures import check_picture
 from gqa_convert.measuring.results.schemas import (
     Advice,
@@ -157,12 +157,9 @@ def recommend(
         return Advice(groups=None, reason=reason, command=None)
     chosen = fitting.groups
     out = f"{Path(source).absolute().name}-gqa{chosen}"
-    command = ["gqa-convert", "convert", source, out, "--groups", str(chosen)]
-    for name, value in options.items():
-        command += [] if value is None else [name, str(value)]
-    command += ["--encoder"] if encoder else []
+    command = conversion_command(source, out, chosen, {**options, "--encoder": encoder})
     reason = f"N = {chosen} is the smallest of {tried} within {limit:g} nats per token: {_words(fitting)}"
-    return Advice(groups=chosen, reason=reason, command=shlex.join(command))
+    return Advice(groups=chosen, reason=reason, command=command)
 
 
 def _highest(loss: GroupsLoss) -> float | None:

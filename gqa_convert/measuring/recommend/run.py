@@ -1,6 +1,5 @@
 """Recommends a number of K/V heads from its loss, its speed and its memory."""
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.measuring.next_command import conversion_command
 from gqa_convert.measuring.recommend.choice import Candidate, Constraints, choose, failing
 from gqa_convert.measuring.recommend.recommendation import ConsideredGroups, CountedMemory, LossOrigin, Recommendation
 from gqa_convert.measuring.recommend.results import Found, predicted, read_results, timing_of
@@ -216,7 +216,8 @@ def _predict(
         progress=progress,
     )
     found.losses |= predicted(result)
-    found.loss_text = found.loss_text or str(calibration)
+    texts = calibration if isinstance(calibration, list | tuple) else [calibration]
+    found.loss_text = found.loss_text or " and ".join(map(str, texts))
     if result.calibration and result.calibration.warning:
         found.notes.append(result.calibration.warning)
     return result
@@ -327,10 +328,7 @@ def _next(source: str, entry: ConsideredGroups | None, options: Mapping[str, obj
         return None
     folder = plan.checkpoint.folder
     out = f"{Path(source).name if folder is None else folder.resolve().name}-gqa{entry.groups}"
-    parts = ["gqa-convert", "convert", source, out, "--groups", str(entry.groups)]
-    for name, value in options.items():
-        parts += [] if value is None else [name, str(value)]
-    return shlex.join(parts)
+    return conversion_command(source, out, entry.groups, options)
 
 
 def _device(*, computed: bool) -> str:
