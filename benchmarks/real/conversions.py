@@ -38,6 +38,7 @@ METHODS = {
         Method("factor-calibrated", "factor", calibrated=True),
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
         Method("fit-short", "fit", calibrated=True, fit_steps=100, kl_steps=0, length=1024),
+        Method("fit-100", "fit", calibrated=True, kl_steps=100),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),
         Method("fit", "fit", calibrated=True),
     )

@@ -102,7 +102,7 @@ KLSteps = Annotated[
         "--kl-steps",
         metavar="S",
         show_default=False,
-        help="Steps of fit's last stage, which trains all layers together. Default: four times --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+        help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
     ),
 ]
 Device = Annotated[

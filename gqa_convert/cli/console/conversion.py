@@ -26,7 +26,7 @@ def _advice(divergence: float, *, trained: bool) -> str:
     if not trained:
         return (
             "fit's last stage, which trains all layers together, did not run (on a CPU it runs by default up to 200 million "
-            "parameters, where memory allows): --kl-steps 400 asks for it, and uptrain with the source as teacher does more"
+            "parameters, where memory allows): --kl-steps 200 asks for it, and uptrain with the source as teacher does more"
         )
     return "uptrain with the source as teacher lowers the divergence further; objective and learning rate: docs/uptraining.md"
 

@@ -28,7 +28,7 @@ class CalibrationOptions:
     steps: int | None = None
     """Of each layer's gradient stage, for `fit`; 0 for closed forms only."""
     kl_steps: int | None = None
-    """Of the stage that trains all layers together, for `fit`; by default four times as many as `steps` where the model is
+    """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
     small enough.
     """
     device: str | None = None
@@ -133,7 +133,7 @@ def calibrate(plan: Plan, options: CalibrationOptions) -> Any:
 
 STEPS = 100
 """The default of `--fit-steps`."""
-_TIMES = 4
+_TIMES = 2
 """By default, all layers together take this many times the steps of each layer."""
 BATCH_TOKENS = 2048
 LOW_FREQUENCY_TOKENS = 8192

@@ -30,7 +30,7 @@ WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
 _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
-_MEASURED = 8
+_MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
 _SHARE = 0.7
 """Of the free memory that a backward pass may take."""
