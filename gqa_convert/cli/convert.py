@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import (
+    Budget,
     Calibration,
     CalibrationLength,
     CalibrationTokens,
@@ -26,6 +27,8 @@ from .options import (
     ShardSize,
     Source,
     byte_count,
+    cache_budget,
+    check_one_choice_of_groups,
     group_counts,
 )
 
@@ -35,6 +38,7 @@ def convert(
     out: NewFolder,
     groups: Groups = None,
     groups_file: GroupsFile = None,
+    kv_budget: Budget = None,
     method: Method = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
@@ -89,13 +93,47 @@ def convert(
 
       gqa-convert convert ./model ./model-by-layer --groups 8,8,4,4,2,2,4,8 --calibration text.txt
       gqa-convert convert ./model ./model-by-layer --groups-file counts.json --calibration text.txt
+
+    With --kv-budget the list is chosen: each layer's cost is measured on the text, and the layers that lose least are
+    merged most.
+
+      gqa-convert convert ./model ./model-half --kv-budget 50% --calibration text.txt
     """
     from gqa_convert.cli.console.conversion import show_conversion
     from gqa_convert.cli.console.conversion_progress import conversion_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.run import convert_checkpoint
 
-    wanted = group_counts(groups, groups_file)
+    check_one_choice_of_groups(groups, groups_file, kv_budget)
+    shard_size = byte_count(max_shard_size, "--max-shard-size")
+    budget, choice = cache_budget(kv_budget), None
+    if budget is None:
+        wanted = group_counts(groups, groups_file)
+    else:
+        from gqa_convert.cli.console.budget import show_choice
+        from gqa_convert.cli.console.progress import stage_progress
+        from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+        from gqa_convert.measuring.budget.run import choose_groups
+
+        with stage_progress(quiet=quiet) as step:
+            choice = choose_groups(
+                source,
+                out,
+                budget,
+                CalibrationOptions(
+                    calibration, calibration_tokens, calibration_length, seed, fit_steps, kl_steps, device
+                ),
+                method=method,
+                revision=revision,
+                overwrite=overwrite,
+                progress=step,
+                encoder=encoder,
+                native=native,
+                max_shard_size=shard_size,
+            )
+        wanted = choice.groups
+        if not quiet:
+            show_choice(choice)
     with conversion_progress(quiet=quiet) as screen:
         result = convert_checkpoint(
             source,
@@ -115,13 +153,13 @@ def convert(
             overwrite=overwrite,
             hash_weights=hash_weights,
             on_layer=screen.layer,
-            max_shard_size=byte_count(max_shard_size, "--max-shard-size"),
+            max_shard_size=shard_size,
             command=["gqa-convert", *sys.argv[1:]],
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
             on_cost=None if quiet else screen.expect,
             progress=screen.written,
         )
     if as_json:
-        print_json(result.as_json())
+        print_json(result.as_json() | ({} if choice is None else {"budget": choice.as_json()}))
     elif not quiet:
         show_conversion(result)

@@ -2,12 +2,14 @@
 
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
+from gqa_convert.measuring.budget.amount import KVBudget
 from gqa_convert.merging.methods import method_help
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
@@ -36,6 +38,15 @@ GroupsFile = Annotated[
         "--groups-file",
         metavar="FILE",
         help="In place of --groups: a file with one number per layer, as a JSON list or one per line.",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        metavar="SHARE",
+        help="In place of --groups: the K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB). Each layer of a Llama, Mistral or Qwen2 gets its number from its cost on the calibration text.",
         show_default=False,
     ),
 ]
@@ -179,6 +190,40 @@ def token_count(text: str | None, option: str) -> int | None:
     if match is None:
         raise OptionError(f"{option} {text!r} is not a number of tokens: write it like 32768 or 32k")
     return int(match[1]) << 10 * " KM".index(match[2].upper() or " ")
+
+
+def cache_budget(text: str | None) -> KVBudget | None:
+    """Parse `--kv-budget`: a share such as "50%" or "0.5", or bytes per token such as "64KiB"; None stays None."""
+    if text is None:
+        return None
+    if percent := re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", text, re.ASCII):
+        return KVBudget(text.strip(), share=Fraction(percent[1]) / 100)
+    if share := re.fullmatch(r"\s*([01]|[01]?\.\d{1,9})\s*", text, re.ASCII):
+        return KVBudget(text.strip(), share=Fraction(share[1]))
+    try:
+        return KVBudget(text.strip(), nbytes=byte_count(text, "--kv-budget"))
+    except OptionError:
+        raise OptionError(
+            f"--kv-budget {text!r} is neither a share nor a number of bytes: write it like 50%, 0.5 or 64KiB"
+        ) from None
+
+
+def check_one_choice_of_groups(groups: str | None, file: Path | None, budget: str | None) -> None:
+    """Check that the numbers of K/V heads are given, or a budget for choosing them, but not both.
+
+    Raises:
+        OptionError: they are not.
+    """
+    other = "--groups" if groups is not None else None if file is None else "--groups-file"
+    if budget is not None and other is not None:
+        raise OptionError(
+            f"--kv-budget and {other} exclude each other: a budget chooses the number of K/V heads of each layer"
+        )
+    if budget is None and other is None:
+        raise OptionError(
+            "--groups is missing: give the number of K/V heads per layer, a file with one for each layer (--groups-file), "
+            "or the K/V cache to keep (--kv-budget)"
+        )
 
 
 def group_counts(text: str | None, file: Path | None) -> int | list[int]:

@@ -97,10 +97,10 @@ class _Copy:
         logits, _ = next(self._logits)
         self.loss += _loss(logits, batch)[0]
         if compare:
-            self.blocks += [_divergence(ours, theirs) for ours, theirs in zip(logits, source, strict=True)]
+            self.blocks += [divergence(ours, theirs) for ours, theirs in zip(logits, source, strict=True)]
 
 
-def _divergence(student: Tensor, source: Tensor) -> float:
+def divergence(student: Tensor, source: Tensor) -> float:
     """The mean divergence in nats of a block's [L, vocabulary] logits."""
     labels = torch.zeros((1, len(source)), dtype=torch.long, device=source.device)
     total, count = kl_loss(student[None].float(), source[None].float(), labels)

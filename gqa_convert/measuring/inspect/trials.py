@@ -113,9 +113,9 @@ def run_trials(
         for site, *sites in zip(source, *trials.runners, strict=True):
             captured = dict(zip(trials.runners, sites, strict=True))
             work, place = inspection(by_name[site.name]), modules.index(site.name)
-            moments = _finite_moments(site, work.heads)
+            moments = finite_moments(site, work.heads)
             for count, merged in work.merged(groups, moments):
-                parameters = _parameters(work, site, merged, count)
+                parameters = merged_parameters(work, site, merged, count)
                 captured[trials.merged[count]].commit(parameters)
                 if count == fitted_groups[-1]:
                     captured[trials.single[place]].commit(parameters)
@@ -134,7 +134,7 @@ def run_trials(
     return [records[name] for name in by_name], measured.model_copy(update={"quick_fit": quick})
 
 
-def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
+def finite_moments(site: CapturedModule, heads: Heads) -> Moments:
     """The moments of the source's inputs of a layer.
 
     Raises:
@@ -148,8 +148,12 @@ def _finite_moments(site: CapturedModule, heads: Heads) -> Moments:
     return moments
 
 
-def _parameters(work: LayerInspection, site: CapturedModule, merged: Heads, groups: int) -> dict[str, Tensor]:
-    """Merged heads as parameters of the source's module, each repeated for its group."""
+def merged_parameters(work: LayerInspection, site: CapturedModule, merged: Heads, groups: int) -> dict[str, Tensor]:
+    """Merged heads as parameters of the source's module, each repeated for its group.
+
+    Raises:
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+    """
     own = site.parameters()
     device = next(iter(own.values())).device
     made = Assembly(work.parts, work.heads, work.tensors, groups, device)(as_parts(merged, device))

@@ -1,0 +1,1 @@
+"""Chooses the number of K/V heads of each layer for a budget of K/V cache."""

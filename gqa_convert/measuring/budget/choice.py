@@ -1,0 +1,100 @@
+"""The chosen numbers of K/V heads, and what was measured on the way."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gqa_convert.checkpoint.strict_json import JsonObject
+
+
+class Rule(StrEnum):
+    """How the numbers of a candidate were found."""
+
+    UNIFORM = "uniform"
+    SUM = "least sum of divergences"
+    ROOTS = "least sum of their square roots"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A number of K/V heads for each layer that stays within the budget.
+
+    Attributes:
+        rule: how it was found.
+        groups: the numbers, in the order of the layers.
+        kv_bytes_per_token: what they take over all layers.
+        kl: the KL divergence from the source in nats per token on held-out text, with all layers merged by the closed
+            form; infinite where the copy yields NaN or Inf.
+    """
+
+    rule: Rule
+    groups: tuple[int, ...]
+    kv_bytes_per_token: int
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChoice:
+    """What `choose_groups` found.
+
+    Attributes:
+        stated: the budget as the user wrote it.
+        limit: the most bytes of K/V per token that it allows.
+        source_bytes: those of the source.
+        candidates: what was compared, the uniform number first.
+        costs: by module: the divergence with this layer alone merged, by its number of K/V heads.
+        text: a description of the text.
+        held_out_tokens: on which candidates were compared.
+        warning: about the text, or None.
+    """
+
+    stated: str
+    limit: int
+    source_bytes: int
+    candidates: tuple[Candidate, ...]
+    costs: Mapping[str, Mapping[int, float]]
+    text: str
+    held_out_tokens: int
+    warning: str | None = None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that diverges least; the uniform number where several diverge equally."""
+        return min(self.candidates, key=lambda candidate: candidate.kl)
+
+    @property
+    def groups(self) -> int | list[int]:
+        """What `convert_checkpoint` takes: one number if all layers have the same, else one for each layer."""
+        chosen = self.chosen.groups
+        return chosen[0] if len(set(chosen)) == 1 else list(chosen)
+
+    def as_json(self) -> JsonObject:
+        """The choice as plain data; a divergence that is not finite is null."""
+        return {
+            "stated": self.stated,
+            "limit_kv_bytes_per_token": self.limit,
+            "source_kv_bytes_per_token": self.source_bytes,
+            "kv_bytes_per_token": self.chosen.kv_bytes_per_token,
+            "groups": self.groups,
+            "chosen": str(self.chosen.rule),
+            "candidates": [
+                {
+                    "rule": str(each.rule),
+                    "groups": list(each.groups),
+                    "kv_bytes_per_token": each.kv_bytes_per_token,
+                    "kl": _finite(each.kl),
+                }
+                for each in self.candidates
+            ],
+            "layers": [
+                {"module": module, "kl": {str(groups): _finite(kl) for groups, kl in costs.items()}}
+                for module, costs in self.costs.items()
+            ],
+            "text": self.text,
+            "held_out_tokens": self.held_out_tokens,
+        }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

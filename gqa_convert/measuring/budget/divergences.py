@@ -1,0 +1,126 @@
+"""Measures how far copies of the source with merged layers diverge from it on held-out text, all in lockstep."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner
+from gqa_convert.conversion.plan import merging_counts
+from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.measuring.inspect.layers import LayerInspection
+from gqa_convert.measuring.inspect.losses import divergence
+from gqa_convert.measuring.inspect.trials import finite_moments, merged_parameters
+from gqa_convert.merging.folding.merge import merge_layer
+
+COPIES: Final = 64
+"""Maximum number of copies of the source whose activations are in memory together while layers are merged alone."""
+
+Copy = Mapping[str, int]
+"""A copy of the source: the number of K/V heads of each merged layer by the layer's module; other layers are the source's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The loaded source, and the text that its copies are merged and measured on.
+
+    Attributes:
+        model: the loaded source.
+        layers: its attention layers.
+        inspection: reads a layer.
+        text: batches for the moments, from which the closed form merges heads.
+        held_out: batches for the divergences.
+    """
+
+    model: Any
+    layers: Sequence[AttentionLayer]
+    inspection: Callable[[AttentionLayer], LayerInspection]
+    text: Sequence[Batch]
+    held_out: Sequence[Batch]
+
+
+def measure_divergences(
+    subject: Subject, copies: Sequence[Copy], batches: int | None, progress: Callable[[int], None]
+) -> list[float]:
+    """The KL divergence of each copy from the source in nats per token; infinite where a copy yields NaN or Inf.
+
+    Args:
+        subject: the source and the text.
+        copies: what to measure. All are in memory together, as the activations of one pass over the held-out batches.
+        batches: how many held-out batches to measure on; None for all.
+        progress: called with the number of layers that all copies have passed.
+
+    Raises:
+        UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
+        NonFiniteError: a layer of the source gets or gives NaN or Inf.
+    """
+    by_name = {layer.module: layer for layer in subject.layers}
+    held_out = subject.held_out[:batches]
+    with ExitStack() as stack:
+
+        def run(text: Sequence[Batch]) -> LockstepRunner:
+            return stack.enter_context(LockstepRunner(subject.model, text, list(by_name), paired=False))
+
+        measured, source, students = run(subject.text), run(held_out), [run(held_out) for _ in copies]
+        for done, (site, _, *captured) in enumerate(zip(measured, source, *students, strict=True), start=1):
+            receivers: dict[int, list[CapturedModule]] = {}
+            for copy, module in zip(copies, captured, strict=True):
+                if site.name in copy:
+                    receivers.setdefault(copy[site.name], []).append(module)
+            if receivers:
+                _merge(subject.inspection(by_name[site.name]), site, receivers)
+            progress(done)
+        return _divergences(source, students)
+
+
+def measure_costs(
+    subject: Subject, layers: Sequence[AttentionLayer], progress: Callable[[int, int], None]
+) -> dict[str, dict[int, float]]:
+    """The divergence with one layer alone merged, on the first held-out batch: for each layer's module, by each smaller
+    number of K/V heads that divides its own.
+
+    Args:
+        subject: the source and the text.
+        layers: the layers to merge.
+        progress: called with the number of layers that the copies of all passes have passed, and that of all.
+
+    Raises:
+        UnsupportedFamilyError, NonFiniteError: as `measure_divergences`.
+    """
+    trials = [(layer.module, groups) for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]]
+    chunks = [trials[first : first + COPIES] for first in range(0, len(trials), COPIES)]
+    total = len(chunks) * len(subject.layers)
+    costs: dict[str, dict[int, float]] = {layer.module: {} for layer in layers}
+    for number, chunk in enumerate(chunks):
+        before = number * len(subject.layers)
+
+        def report(done: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        copies = [{module: groups} for module, groups in chunk]
+        for (module, groups), cost in zip(chunk, measure_divergences(subject, copies, 1, report), strict=True):
+            costs[module][groups] = cost
+    return costs
+
+
+def _merge(work: LayerInspection, site: CapturedModule, receivers: Mapping[int, Sequence[CapturedModule]]) -> None:
+    """Merge a layer into each number of heads, and give the weights to the copies that have this number."""
+    moments = finite_moments(site, work.heads)
+    for groups, modules in receivers.items():
+        merged = merge_layer(work.heads, groups, "factor", work.constraints, moments)
+        parameters = merged_parameters(work, site, merged, groups)
+        for module in modules:
+            module.commit(parameters)
+
+
+def _divergences(source: LockstepRunner, students: Sequence[LockstepRunner]) -> list[float]:
+    totals, tokens = [0.0] * len(students), 0
+    predictions = [student.logits() for student in students]
+    for theirs, _ in source.logits():
+        tokens += theirs.shape[0] * theirs.shape[1]
+        for place, each in enumerate(predictions):
+            ours, _ = next(each)
+            totals[place] += sum(divergence(*block) * len(block[0]) for block in zip(ours, theirs, strict=True))
+    # rounding can make the divergence of an equal copy slightly negative
+    return [max(0.0, total / tokens) if math.isfinite(total) else math.inf for total in totals]

@@ -1,0 +1,164 @@
+"""Chooses the number of K/V heads of each layer: measures what merging costs in each, and compares a few choices."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.publication import check_destination
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.measuring.budget.allocation import LayerCosts, largest_uniform, least_sum, least_sum_of_roots
+from gqa_convert.measuring.budget.amount import KVBudget
+from gqa_convert.measuring.budget.choice import BudgetChoice, Candidate, Rule
+from gqa_convert.measuring.inspect.layers import LayerInspection
+from gqa_convert.merging.methods import DEFAULT
+from gqa_convert.text.sources import STDLIB
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, the steps done and the number of steps."""
+
+
+def choose_groups(
+    source: str | Path,
+    out: str | Path,
+    budget: KVBudget,
+    text: CalibrationOptions,
+    *,
+    method: str | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+    **options: Any,
+) -> BudgetChoice:
+    """Choose the number of K/V heads of each layer so that all together stay within a budget of K/V cache.
+
+    The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged
+    by the closed form. Candidates are the numbers with the least sum of costs, those with the least sum of the costs'
+    square roots, and the largest uniform number. All are measured with all layers merged.
+
+    Args:
+        source: a local folder or a Hub id.
+        out: the folder that the conversion will make.
+        budget: of the K/V cache.
+        text: the options of calibration; without text, the built-in text is measured on.
+        method: of the conversion, as the user named it.
+        revision: branch, tag or commit on the Hub.
+        overwrite: whether the conversion may replace an existing result in `out`.
+        progress: called with the name of a stage, the steps done and the number of steps.
+        options: of the conversion's plan; see `make_plan`.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's options too; nothing
+            is written.
+    """
+
+    def check(checkpoint: Checkpoint) -> tuple[Plan, int]:
+        return _plan(checkpoint, budget, method, text, options)
+
+    checkpoint = open_local(source, revision, check)
+    plan, limit = check(checkpoint)
+    check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
+    measured = text if text.source is not None else replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
+    calibration = calibrate(plan, measured)
+
+    from gqa_convert.conversion.fit.lockstep import open_model
+    from gqa_convert.measuring.budget.divergences import Subject, measure_costs, measure_divergences
+    from gqa_convert.measuring.inspect.trials import split
+
+    before, held_out = split(calibration.batches)
+    assert checkpoint.folder is not None
+    layers = _numbered(plan)
+    with _inspecting(plan) as inspection:
+        model = open_model(checkpoint.folder, device=chosen_device(text.device))
+        subject = Subject(model, plan.layers, inspection, before, held_out)
+        costs = measure_costs(subject, layers, lambda done, total: progress("each layer alone", done, total))
+        rules = _candidates(layers, costs, limit)
+        kl = measure_divergences(
+            subject,
+            [_merged(layers, counts) for counts in rules],
+            None,
+            lambda done: progress("candidates", done, len(layers)),
+        )
+    candidates = tuple(
+        Candidate(rule, counts, _taken(layers, counts), each)
+        for (counts, rule), each in zip(rules.items(), kl, strict=True)
+    )
+    return BudgetChoice(
+        stated=budget.stated,
+        limit=limit,
+        source_bytes=plan.cache_bytes_per_token(after=False),
+        candidates=candidates,
+        costs=costs,
+        text=calibration.description,
+        held_out_tokens=sum(batch["input_ids"].numel() for batch in held_out),
+        warning=calibration.warning,
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint, budget: KVBudget, method: str | None, text: CalibrationOptions, options: dict[str, Any]
+) -> tuple[Plan, int]:
+    """A plan of the source for reading its layers, and the limit in bytes per token; refuses what cannot be converted."""
+    plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
+    layers = _numbered(plan)
+    kept = [layer.kv_heads for layer in layers]
+    if max(kept) == 1:
+        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+    # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
+    plan_conversion(checkpoint, [1, *kept[1:]], method, text, seed=text.seed, **options)
+    limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
+    if reason := why_no_text(checkpoint):
+        raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
+    return plan, limit
+
+
+def _numbered(plan: Plan) -> list[AttentionLayer]:
+    """The layers in the order of their numbers."""
+    return sorted(plan.layers, key=lambda layer: layer.number)
+
+
+def _head_bytes(layer: AttentionLayer) -> int:
+    return (layer.key_head_dim + layer.value_head_dim) * DTYPES[layer.dtype].itemsize
+
+
+def _taken(layers: Sequence[AttentionLayer], counts: Sequence[int]) -> int:
+    return sum(groups * _head_bytes(layer) for layer, groups in zip(layers, counts, strict=True))
+
+
+def _candidates(
+    layers: Sequence[AttentionLayer], costs: dict[str, dict[int, float]], limit: int
+) -> dict[tuple[int, ...], Rule]:
+    """The different candidates, each with the first rule that yields it; the uniform one first."""
+    by_layer = [LayerCosts(_head_bytes(layer), costs[layer.module] | {layer.kv_heads: 0.0}) for layer in layers]
+    rules = {Rule.UNIFORM: largest_uniform, Rule.SUM: least_sum, Rule.ROOTS: least_sum_of_roots}
+    found: dict[tuple[int, ...], Rule] = {}
+    for rule, choose in rules.items():
+        found.setdefault(choose(by_layer, limit), rule)
+    return found
+
+
+def _merged(layers: Sequence[AttentionLayer], counts: Sequence[int]) -> dict[str, int]:
+    """The copy in which layers have these numbers of K/V heads."""
+    return {layer.module: groups for layer, groups in zip(layers, counts, strict=True) if groups != layer.kv_heads}
+
+
+@contextmanager
+def _inspecting(plan: Plan) -> Iterator[Callable[[AttentionLayer], LayerInspection]]:
+    """Read layers of a plan's source."""
+    finder = attention_of(plan)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-budget-")))
+        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, work, stack))
+        yield lambda layer: LayerInspection(finder, layer, read)
