@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=None, help="of calibration text (default: as a conversion would)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a block")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     parser.add_argument(
         "--steps",
         type=int,
