@@ -24,4 +24,4 @@ def test_the_interface_is_small() -> None:
     public = {name for name in vars(lockstep.LockstepRunner) if not name.startswith("_")}
     assert public == {"logits", "close"}, "docs/lockstep-runner.md describes the interface: iterate, logits, close"
     public = {name for name in vars(lockstep.CapturedModule) if not name.startswith("_")}
-    assert public == {"parameters", "run", "residual", "commit"}
+    assert public == {"parameters", "run", "residual", "commit", "first"}
