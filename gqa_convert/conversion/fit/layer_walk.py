@@ -35,7 +35,9 @@ class FittedLayers:
     errors: Mapping[str, float]
     """Of each module's `output`, the part of its target that it misses, in root mean square."""
     divergence: float
-    """KL(source || result) in nats per token, on calibration text that no gradient step and no regression has seen."""
+    """KL(source || result) in nats per token, on calibration text that no gradient step and no regression has seen; where
+    there is a single batch, on that one.
+    """
 
 
 def fit_checkpoint(
