@@ -33,7 +33,7 @@ def sampled_layers(layers: int) -> list[int]:
     return [(2 * number + 1) * layers // (2 * count) for number in range(count)]
 
 
-def judging_batches(held_out: Sequence[Batch]) -> Sequence[Batch]:
+def compared_batches(held_out: Sequence[Batch]) -> Sequence[Batch]:
     """The first held-out batches, with about `_JUDGED_TOKENS` tokens."""
     tokens = 0
     for number, batch in enumerate(held_out):

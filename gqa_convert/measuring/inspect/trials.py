@@ -22,7 +22,7 @@ from gqa_convert.measuring.inspect.losses import Trials, measure
 from gqa_convert.measuring.inspect.quick_fit import (
     FITTED_GROUPS,
     STEPS,
-    judging_batches,
+    compared_batches,
     quickly_fitted,
     sampled_layers,
 )
@@ -93,7 +93,7 @@ def run_trials(
     by_name = {layer.module: layer for layer in layers}
     modules = list(by_name)
     sampled, fitted_groups = sampled_layers(len(modules)), spread(groups, FITTED_GROUPS)
-    judged = judging_batches(held_out)
+    judged = compared_batches(held_out)
     records: dict[str, InspectedLayer] = {}
     with ExitStack() as stack:
 
