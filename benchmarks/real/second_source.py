@@ -10,6 +10,10 @@ over pairs and layers. Unrelated heads of equal norm have 1.41.
 
     python -m benchmarks.real.second_source --folder /tmp/real
 
+The copies part at a high rate only, and the knowledge that this costs comes back at a low one, so the model of
+docs/real-model.md was trained twice: `--start` continues with a model that this script made before, on other text
+with another `--seed`.
+
 A killed run resumes from its last state, which is saved every ten minutes.
 """
 
@@ -35,6 +39,7 @@ from .folders import DEFAULT_FOLDER, KV_HEADS, SECOND, SMOLLM2, model_folder, sc
 BLOCK = 1024
 STEP_TOKENS = 2048
 WARM_UP = 10
+RECORD = "training.json"
 DEFAULT_TOKENS = 1 << 19
 DEFAULT_RATE = 0.01
 _SAVE_SECONDS = 600
@@ -75,25 +80,28 @@ def share_of_rate(step: int, steps: int) -> float:
 class Training:
     """The run: model, optimizer, text and state file."""
 
-    def __init__(self, folder: Path, tokens: int, rate: float) -> None:
+    def __init__(self, folder: Path, tokens: int, rate: float, seed: int = 0, start: Path | None = None) -> None:
         """
         Args:
             folder: the benchmark's folder.
             tokens: of text.
             rate: the highest learning rate, as a share of the root mean square of a matrix.
+            seed: of the choice of text.
+            start: a result of an earlier run to continue with; None repeats the heads of SmolLM2.
         """
-        repeated = scratch(folder, "repeated")
-        if not repeated.is_dir():
-            convert_checkpoint(model_folder(folder, SMOLLM2), repeated, KV_HEADS[SECOND], method="mean")
-        self.model, _ = load_model(repeated, torch.float32)
-        self.tokenizer = load_tokenizer(repeated)
+        first = start or scratch(folder, "repeated")
+        if not first.is_dir():
+            convert_checkpoint(model_folder(folder, SMOLLM2), first, KV_HEADS[SECOND], method="mean")
+        self.model, _ = load_model(first, torch.float32)
+        self.tokenizer = load_tokenizer(first)
         self._folder = folder
-        self.settings = {"tokens": tokens, "rate": rate, "tokens_per_step": STEP_TOKENS, "block": BLOCK}
+        self._earlier = None if start is None else json.loads((start / RECORD).read_text(encoding="utf-8"))
+        self.settings = {"tokens": tokens, "rate": rate, "seed": seed, "tokens_per_step": STEP_TOKENS, "block": BLOCK}
         text = calibration_batches(
-            repeated,
+            first,
             str(calibration_file(folder, MIXED)),
             tokens,
-            seed=0,
+            seed=seed,
             sequence_length=BLOCK,
             batch_tokens=STEP_TOKENS,
         )
@@ -191,13 +199,14 @@ class Training:
             "held_out_loss_before": self.before,
             "held_out_loss_after": self.held_out_loss(),
             **self.settings,
+            "earlier": self._earlier,
         }
         partial = out.with_name(f".{out.name}.new")
         for key in [key for key in vars(self.model.config) if key.startswith("multi_query")]:
             delattr(self.model.config, key)  # it has as many K/V heads as query heads
         self.model.to(torch.bfloat16).save_pretrained(partial)
         self.tokenizer.save_pretrained(partial)
-        (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(out)
         self._state_file.unlink()
         return record
@@ -210,6 +219,8 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=DEFAULT_RATE, help="learning rate as a share of a matrix's size (%(default)s)"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of text (default: %(default)s)")
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="continue with an earlier result, moved there")
     parser.add_argument(
         "--stop-after", type=int, metavar="STEP", help="save the state there and stop; run again to resume"
     )
@@ -217,8 +228,11 @@ def main() -> None:
     folder = arguments.folder.expanduser()
     out = model_folder(folder, SECOND)
     if out.exists():
-        sys.exit(f"{out} exists: remove it to make the model again")
-    training = Training(folder, arguments.tokens, arguments.rate)
+        sys.exit(f"{out} exists: remove it to make the model again, or move it away and name it with --start")
+    start = arguments.start and arguments.start.expanduser()
+    if start and not (start / RECORD).is_file():
+        sys.exit(f"{start} has no {RECORD}: --start takes a result of this script")
+    training = Training(folder, arguments.tokens, arguments.rate, arguments.seed, start)
     stop = min(arguments.stop_after or training.steps, training.steps)
     sys.stderr.write(f"{training.steps} steps, from {training.step} to {stop}\n")
     if stop < training.steps:
