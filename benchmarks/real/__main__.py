@@ -10,9 +10,9 @@ FOLDER contains the models and the text, which are made once:
     python -m benchmarks.real.second_source --folder FOLDER
 
 Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length,
-retrieval of needles, two tasks, and for each source decode speed and cache bytes. Scores that the output has already
-are not measured again, so a killed command resumes when it is repeated. `python -m benchmarks.real.report` writes the
-tables of docs/real-model.md.
+retrieval of needles and two tasks. Scores that the output has already are not measured again, so a killed command
+resumes when it is repeated. `python -m benchmarks.real.decoding` measures decode speed, and
+`python -m benchmarks.real.report` writes the tables of docs/real-model.md.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from gqa_convert.families.loading import load_model, load_tokenizer
 
 from .choice import tasks
 from .conversions import METHODS, Conversion, Job, converted, discard
-from .decoding import decode
 from .documents import MIXED, held_out_blocks, read_documents
 from .folders import DEFAULT_FOLDER, HOW_TO_MAKE, KV_HEADS, MODELS, TARGETS, model_folder, scratch, text_file
 from .needle import LENGTHS, retrieve, sentences
@@ -149,17 +148,13 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
                     yield Job(model, groups, method.name, *text)
 
 
-def measure_source(bench: Bench, records: Records, model: str, folder: Path, options: argparse.Namespace) -> None:
+def measure_source(bench: Bench, records: Records, model: str) -> None:
     known = records.data["models"][model]
     scores = known.setdefault("scores", {})
     known["kv_heads"] = KV_HEADS[model]
     if bench.missing(scores):
         bench.measure(scores, None, records.write)
         bench.free()
-    if not options.skip_decoding and "decoding" not in known:
-        groups = tuple(sorted({KV_HEADS[model], *(target.groups for target in TARGETS if target.model == model)}))
-        known["decoding"] = decode(model_folder(folder, model), groups, tuple(options.contexts))
-        records.write()
 
 
 def measure_job(bench: Bench, records: Records, job: Job, folder: Path) -> None:
@@ -189,7 +184,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is scored (default: all)")
-    parser.add_argument("--skip-decoding", action="store_true", help="leave decode speed out")
     parser.add_argument("--tokens", type=int, help="held-out tokens per kind of text and window (default: 8192)")
     parser.add_argument("--windows", nargs="+", type=int, help="window lengths (default: 512 2048)")
     parser.add_argument("--haystacks", type=int, help="texts per length, with five needles each (default: 4)")
@@ -209,7 +203,6 @@ def parsed() -> argparse.Namespace:
     options.haystacks = options.haystacks or (1 if quick else 4)
     options.needle_lengths = LENGTHS[:1] if quick else LENGTHS
     options.items = options.items or (4 if quick else 64)
-    options.contexts = (64,) if quick else (512, 4096)
     return options
 
 
@@ -229,7 +222,7 @@ def main() -> None:
     for model in options.models:
         known = records.model(model, model_folder(folder, model))
         benches[model] = Bench(folder, model, known["weights"], options)
-        measure_source(benches[model], records, model, folder, options)
+        measure_source(benches[model], records, model)
     for job in jobs(options):
         measure_job(benches[job.model], records, job, folder)
 

@@ -17,6 +17,7 @@ from benchmarks.records import Cell
 
 from .__main__ import OUTPUT
 from .conversions import METHODS
+from .decoding import OUTPUT as DECODING
 from .folders import KV_HEADS, SECOND, SMOLLM2, TARGETS, Target
 from .needle import DEPTHS
 from .text import KINDS
@@ -243,31 +244,37 @@ def choice_table(data: Data) -> str:
     return table([*LABELS, "continuation", "cloze"], lines) if lines else MISSING
 
 
-def decoding_table(data: Data) -> str:
-    lines, notes = [], []
-    for name, known in data["models"].items():
-        if "decoding" not in known:
-            continue
-        decoding = known["decoding"]
-        for time in decoding["times"]:
-            middle = f"{time['tokens_per_second']:.1f}"
+def decoding_table(decoding: Data) -> str:
+    """Milliseconds of a step by engine, and what the bytes that a step reads would allow."""
+    if not decoding:
+        return MISSING
+    found: dict[tuple[int, int, str], dict[int, float]] = {}
+    for time in decoding["times"]:
+        key = (time["context"], time["batch"], time["engine"])
+        found.setdefault(key, {})[time["groups"]] = statistics.median(time["ms"])
+    groups = [time["groups"] for time in decoding["times"]]
+    many, few = max(groups), min(groups)
+    lines = []
+    for context, batch in dict.fromkeys((context, batch) for context, batch, _ in found):
+        weights, caches = zip(*(decoding["bytes"][f"{each}-{context}-{batch}"] for each in (many, few)), strict=True)
+        read = [sum(pair) for pair in zip(weights, caches, strict=True)]
+        floors = [each / decoding["memory_bytes_per_second"] * 1000 for each in read]
+        timed = {engine: each for (*cell, engine), each in found.items() if cell == [context, batch]}
+        for engine, times in [*timed.items(), ("bytes read / bandwidth", dict(zip((many, few), floors, strict=True)))]:
             lines.append(
                 [
-                    NAMES[name],
-                    str(time["groups"]),
-                    time["engine"],
-                    f"{time['context']:,}",
-                    middle,
-                    f"{time['kv_bytes']:,.0f}",
+                    f"{context:,}",
+                    str(batch),
+                    f"{caches[0] / 1e6:,.0f} -> {caches[1] / 1e6:,.0f}",
+                    engine,
+                    f"{times[many]:.1f} -> {times[few]:.1f}",
+                    f"{times[many] / times[few]:.2f}",
                 ]
             )
-        absent = "; ".join(f"{engine}: {reason}" for engine, reason in decoding["not_measured"].items())
-        note = f"{decoding['dtype']}, {decoding['threads']} CPU threads, attention {decoding['attention']}. Not measured: {absent}."
-        notes += [note] if note not in notes else []
-    if not lines:
-        return MISSING
-    header = ["model", "K/V heads", "engine", "tokens in the cache", "tokens/s", "K/V bytes"]
-    return "\n\n".join([table(header, lines), *notes])
+    header = ["tokens in the cache", "batch", "K/V cache, MB", "engine", "ms per step", "times as fast"]
+    absent = "".join(f" Not measured: {engine} ({why})." for engine, why in decoding["not_measured"].items())
+    known = ", ".join(f"{name} {version}" for name, version in decoding["versions"].items())
+    return f"{table(header, lines)}\n\nMedians; {many} -> {few} K/V heads; {known}.{absent}"
 
 
 def sources_table(data: Data) -> str:
@@ -282,8 +289,13 @@ def sources_table(data: Data) -> str:
     return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
 
 
-def blocks(data: Data) -> dict[str, str]:
-    """The text of every block of the page."""
+def blocks(data: Data, decoding: Data) -> dict[str, str]:
+    """The text of every block of the page.
+
+    Args:
+        data: content of the file of `benchmarks.real`.
+        decoding: content of the file of `benchmarks.real.decoding`; empty if there is none.
+    """
     made: dict[str, Callable[[Data], str]] = {
         "results": results_table,
         "sources": sources_table,
@@ -292,10 +304,9 @@ def blocks(data: Data) -> dict[str, str]:
         "training": training_table,
         "needles": needle_table,
         "tasks": choice_table,
-        "decoding": decoding_table,
         "commands": commands,
     }
-    return {name: make(data) for name, make in made.items()}
+    return {name: make(data) for name, make in made.items()} | {"decoding": decoding_table(decoding)}
 
 
 def main() -> None:
@@ -305,7 +316,8 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
-    for name, text in blocks(data).items():
+    decoding = json.loads(DECODING.read_text(encoding="utf-8")) if DECODING.is_file() else {}
+    for name, text in blocks(data, decoding).items():
         page = filled(page, name, text)
     arguments.page.write_text(page, encoding="utf-8")
 

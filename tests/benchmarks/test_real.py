@@ -224,11 +224,24 @@ def test_the_report_has_a_row_for_each_method() -> None:
         "models": {"smollm2": {"kv_heads": 3, "scores": scores}},
         "cells": [mean, fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
     }
-    made = blocks(data)
+    decoding = {
+        "versions": {"torch": "2.13.0"},
+        "not_measured": {"vLLM": "not installed"},
+        "memory_bytes_per_second": 1e10,
+        "bytes": {"1-512-1": [8e6, 2e6], "3-512-1": [9e6, 6e6]},
+        "times": [
+            {"engine": "llama.cpp", "groups": groups, "context": 512, "batch": 1, "ms": [ms, ms, 99.0]}
+            for groups, ms in ((3, 4.5), (1, 3.0))
+        ],
+    }
+    made = blocks(data, decoding)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3 -> 1" in row
     assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
     assert "| mixed, 102,400 |" in row
     assert "| 0: 0.500, 50: 0.400, 100: 0.300 | 0.250 |" in made["training"]
-    assert MISSING in blocks({"commands": [], "models": {}, "cells": []})["results"]
+    assert "| 512 | 1 | 6 -> 2 | llama.cpp | 4.5 -> 3.0 | 1.50 |" in made["decoding"]
+    assert "| bytes read / bandwidth | 1.5 -> 1.0 | 1.50 |" in made["decoding"]
+    assert "Not measured: vLLM (not installed)." in made["decoding"]
+    assert MISSING in blocks({"commands": [], "models": {}, "cells": []}, {})["results"]
