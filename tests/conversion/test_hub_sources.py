@@ -1,0 +1,48 @@
+"""Sources as the Hub has them: planned, converted, verified, fitted, and loaded with transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.loading import load_any_model
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.fitting import fitted
+from tests.helpers.hub_sources import HUB_SOURCES, write_hub_source
+from tests.helpers.verification import failed
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a repository's folder, once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = write_hub_source(HUB_SOURCES[name], tmp_path_factory.mktemp("hub") / "source")
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", HUB_SOURCES)
+def test_the_result_computes_what_the_source_computes_with_repeated_heads(
+    name: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, row, out = folder(name), HUB_SOURCES[name], tmp_path / "out"
+    convert_checkpoint(source, out, row.groups, method="mean")
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == (row.type_of_copy or row.config["model_type"])
+    assert failed(verify_checkpoint(out, source)) == {}
+
+
+@pytest.mark.parametrize("name", [name for name, source in HUB_SOURCES.items() if source.fit])
+def test_two_steps_of_fit(name: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fitted(folder(name), out, HUB_SOURCES[name].groups, steps=2, max_shard_size=1_000_000)
+    assert load_any_model(out, torch.float32).missing == []
