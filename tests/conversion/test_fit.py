@@ -23,6 +23,7 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.precision import is_reduced, precision_of
+from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.conversion.fit.statistics import DAMPING, Moment, Regression, best_change
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -131,12 +132,16 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
             }
         )
         expected = parts.repeated(parts.join(heads, tensors, groups), groups)
-        made = Assembly(parts, source, tensors, groups, "cpu")(as_parts(heads, "cpu"))
-        assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
-        for name, array in expected.items():
-            torch.testing.assert_close(
-                made[name.removeprefix(f"{layer.module}.")], torch.from_numpy(array), rtol=1e-6, atol=1e-6
-            )
+        for repeats_products in (False, True):
+            assembly = Assembly(parts, source, tensors, groups, "cpu", repeats_products=repeats_products)
+            made = assembly(as_parts(heads, "cpu"))
+            assert made.keys() == {name.removeprefix(f"{layer.module}.") for name in expected}
+            for name, array in expected.items():
+                tensor = made[name.removeprefix(f"{layer.module}.")]
+                if isinstance(tensor, RepeatedRows):
+                    assert len(tensor.rows) <= 0.75 * len(array)
+                    tensor = tensor.whole()
+                torch.testing.assert_close(tensor, torch.from_numpy(array), rtol=1e-6, atol=1e-6)
 
 
 def _stored(found: dict[str, Any], name: str) -> Any:

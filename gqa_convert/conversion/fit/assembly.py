@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.merging.folding.heads import Heads, LayerTensors, Tensors
 
+FEWER = 0.75
+"""Of the rows of a weight: where merged heads have no more, products are made of them."""
 ROLES = ("queries", "keys", "values", "outputs", "output_bias")
 BIASES = {"queries": "queries_bias", "keys": "keys_bias", "values": "values_bias"}
 Parts = Mapping[str, Tensor]
@@ -57,12 +60,23 @@ class Assembly:
         tensors: its tensors, whose gains of key norms are averaged over each group.
         groups: K/V heads of the result.
         device: of the module.
+        repeats_products: whether products with the weights are made of merged heads and then repeated, where this saves
+            at least a quarter of a projection's.
 
     Raises:
         UnsupportedFamilyError: a tensor's numbers lie otherwise than rows and columns of heads do.
     """
 
-    def __init__(self, layer: LayerTensors, source: Heads, tensors: Tensors, groups: int, device: Any) -> None:
+    def __init__(
+        self,
+        layer: LayerTensors,
+        source: Heads,
+        tensors: Tensors,
+        groups: int,
+        device: Any,
+        *,
+        repeats_products: bool = False,
+    ) -> None:
         shapes = {
             "queries": source.queries.shape[:3],
             "keys": (groups, source.keys.shape[1]),
@@ -81,6 +95,7 @@ class Assembly:
         marked = layer.join(Heads(**numbers, outputs=columns, output_bias=bias), layer.narrowed(tensors), groups)
         marked = layer.repeated(marked, groups)
         self._module = layer.layer.module
+        self._repeats_products = repeats_products and not layer.transposed
         self._fixed: dict[str, Tensor] = {}
         self._rows: dict[str, _Rows] = {}
         self._output, self._bias = layer.output_names
@@ -124,10 +139,12 @@ class Assembly:
         return _Rows(names, _index(index, base, device), torch.from_numpy(taken).to(device), fixed)
 
     def __call__(self, parts: Parts) -> dict[str, Tensor]:
-        """The module's parameters, by name inside it, with gradients to the parts."""
-        result = dict(self._fixed)
+        """The module's parameters, by name inside it, with gradients to the parts. With `repeats_products`, some are
+        `RepeatedRows`.
+        """
+        result: dict[str, Any] = dict(self._fixed)
         for name, rows in self._rows.items():
-            whole = rows.gathered(parts)
+            whole = rows.gathered(parts, repeats_products=self._repeats_products)
             result[name] = whole.T if self._transposed and whole.dim() == 2 else whole
         columns = parts["outputs"].permute(2, 0, 1, 3).flatten(1)
         columns = columns if self._columns is None else columns.index_select(1, self._columns)
@@ -150,10 +167,12 @@ class _Rows:
     fixed: Tensor | None
     """The source's tensor, rows first, unless all are taken."""
 
-    def gathered(self, parts: Parts) -> Tensor:
+    def gathered(self, parts: Parts, *, repeats_products: bool) -> Any:
         found = [parts[name].flatten(0, -2) if name in BIASES else parts[name].flatten() for name in self.names]
         rows = found[0] if len(found) == 1 else torch.cat(found)
-        rows = rows if self.index is None else rows.index_select(0, self.index)
+        if self.index is not None:
+            fewer = rows.dim() == 2 and self.taken is None and len(rows) <= FEWER * len(self.index)
+            rows = RepeatedRows(rows, self.index) if fewer and repeats_products else rows.index_select(0, self.index)
         if self.taken is None or self.fixed is None:
             return rows
         return torch.where(self.taken if rows.dim() == 1 else self.taken[:, None], rows, self.fixed)

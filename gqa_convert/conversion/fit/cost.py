@@ -124,7 +124,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     """Of a method that runs source and student on text."""
     import torch
 
-    from gqa_convert.conversion.fit.precision import precision_of
+    from gqa_convert.conversion.fit.precision import is_reduced, precision_of
     from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
     from gqa_convert.conversion.fit.statistics import MOST_DOUBLE_COLUMNS, STRENGTHS
     from gqa_convert.conversion.fit.whole_model import ACTIVATIONS, has_room
@@ -133,8 +133,9 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     config, device = plan.checkpoint.config, chosen_device(options.device)
     tokens = options.tokens or calibration_tokens_for(config)
     block = min(options.sequence_length or calibration_length_for(config), tokens)
-    sizes = _sizes(plan, block, LayerSizes)
-    rates = measured_rates(sizes, device, precision_of(plan, torch.device(device)))
+    precision = precision_of(plan, torch.device(device))
+    sizes = _sizes(plan, block, LayerSizes, repeats_products=is_reduced(precision))
+    rates = measured_rates(sizes, device, precision)
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
     steps = steps_per_layer(options) if plan.merge_method.trains else 0
     precise = rates.double if max(d, q) <= MOST_DOUBLE_COLUMNS else rates.single
@@ -182,14 +183,25 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     return _estimate(plan, spent, memory, disk, tokens, device)
 
 
-def _sizes(plan: Plan, block: int, make: Any) -> Any:
-    """The sizes of the mean layer."""
+def _sizes(plan: Plan, block: int, make: Any, *, repeats_products: bool) -> Any:
+    """The sizes of the mean layer.
+
+    Args:
+        plan: of the conversion.
+        block: tokens of a block.
+        make: the class of the sizes.
+        repeats_products: as an `Assembly` does.
+    """
+    from gqa_convert.conversion.fit.assembly import FEWER
+
     config, first, layers = plan.checkpoint.config, plan.layers[0], plan.layers
     d, vocabulary = _hidden_size(plan), stated_count(config, VOCABULARY_KEYS) or 0
     entries = [entry for _, _, entry in plan.checkpoint.tensors()]
     embeddings = sum(entry.elements for entry in entries if vocabulary in entry.shape)
     attention = sum(d * (each.heads + each.kv_heads) * (each.key_head_dim + each.value_head_dim) for each in layers)
     other = max(0, plan.parameters_before - embeddings - attention)
+    merged = sum(plan.layer_groups) / len(plan.layer_groups)
+    trained = max(1, round(merged)) if repeats_products and merged <= FEWER * first.kv_heads else first.kv_heads
     experts, used = stated_count(config, _EXPERTS), stated_count(config, _USED_EXPERTS)
     if experts and used:
         other = other * min(used, experts) // experts
@@ -197,6 +209,7 @@ def _sizes(plan: Plan, block: int, make: Any) -> Any:
         hidden_size=d,
         heads=first.heads,
         kv_heads=first.kv_heads,
+        trained_kv_heads=trained,
         key_head_dim=first.key_head_dim,
         value_head_dim=first.value_head_dim,
         feed_forward=other // len(layers),

@@ -107,7 +107,14 @@ class LayerFitting:
         self._exact = _EXACT_REDUCED if is_reduced(options.precision) else _EXACT
         self.source = layer.layout.cut(layer.tensors)
         self.device = next(iter(module.parameters().values())).device
-        self.assembly = Assembly(layer.layout, self.source, layer.tensors, self.groups, self.device)
+        self.assembly = Assembly(
+            layer.layout,
+            self.source,
+            layer.tensors,
+            self.groups,
+            self.device,
+            repeats_products=is_reduced(options.precision),
+        )
         self._check_parameters()
         weight, _ = layer.layout.output_names
         self.projection = weight.removeprefix(f"{layer.layout.layer.module}.").removesuffix(".weight")

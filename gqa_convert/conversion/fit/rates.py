@@ -12,6 +12,8 @@ from typing import Any
 
 _OPERATIONS = {"cpu": 2e9, "cuda": 2e11}
 """Floating-point operations of a timed product, about; a fraction of a second each."""
+_GROUP = 4
+"""The most query heads that are timed beyond that."""
 _REPEATED = 0.15
 """Seconds: shorter computations are timed several times, and the fastest counts."""
 
@@ -23,6 +25,8 @@ class LayerSizes:
     hidden_size: int
     heads: int
     kv_heads: int
+    trained_kv_heads: int
+    """Of which the gradient stages make products."""
     key_head_dim: int
     value_head_dim: int
     feed_forward: int
@@ -74,12 +78,13 @@ def measured_rates(
     single = _product(clock, sizes, budget, torch.float32, place)
     double = double_rate() if place.type == "cpu" else _product(clock, sizes, budget, torch.float64, place)
     with torch.enable_grad(), precision():
-        attention = _attention(sizes, rows, length, budget, place)
+        attention = _attention(sizes, sizes.kv_heads, rows, length, budget, place)
+        trained = _attention(sizes, sizes.trained_kv_heads, rows, length, budget, place)
         feed_forward = _feed_forward(sizes, budget, place)
         logits, divergence = _logits(sizes, budget, place)
         return Rates(
             attention=clock.seconds(attention.forward) * attention.scale,
-            attention_gradient=clock.seconds(attention.gradient) * attention.scale,
+            attention_gradient=clock.seconds(trained.gradient) * trained.scale,
             feed_forward=clock.seconds(feed_forward.forward) * feed_forward.scale,
             feed_forward_gradient=clock.seconds(feed_forward.gradient) * feed_forward.scale,
             logits=clock.seconds(logits.forward) * logits.scale,
@@ -146,21 +151,23 @@ class _Clock:
         return best
 
 
-def _attention(sizes: LayerSizes, rows: int, length: int, budget: float, device: Any) -> _Timed:
-    """Projections, rotary positions, causal attention and the output projection, for some of the heads."""
+def _attention(sizes: LayerSizes, kv_heads: int, rows: int, length: int, budget: float, device: Any) -> _Timed:
+    """Projections, rotary positions, causal attention and the output projection, for some of the heads: those of one K/V
+    head or more, as far as these are few.
+    """
     import torch
     from torch.nn import functional
 
     from gqa_convert.attention.causal_training import causal_attention
     from gqa_convert.conversion.fit.training_attention import is_faster
 
-    share = sizes.kv_heads / sizes.heads
-    per_head = rows * length * 2 * (
-        sizes.hidden_size * (1 + share) * (sizes.key_head_dim + sizes.value_head_dim)
-    ) + rows * length * length * 2 * (sizes.key_head_dim + sizes.value_head_dim)
-    heads = max(1, min(sizes.heads, int(budget / per_head)))
-    kv_heads = max(1, round(heads * share))
+    ratio = max(1, round(sizes.heads / kv_heads))
+    widths = sizes.key_head_dim + sizes.value_head_dim
+    per_head = 2 * rows * length * widths * (sizes.hidden_size * (1 + 1 / ratio) + length)
+    heads = max(min(ratio, _GROUP), min(sizes.heads, int(budget / per_head)))
+    kv_heads = max(1, heads // ratio)
     heads = heads // kv_heads * kv_heads
+    rows = rows if heads * per_head <= budget else 1
     states = torch.randn(rows, length, sizes.hidden_size, device=device)
 
     def weight(count: int, head_dim: int) -> Any:

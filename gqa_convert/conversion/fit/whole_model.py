@@ -16,7 +16,7 @@ from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_pa
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.precision import Precision
+from gqa_convert.conversion.fit.precision import Precision, is_reduced
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.source_layer import attention_of
@@ -74,7 +74,9 @@ def train_together(
     for number, (layout, groups) in enumerate(zip(layouts, counts, strict=True)):
         tensors = store.read(number)
         merged, repeated = layout.cut(tensors, groups), layout.repeated(tensors, groups)
-        assemblies[layout.layer.module] = Assembly(layout, merged, repeated, groups, model.device)
+        assemblies[layout.layer.module] = Assembly(
+            layout, merged, repeated, groups, model.device, repeats_products=is_reduced(precision)
+        )
         parts.append(as_parts(merged, model.device))
     count, least = len(layouts), 0.0 if requested else WORTHWHILE
     trained, kl = match_predictions(

@@ -128,7 +128,8 @@ class CapturedModule:
                 raise ValueError(
                     f"{self.name}.{name} was given with shape {tuple(tensor.shape)}, and the module has {found}"
                 )
-            fitting[name] = tensor.to(own)
+            alike = tensor.dtype == own.dtype and tensor.device == own.device
+            fitting[name] = tensor if alike else tensor.to(own)
         return fitting
 
 
