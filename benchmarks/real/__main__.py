@@ -143,7 +143,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             if not method.calibrated and number:
                 continue
             for model, groups in TARGETS:
-                if model in options.models:
+                if model in options.models and groups in (options.groups or (groups,)):
                     text = (options.calibration, options.calibration_tokens, seed) if method.calibrated else (None,) * 3
                     yield Job(model, groups, method.name, *text)
 
@@ -181,6 +181,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="with the models and text/ (%(default)s)")
     parser.add_argument("--output", type=Path, help=f"default: {OUTPUT}; with --quick, quick.json in the folder")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--groups", nargs="+", type=int, help="K/V heads to convert to (default: 1, of second 3 too)")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is scored (default: all)")
