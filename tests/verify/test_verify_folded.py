@@ -4,6 +4,7 @@ one fails.
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from gqa_convert.verify.behaviour import divergence
 from gqa_convert.verify.folded.constraints import rotary_dims, rotary_pairs
 from gqa_convert.verify.folded.functions import score_loss, value_loss
 from gqa_convert.verify.folded.heads import Heads
+from gqa_convert.verify.report import Failure
 from tests.helpers.own_files import SIZES as OWN_SIZES
 from tests.helpers.own_files import make_source
 from tests.helpers.verification import Damage, details, edit, edit_json, failed, save_tokenizer, tensor_of
@@ -161,6 +163,18 @@ def test_a_fit_that_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, mon
     assert set(failed(verify_checkpoint(out, source))) == {"better than mean"}
     monkeypatch.setattr(divergence.Predictions, "logits", lambda *_: 1 / 0)
     assert "cannot be run" in failed(verify_checkpoint(out, source))["better than mean"]
+
+
+@pytest.mark.parametrize(
+    ("out", "mean", "passes"),
+    [(0.2, 0.5, True), (0.5, 0.2, False), (4e-4, 0.0, True), (2e-3, 0.0, False), (math.nan, 0.5, False)],
+)
+def test_where_the_mean_loses_nothing_a_negligible_divergence_passes(out: float, mean: float, passes: bool) -> None:
+    if passes:
+        assert divergence.judge_divergence(out, mean, "").numbers["kl"] == out
+        return
+    with pytest.raises(Failure):
+        divergence.judge_divergence(out, mean, "")
 
 
 # The measures, against sums over everything
