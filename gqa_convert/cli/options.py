@@ -76,7 +76,7 @@ Calibration = Annotated[
         "--calibration",
         "-c",
         metavar="TEXT",
-        help="Calibration text: a file, a folder, a glob pattern or a Hub dataset. Repeat the option to mix texts in equal shares.",
+        help="Calibration text or conversations: a file, a folder, a glob pattern or a Hub dataset. Repeat the option to mix texts in equal shares.",
         show_default=False,
     ),
 ]

@@ -27,9 +27,12 @@ from gqa_convert.families.context_length import (
     stated_positions,
 )
 from gqa_convert.families.loading import TASKS, auto_class, is_encoder_decoder, load_tokenizer, read_config
+from gqa_convert.text.chat_encoding import ChatEncoder
+from gqa_convert.text.chats import ChatColumns
 from gqa_convert.text.decoder_start import decoder_start
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.hub_rows import HubText
+from gqa_convert.text.marked_tokens import ids_of
 from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import Integers, mix, permuted
 from gqa_convert.text.samples import make_sampler
@@ -39,7 +42,7 @@ from gqa_convert.text.stretched_blocks import stretched, stretches
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import default_cache
 from gqa_convert.text.token_streams import GrowingFile
-from gqa_convert.text.tokenizing import TextEncoder, batches
+from gqa_convert.text.tokenizing import Encoder, TextEncoder, batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +148,8 @@ def calibration_batches(
 
     Args:
         model_folder: a local checkpoint with its tokenizer; its weights are not read.
-        source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`; or, as in a recipe's `data`, a
+        source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`, of text or, rendered by the chat
+            template, of conversations in rows with `messages`; or, as in a recipe's `data`, a
             mapping with further keys such as `text_field` and `split`, whose weight is ignored; or a list of these,
             from which blocks are drawn in equal shares. Where one has too little text, the others contribute more.
         tokens: the number of text tokens, rounded up to whole blocks.
@@ -176,10 +180,9 @@ def calibration_batches(
     tokenizer = usable_tokenizer(model_folder)
     blocks = _Blocks(model_folder, config, tokenizer, sequence_length, context, seed)
     needed = -(-tokens // blocks.raw)
-    encoder = TextEncoder(tokenizer, closed=blocks.kind != "spans")
     judging, further = -(-held_out_tokens // blocks.raw), -(-fresh_tokens // blocks.raw)
     count = max(needed, (needed + judging + further) // _OVERSAMPLING) * blocks.raw
-    label, text, sizes = _all_tokens(source, encoder, count)
+    label, text, sizes = _all_tokens(source, tokenizer, count, closed=blocks.kind != "spans")
     if len(text) < 2:
         raise DataError(f"{label} holds {len(text)} tokens, calibration needs at least 2: name more text")
     cuts, held_out, fresh = _draws(sizes, blocks.raw, (needed, judging, further), seed)
@@ -338,33 +341,36 @@ def _batched(cuts: dict[int, int], rows: int) -> Iterator[tuple[list[int], int, 
         yield from ((starts[first : first + rows], length, first) for first in range(0, len(starts), rows))
 
 
-def _all_tokens(source: Any, encoder: TextEncoder, count: int) -> tuple[str, npt.NDArray[Any], list[int]]:
+def _all_tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any], list[int]]:
     """The labels of all sources, their tokens one behind the other, and how many each has."""
     sources = list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not sources:
         raise DataError(
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
-    each = [_tokens(one, encoder, count) for one in sources]
+    each = [_tokens(one, tokenizer, count, closed=closed) for one in sources]
     texts = [text for _, text in each]
     return " and ".join(label for label, _ in each), np.concatenate(texts), [len(text) for text in texts]
 
 
-def _tokens(source: Any, encoder: TextEncoder, count: int) -> tuple[str, npt.NDArray[Any]]:
+def _tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any]]:
     """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
-    text = open_source(as_source(str(source) if isinstance(source, Path) else source), default_cache())
+    stated = as_source(str(source) if isinstance(source, Path) else source)
+    text = open_source(stated, default_cache(), chats=True)
+    chats = isinstance(text.columns, ChatColumns)
+    encoder: Encoder = ChatEncoder(tokenizer, "all") if chats else TextEncoder(tokenizer, closed=closed)
     if isinstance(text, FileText):
-        return text.label, _file_tokens(text, encoder, count)
+        return text.label, ids_of(_file_tokens(text, encoder, count))
     assert isinstance(text, HubText)
     stream = GrowingFile(text, encoder, default_cache(), writes=True)
     try:
         size, _ = stream.size(_OVERSAMPLING * count)
-        return f"{text.label}@{text.commit[:12]}", stream.read(0, min(size, _OVERSAMPLING * count))
+        return f"{text.label}@{text.commit[:12]}", ids_of(stream.read(0, min(size, _OVERSAMPLING * count)))
     finally:
         stream.close()
 
 
-def _file_tokens(text: FileText, encoder: TextEncoder, count: int) -> npt.NDArray[Any]:
+def _file_tokens(text: FileText, encoder: Encoder, count: int) -> npt.NDArray[Any]:
     share = min(1.0, max(_WHOLE, _OVERSAMPLING * _CHARACTERS * count) / max(1, text.total_bytes))
     while True:
         tokens = _encoded(text if share == 1 else _thinned(text, share), encoder)
@@ -385,7 +391,7 @@ def _thinned(pieces: Iterable[Piece], share: float) -> Iterator[Piece]:
         seen += len(piece.text)
 
 
-def _encoded(pieces: Iterable[Piece], encoder: TextEncoder) -> npt.NDArray[Any]:
+def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> npt.NDArray[Any]:
     parts, begins = [np.empty(0, encoder.dtype)], True
     for batch in batches(pieces):
         parts.append(encoder.encode(batch, begins=begins)[0])

@@ -1,7 +1,8 @@
 """Documents, and the rows that hold them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from gqa_convert.errors import DataError
 
@@ -13,6 +14,48 @@ class Piece(NamedTuple):
 
     text: str
     last: bool = True
+
+
+class Columns(Protocol):
+    """The columns that hold the documents of a source."""
+
+    @property
+    def name(self) -> str:
+        """The first column, for messages."""
+
+    def identity(self) -> Any:
+        """Everything that the pieces depend on besides the rows, as plain data."""
+
+    def columns(self, where: str, names: Sequence[str]) -> list[str]:
+        """The columns to read; raises DataError if one is missing."""
+
+    def pieces(self, row: Mapping[str, Any], where: str) -> list[Piece]:
+        """The document in a row; raises DataError if the row does not hold one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextColumn:
+    """The column of running text."""
+
+    name: str = "text"
+
+    def identity(self) -> str:
+        """Everything that the pieces depend on besides the rows."""
+        return self.name
+
+    def columns(self, where: str, names: Sequence[str]) -> list[str]:
+        """The column to read.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if self.name not in names:
+            raise no_field(where, self.name, names)
+        return [self.name]
+
+    def pieces(self, row: Mapping[str, Any], where: str) -> list[Piece]:
+        """See `row_pieces`."""
+        return row_pieces(row, self.name, where)
 
 
 def row_pieces(row: Mapping[str, Any], text_field: str, where: str) -> list[Piece]:
@@ -35,8 +78,9 @@ def row_pieces(row: Mapping[str, Any], text_field: str, where: str) -> list[Piec
 
 def no_field(where: str, text_field: str, names: Sequence[str]) -> DataError:
     found = ", ".join(map(str, names[:20])) or "nothing"
+    chats = ", or set `format: chat` if it holds conversations" if {"messages", "conversations"} & {*names} else ""
     return DataError(
-        f"{where} has no {text_field!r}, found {found}: name the field that holds the text with `text_field`"
+        f"{where} has no {text_field!r}, found {found}: name the field that holds the text with `text_field`{chats}"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import DataError, GQAConvertError
-from gqa_convert.text.documents import no_field, pair_columns
+from gqa_convert.text.documents import Columns, pair_columns
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -20,23 +20,24 @@ class HubText:
     Attributes:
         label: its id.
         commit: of the repository.
+        columns: the columns that hold the documents.
     """
 
     label: str
     commit: str
     name: str | None
     split: str
-    text_field: str
+    columns: Columns
 
     def identity(self) -> list[Any]:
         """Everything that the documents depend on, as plain data for a cache key."""
-        return ["hub", self.label, self.commit, self.name, self.split, self.text_field]
+        return ["hub", self.label, self.commit, self.name, self.split, self.columns.identity()]
 
     def rows(self, fields: Sequence[str] = ()) -> Iterable[Mapping[str, Any]]:
         """The rows, as `datasets` streams them.
 
         Args:
-            fields: the fields of pairs; if empty, the text column is read.
+            fields: the fields of pairs; if empty, the columns of the documents are read.
 
         Raises:
             DataError: the dataset, configuration, split or column does not exist.
@@ -55,9 +56,7 @@ class HubText:
             return rows  # type: ignore[no-any-return]
         if fields:
             return rows.select_columns(pair_columns(self.label, fields, rows.column_names))  # type: ignore[no-any-return]
-        if self.text_field not in rows.column_names:
-            raise no_field(self.label, self.text_field, rows.column_names)
-        return rows.select_columns([self.text_field])  # type: ignore[no-any-return]
+        return rows.select_columns(self.columns.columns(self.label, rows.column_names))  # type: ignore[no-any-return]
 
 
 def numbered_rows(text: HubText, fields: Sequence[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:

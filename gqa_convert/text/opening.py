@@ -4,17 +4,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gqa_convert.errors import DataError
+from gqa_convert.text.chat_encoding import ChatEncoder
+from gqa_convert.text.chats import ChatColumns
 from gqa_convert.text.documents import PAIR_KEYS
 from gqa_convert.text.framing import Frame, frames_of
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.infilling import FramedTokens
+from gqa_convert.text.marked_tokens import learns_any
 from gqa_convert.text.packing import check_size
 from gqa_convert.text.pair_files import PairEncoder, build_pair_file, open_pair_file, pair_path
 from gqa_convert.text.sources import Source, open_source
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import Progress, TokenSource, build_token_file, file_key, open_token_file
 from gqa_convert.text.token_streams import GrowingFile
-from gqa_convert.text.tokenizing import TextEncoder
+from gqa_convert.text.tokenizing import Encoder, TextEncoder
 
 
 class Opener(Protocol):
@@ -42,6 +45,7 @@ class TextOpener:
         closed: end each document with end-of-text.
         framed: add the special tokens around a block in the source's language.
         shortest: the fewest tokens that a source must have.
+        chats: whether sources may hold conversations.
         processes: how many processes tokenise files.
     """
 
@@ -54,6 +58,7 @@ class TextOpener:
         closed: bool,
         framed: bool,
         shortest: int,
+        chats: bool = False,
         processes: int = 1,
     ) -> None:
         self._tokenizer, self._folder, self._progress, self._framed, self._shortest = (
@@ -63,30 +68,39 @@ class TextOpener:
             framed,
             shortest,
         )
+        self._chats = chats
         self._encoder = TextEncoder(tokenizer, closed=closed)
         self._processes = processes
 
     def make(self, source: Source) -> TokenSource:
-        text = open_source(source, self._folder)
+        text = open_source(source, self._folder, chats=self._chats)
+        encoder = self._encoder_of(text, source)
         if isinstance(text, HubText):
-            tokens: TokenSource = GrowingFile(text, self._encoder, self._folder, writes=True)
+            tokens: TokenSource = GrowingFile(text, encoder, self._folder, writes=True)
         else:
-            path = build_token_file(text, self._encoder, self._folder, self._progress, processes=self._processes)
+            path = build_token_file(text, encoder, self._folder, self._progress, processes=self._processes)
             tokens = self._opened(path, text)
+            if isinstance(encoder, ChatEncoder) and not learns_any(tokens):
+                raise DataError(
+                    f"{text.label} has no message of the assistant, whose tokens are learned: name other conversations, or set loss_on to all"
+                )
         check_size(tokens, self._shortest, text.label)
         return self._in_frame(tokens, source)
 
     def find(self, source: Source) -> TokenSource:
-        text = open_source(source, self._folder, ask=False)
+        text = open_source(source, self._folder, ask=False, chats=self._chats)
+        encoder = self._encoder_of(text, source)
         if isinstance(text, HubText):
-            tokens = GrowingFile(text, self._encoder, self._folder, writes=False)
+            tokens = GrowingFile(text, encoder, self._folder, writes=False)
             tokens.look()
             if tokens.size()[0] < self._shortest:
                 raise _not_there(text.label, self._folder)
             return self._in_frame(tokens, source)
-        return self._in_frame(
-            self._opened(self._folder / f"{file_key(text.identity(), self._encoder)}.tokens", text), source
-        )
+        return self._in_frame(self._opened(self._folder / f"{file_key(text.identity(), encoder)}.tokens", text), source)
+
+    def _encoder_of(self, text: FileText | HubText, source: Source) -> Encoder:
+        chats = isinstance(text.columns, ChatColumns)
+        return ChatEncoder(self._tokenizer, source.loss_on) if chats else self._encoder
 
     def _opened(self, path: Path, text: FileText) -> TokenSource:
         tokens = open_token_file(path)

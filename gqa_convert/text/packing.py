@@ -14,6 +14,7 @@ import numpy as np
 
 from gqa_convert.errors import DataError
 from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.marked_tokens import ends_document, ids_of, is_learned
 from gqa_convert.text.order import Integers, mix, permuted
 from gqa_convert.text.token_files import TokenSource
 
@@ -169,16 +170,16 @@ def causal_batch(rows: Integers, cuts: Sequence[Cut], eos: int, *, document_mask
     """Samples for a causal language model.
 
     Args:
-        rows: [b, L + 1], the blocks' tokens and the token after each.
+        rows: [b, L + 1], the blocks' tokens with their marks, and the token after each.
         cuts: the locations of the blocks.
         eos: closes each document.
         document_mask: number the documents, for attention within each.
 
     Returns:
-        `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict), and with `document_mask`
+        `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict or learn), and with `document_mask`
         also `position_ids` and `document_ids`, which count from 0 in each block: [b, L].
     """
-    ids, labels = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:].copy()
+    ids, labels = ids_of(rows[:, :-1]), np.where(is_learned(rows[:, 1:]), ids_of(rows[:, 1:]), IGNORED)
     length = ids.shape[1]
     for row, (start, fresh, size) in zip(labels, cuts, strict=True):
         row[fresh:] = IGNORED
@@ -188,7 +189,7 @@ def causal_batch(rows: Integers, cuts: Sequence[Cut], eos: int, *, document_mask
             row[size - 1 - start] = IGNORED
     batch = {"input_ids": ids, "labels": labels}
     if document_mask:
-        ends = ids == eos
+        ends = ends_document(rows[:, :-1], eos)
         labels[ends] = IGNORED
         documents = np.zeros_like(ids)
         np.cumsum(ends[:, :-1], axis=1, out=documents[:, 1:])

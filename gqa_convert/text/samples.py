@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.objectives import OBJECTIVES, Objective, SampleSettings
+from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, Objective, SampleSettings
 from gqa_convert.text.opening import Opener, PairOpener, TextOpener
 from gqa_convert.text.order import Integers, Mixture, mix
 from gqa_convert.text.packing import SHUFFLE_WINDOW, Sampler
@@ -251,6 +251,7 @@ def _open(
                 closed=record.closes_documents,
                 framed=record.frames_blocks,
                 shortest=sampler.shortest,
+                chats=objective == CAUSAL,
                 processes=processes,
             )
         opened = [opener.make(source) for source in given] if is_local_main else []

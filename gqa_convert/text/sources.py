@@ -8,10 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import DataError, RecipeError
+from gqa_convert.text.chat_encoding import LossOn
+from gqa_convert.text.chats import ChatColumns
+from gqa_convert.text.documents import Columns, TextColumn
 from gqa_convert.text.hub_rows import HubText, commit_of
 from gqa_convert.text.keys import key, keys_of, read_keys, read_path
 from gqa_convert.text.stdlib_text import source_files
@@ -61,11 +64,24 @@ class Source:
     target_language: str | None = key(
         "The language of the texts that the decoder learns to write.", default=None, aliases=("tgt_lang",)
     )
+    format: Literal["auto", "text", "chat"] = key(
+        "`text` is running text, `chat` conversations; see [conversations](#conversations). `auto` is `chat` for files "
+        "whose first row has `messages_field` and no `text_field`.",
+        default="auto",
+    )
+    messages_field: str = key(
+        "For conversations: the field of the list of messages, which have `role` and `content`, or `from` and `value`.",
+        default="messages",
+        aliases=("conversations", "messages_column"),
+    )
+    loss_on: LossOn = key(
+        "For conversations: the tokens that are learned, those of the assistant or all.", default="assistant"
+    )
 
     @property
     def holds_pairs(self) -> bool:
-        """Whether the source holds pairs of texts, not running text."""
-        return self.source_field is not None
+        """Whether the source holds pairs of texts, not running text or conversations."""
+        return self.source_field is not None and self.format != "chat"
 
 
 def read_source(where: str, item: Any) -> Source:
@@ -115,42 +131,66 @@ def as_source(given: object) -> Source:
         raise DataError(str(problem)) from None
 
 
-def open_source(source: Source, memory: Path, *, ask: bool = True) -> FileText | HubText:
-    """Resolve a source to files or a Hub dataset, without reading any text.
+def open_source(source: Source, memory: Path, *, ask: bool = True, chats: bool = False) -> FileText | HubText:
+    """Resolve a source to files or a Hub dataset, reading no more than the first row.
 
     Args:
         source: the source as the recipe states it.
         memory: the folder that remembers the commits of Hub datasets.
         ask: query the Hub for the commit of a dataset even if one is remembered.
+        chats: whether the caller reads conversations, whose columns are a `ChatColumns`.
 
     Raises:
-        DataError: the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
+        DataError: the source holds conversations and `chats` is false; the file or dataset does not exist, a pattern matches nothing, or a key that only applies to Hub
             datasets is given for local files.
     """
     given = source.source
     if not given:
         raise DataError("a data source is empty: name a file, a folder, a pattern or a dataset on the Hub")
+    columns = _columns(source, chats)
     if given in (STDLIB, HELD_OUT):
         _refuse_hub_keys(source)
-        return FileText(given, _found(source_files(given == HELD_OUT), given), source.text_field, lenient=True)
+        if isinstance(columns, ChatColumns):
+            raise DataError(f"{given} is running text and format is chat: remove format")
+        columns = TextColumn(source.text_field)
+        return FileText(given, _found(source_files(given == HELD_OUT), given), columns, lenient=True)
     path = local_path(given)
     if path.exists() or glob.has_magic(given):
         _refuse_hub_keys(source)
     if path.is_file():
-        return FileText(given, [path], source.text_field)
+        return _files(source, [path], columns)
     if path.is_dir():
-        return FileText(
-            given, _found([file for file in sorted(path.rglob("*")) if _is_text(file)], given), source.text_field
-        )
+        return _files(source, [file for file in sorted(path.rglob("*")) if _is_text(file)], columns)
     if glob.has_magic(given):
         files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  # patterns may begin with /
-        return FileText(given, _found([file for file in files if file.is_file()], given), source.text_field)
+        return _files(source, [file for file in files if file.is_file()], columns)
     if not is_on_hub(source):
         raise DataError(
             f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or a dataset on the Hub"
         )
     commit = commit_of(given, source.revision, memory, ask=ask)
-    return HubText(given, commit, source.name, source.split, source.text_field)
+    return HubText(given, commit, source.name, source.split, columns or TextColumn(source.text_field))
+
+
+def _columns(source: Source, chats: bool) -> Columns | None:
+    """The columns that a source states; None if its first row decides."""
+    if source.format == "chat":
+        if not chats:
+            raise DataError(
+                f"{source.source} holds conversations, which only decoders are trained and calibrated on: name running text"
+            )
+        return ChatColumns(source.messages_field, source.source_field, source.target_field)
+    return None if chats and source.format == "auto" else TextColumn(source.text_field)
+
+
+def _files(source: Source, files: list[Path], columns: Columns | None) -> FileText:
+    """Files with the columns of their source, or those that the first row suggests."""
+    text = FileText(source.source, _found(files, source.source), columns or source.text_field)
+    if columns is None:
+        names = text.first_fields()
+        if source.messages_field in names and source.text_field not in names:
+            text.columns = ChatColumns(source.messages_field)
+    return text
 
 
 def is_on_hub(source: Source) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.documents import PAIR_KEYS, Piece, no_field, pair_columns, row_pieces
+from gqa_convert.text.documents import PAIR_KEYS, Columns, Piece, TextColumn, pair_columns
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -30,13 +30,15 @@ class FileText:
 
     Attributes:
         files: the files, in the order in which they are read.
+        columns: the columns that hold the documents of JSON and Parquet files; a name is that of a column of text.
         sizes: their sizes on disk, in bytes.
         total_bytes: the sum of the sizes.
         lenient: whether files that are not UTF-8 and short files are skipped.
     """
 
-    def __init__(self, label: str, files: Sequence[Path], text_field: str, *, lenient: bool = False) -> None:
-        self.label, self.files, self.text_field = label, list(files), text_field
+    def __init__(self, label: str, files: Sequence[Path], columns: Columns | str, *, lenient: bool = False) -> None:
+        self.label, self.files = label, list(files)
+        self.columns: Columns = TextColumn(columns) if isinstance(columns, str) else columns
         self.lenient = lenient
         self._finished = 0
         self._handle: io.BufferedReader | None = None
@@ -53,7 +55,7 @@ class FileText:
             [os.path.realpath(path), stat.st_size, stat.st_mtime_ns]
             for path, stat in zip(self.files, self._stats, strict=True)
         ]
-        return ["files", files, self.text_field, self.lenient]
+        return ["files", files, self.columns.identity(), self.lenient]
 
     def bytes_read(self) -> int:
         """The bytes read so far."""
@@ -80,6 +82,23 @@ class FileText:
         path = self.files[number]
         with self.explained(path):
             yield from self._read(path, start, stop)
+
+    def first_fields(self) -> list[str]:
+        """The fields of the first row of the first file; none if it is plain text, empty or can't be read."""
+        path = self.files[0]
+        try:
+            with path.open("rb") as handle:
+                if kind_of(path) in _PARQUET:
+                    import pyarrow.parquet as pq
+
+                    return list(pq.read_schema(handle).names)
+                if kind_of(path) not in _JSON_LINES:
+                    return []
+                with _decompressed(path, handle) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as text:
+                    _, row = next(_json_values(path, iter(text)))
+                    return list(row)
+        except Exception:  # reading the text explains what is wrong with it
+            return []
 
     def rows(self, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The location of each row of JSON-lines and Parquet files, for messages, and the given fields, as far as the
@@ -145,13 +164,17 @@ class FileText:
                     yield from [Piece(content)] if len(content) > 100 else []
                 elif kind in _JSON_LINES:
                     yield from self._json_lines(path, text, start)
+                elif not isinstance(self.columns, TextColumn):
+                    raise DataError(
+                        f"{path} is plain text, which holds no conversations: name JSON lines or Parquet files, or remove `format: chat`"
+                    )
                 else:
                     ends = whole or stop == path.stat().st_size
                     yield from text_pieces(text, ends=ends)
 
     def _json_lines(self, path: Path, lines: Iterable[str], start: int) -> Iterator[Piece]:
-        for where, row in self._json_rows(path, lines, self.text_field, start):
-            yield from row_pieces(row, self.text_field, where)
+        for where, row in self._json_rows(path, lines, self.columns.name, start):
+            yield from self.columns.pieces(row, where)
 
     def _json_rows(
         self, path: Path, lines: Iterable[str], field: str, start: int = 0
@@ -162,13 +185,11 @@ class FileText:
             yield where, row
 
     def _parquet(self, path: Path, handle: io.BufferedReader, start: int, stop: int | None) -> Iterator[Piece]:
-        def column(names: Sequence[str]) -> list[str]:
-            if self.text_field not in names:
-                raise no_field(str(path), self.text_field, names)
-            return [self.text_field]
+        def columns(names: Sequence[str]) -> list[str]:
+            return self.columns.columns(str(path), names)
 
-        for where, row in self._parquet_rows(path, handle, column, start, stop):
-            yield from row_pieces(row, self.text_field, where)
+        for where, row in self._parquet_rows(path, handle, columns, start, stop):
+            yield from self.columns.pieces(row, where)
 
     def _parquet_rows(
         self,

@@ -23,7 +23,7 @@ from gqa_convert.checkpoint.locks import try_lock, wait_for_lock
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import DataError
 from gqa_convert.text.text_files import FileText
-from gqa_convert.text.tokenizing import TextEncoder
+from gqa_convert.text.tokenizing import Encoder
 
 FORMAT = 1
 HEADER = 4096
@@ -61,7 +61,7 @@ class TokenSource(Protocol):
         """Stop background threads."""
 
 
-def file_key(identity: Any, encoder: TextEncoder) -> str:
+def file_key(identity: Any, encoder: Encoder) -> str:
     """The file name of a source's tokens."""
     return hashlib.sha256(json.dumps([FORMAT, identity, encoder.key]).encode()).hexdigest()
 
@@ -148,9 +148,7 @@ def _unpacked(block: bytes) -> dict[str, Any] | None:
     return header if header["format"] == FORMAT else None
 
 
-def build_token_file(
-    text: FileText, encoder: TextEncoder, cache: Path, progress: Progress, *, processes: int = 1
-) -> Path:
+def build_token_file(text: FileText, encoder: Encoder, cache: Path, progress: Progress, *, processes: int = 1) -> Path:
     """Tokenise a source unless it is cached. If several processes call this at once, one tokenises and the others wait.
 
     The parts of the text are tokenised into files of their own, which a later call finds if this one is killed, and

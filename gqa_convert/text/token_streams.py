@@ -21,10 +21,10 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.errors import DataError, GQAConvertError
-from gqa_convert.text.documents import Piece, row_pieces
+from gqa_convert.text.documents import Columns, Piece
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.token_files import FORMAT, cache_problem, circular, file_key, map_tokens
-from gqa_convert.text.tokenizing import TextEncoder, batches
+from gqa_convert.text.tokenizing import Encoder, batches
 
 _AHEAD = 1 << 25
 """The tokens that are kept ready beyond those requested."""
@@ -63,7 +63,7 @@ class GrowingFile:
 
     grows = True
 
-    def __init__(self, text: HubText, encoder: TextEncoder, cache: Path, *, writes: bool) -> None:
+    def __init__(self, text: HubText, encoder: Encoder, cache: Path, *, writes: bool) -> None:
         self.label = text.label
         self.fingerprint = file_key(text.identity(), encoder)
         self._dtype = encoder.dtype
@@ -119,7 +119,7 @@ class GrowingFile:
 class _Writer:
     """A thread that appends, unless another process does, until the requested tokens and a reserve are available."""
 
-    def __init__(self, text: HubText, encoder: TextEncoder, path: Path) -> None:
+    def __init__(self, text: HubText, encoder: Encoder, path: Path) -> None:
         self.needed = 0
         self._text, self._path = text, path
         self._encoder = copy.deepcopy(encoder)  # a tokenizer must not be shared by two threads
@@ -189,7 +189,7 @@ class _Writer:
         counted = _CountedRows(self._text.rows(), commit)
         with self._explained(), self._path.open("ab") as file:
             file.truncate(commit.tokens * self._encoder.dtype.itemsize)  # remove what was written after the last commit
-        for batch in batches(counted.pieces(self._text.text_field, self._text.label)):
+        for batch in batches(counted.pieces(self._text.columns, self._text.label)):
             tokens, _ = self._encoder.encode(batch, begins=True)
             commit = Commit(commit.tokens + len(tokens), counted.rows, False, counted.state())
             with self._explained(), self._path.open("ab") as file:
@@ -228,10 +228,10 @@ class _CountedRows:
         elif commit.rows:
             self._source = source.skip(commit.rows) if hasattr(source, "skip") else _without(source, commit.rows)
 
-    def pieces(self, text_field: str, label: str) -> Iterator[Piece]:
+    def pieces(self, columns: Columns, label: str) -> Iterator[Piece]:
         for row in self._source:
             self.rows += 1
-            yield from row_pieces(row, text_field, f"{label} row {self.rows}")
+            yield from columns.pieces(row, f"{label} row {self.rows}")
 
     def state(self) -> Any:
         """The dataset's position, if the dataset reports one that JSON can represent."""

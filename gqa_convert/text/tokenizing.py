@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,21 @@ from gqa_convert.text.documents import Piece
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
+
+
+class Encoder(Protocol):
+    """Turns documents into tokens.
+
+    Attributes:
+        dtype: of the tokens.
+        key: a hash of everything that determines the tokens.
+    """
+
+    dtype: np.dtype[Any]
+    key: str
+
+    def encode(self, pieces: list[Piece], *, begins: bool) -> tuple[Tokens, int]:
+        """The concatenated tokens of the pieces, and the number of documents that end in them."""
 
 
 class TextEncoder:

@@ -15,14 +15,12 @@ from gqa_convert.errors import DeviceMemoryError
 from gqa_convert.text.file_parts import Part, parts_of, pieces_of
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import Progress, open_token_file, write_token_file
-from gqa_convert.text.tokenizing import TextEncoder, batches
+from gqa_convert.text.tokenizing import Encoder, batches
 
 _LOOK = 0.5  # seconds
 
 
-def tokenize_parts(
-    text: FileText, encoder: TextEncoder, folder: Path, progress: Progress, processes: int
-) -> list[Path]:
+def tokenize_parts(text: FileText, encoder: Encoder, folder: Path, progress: Progress, processes: int) -> list[Path]:
     """Tokenise the parts of a text that are not in the folder yet.
 
     Args:
@@ -61,7 +59,7 @@ def _bytes(group: Sequence[Part]) -> int:
 
 def _tokenize(
     text: FileText,
-    encoder: TextEncoder,
+    encoder: Encoder,
     group: Sequence[Part],
     path: Path,
     report: Callable[[int], None] = lambda nbytes: None,
@@ -93,11 +91,11 @@ def _tokenize(
     return _bytes(group)
 
 
-_work: tuple[FileText, TextEncoder, list[tuple[Part, ...]], list[Path]]
+_work: tuple[FileText, Encoder, list[tuple[Part, ...]], list[Path]]
 """What a process of the pool works on."""
 
 
-def _start(text: FileText, encoder: TextEncoder, paths: list[Path]) -> None:
+def _start(text: FileText, encoder: Encoder, paths: list[Path]) -> None:
     """Prepare a process of the pool. Stopping is the business of the process that started it."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,7 +111,7 @@ def _do(number: int) -> int:
 
 def _in_processes(
     text: FileText,
-    encoder: TextEncoder,
+    encoder: Encoder,
     paths: list[Path],
     progress: Progress,
     processes: int,

@@ -56,9 +56,13 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
     if possible == (CAUSAL,):
         if pairs:
             raise RecipeError(
-                f"data names source_field and target_field, and {recipe.model} is a decoder-only model: name the text with text_field instead"
+                f"data names source_field and target_field, and {recipe.model} is a decoder-only model: add `format: chat` if they are a prompt and its response, or name the text with text_field"
             )
         return CAUSAL
+    if any(source.format == "chat" for source in (*recipe.data, *(recipe.evaluation_data or ()))):
+        raise RecipeError(
+            f"data has format chat, and {recipe.model} is an encoder-decoder, which is trained on {_FIELDS}: name pairs of texts"
+        )
     if pairs:
         return PAIRS
     if possible == (PAIRS,):

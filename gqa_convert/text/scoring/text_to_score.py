@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.documents import PAIR_KEYS, Piece, row_pieces, well_formed
+from gqa_convert.text.documents import PAIR_KEYS, Piece, well_formed
 from gqa_convert.text.hub_rows import HubText, numbered_rows
 from gqa_convert.text.pairs import Pair, pairs_of
 from gqa_convert.text.scoring.texts import encode
@@ -104,7 +104,7 @@ def _counted(text: FileText, progress: Progress) -> Iterator[Piece]:
 
 
 def _hub_pieces(text: HubText) -> Iterator[Piece]:
-    pieces = (row_pieces(row, text.text_field, where) for where, row in numbered_rows(text))
+    pieces = (text.columns.pieces(row, where) for where, row in numbered_rows(text))
     return (piece._replace(text=well_formed(piece.text)) for piece in chain.from_iterable(pieces))
 
 

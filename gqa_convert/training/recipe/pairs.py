@@ -1,10 +1,10 @@
-"""Checks that a recipe's sources fit its objective: running text, or pairs of texts."""
+"""Checks that a recipe's sources fit its objective: running text, conversations, or pairs of texts."""
 
 from collections.abc import Sequence
 
 from gqa_convert.errors import RecipeError
 from gqa_convert.text.keys import keys_of
-from gqa_convert.text.objectives import OBJECTIVES
+from gqa_convert.text.objectives import CAUSAL, OBJECTIVES
 from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe.schema import Recipe
 
@@ -20,6 +20,11 @@ def check_pairs(recipe: Recipe) -> None:
     named = [*_named("data", recipe.data), *_named("evaluation_data", recipe.evaluation_data or ())]
     for key, source in named:
         _check_keys(key, source)
+    chats = [key for key, source in named if source.format == "chat"]
+    if recipe.objective not in ("auto", CAUSAL) and chats:
+        raise RecipeError(
+            f"objective is {recipe.objective} and {chats[0]} has format chat, which only the objective causal reads: remove one of them"
+        )
     pairs = [key for key, source in named if source.holds_pairs]
     texts = [key for key, source in named if not source.holds_pairs]
     if recipe.objective == "pairs" and texts:
@@ -54,6 +59,16 @@ def _check_keys(key: str, source: Source) -> None:
     ):
         if getattr(source, one) is not None and getattr(source, other) is None:
             raise RecipeError(f"{key} names {one} without {other}: give both, or neither")
+    if source.format == "text":
+        for name in ("messages_field", "loss_on"):
+            if getattr(source, name) != keys_of(Source)[name].default:
+                raise RecipeError(
+                    f"{key} has format text and names {name}, which belongs to conversations: remove one of them"
+                )
+    if source.format == "chat" and source.source_language is not None:
+        raise RecipeError(
+            f"{key} has format chat and names source_language, which belongs to pairs: remove one of them"
+        )
     if source.target_language is not None and not source.holds_pairs:
         raise RecipeError(
             f"{key} names target_language and is running text in one language: remove target_language, or add source_field and target_field"
