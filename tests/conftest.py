@@ -1,6 +1,7 @@
 """Settings and fixtures of the whole suite."""
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -10,6 +11,10 @@ pytest.register_assert_rewrite("tests.helpers")
 # Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
 # imports torch, and subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hundreds of processes import the package, and would spend most of that time on compiling it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 EXPECTED_SKIPS = (

@@ -4,8 +4,6 @@ wrong.
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +25,9 @@ from tests.helpers.checkpoints import (
     write_config,
     write_llama,
 )
+from tests.helpers.command_line import run_python
 from tests.helpers.hub_server import BROKEN, GATED, HubServer
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -68,13 +66,8 @@ def ask(
         "HF_HUB_OFFLINE": "0",
         "NO_PROXY": "*",
     }
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, verb, source, str(out), revision],
-        cwd=ROOT,
-        env=os.environ | settings | env,
-        capture_output=True,
-        text=True,
-        check=False,
+    result = run_python(
+        "-c", SCRIPT, verb, source, out, revision, environment=dict(os.environ) | settings | env, timeout=600
     )
     assert result.returncode == 0, result.stderr
     assert "it/s" not in result.stderr  # no progress bars where there is no terminal

@@ -1,19 +1,21 @@
 """Runs the program, or Python, in another process."""
 
 import functools
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.helpers.fork_server import ForkServer, fits
+from tests.helpers.fork_server import ForkServer, libraries_for
 
 COMMAND = [sys.executable, "-m", "gqa_convert"]
 
 
 @functools.cache
-def server() -> ForkServer:
-    """Return the server of this test process, which starts at its first use."""
-    return ForkServer()
+def server(libraries: tuple[str, ...]) -> ForkServer:
+    """Return a server of this test process, which starts at its first use."""
+    return ForkServer(libraries)
 
 
 def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -21,17 +23,27 @@ def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedPro
     return run_python("-m", "gqa_convert", *arguments, timeout=timeout)
 
 
-def run_python(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that imported torch.
+def run_python(
+    *arguments: str | Path, timeout: float = 120, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that imported the large
+    libraries.
 
-    It is a new interpreter instead where the test has changed an environment variable that a library may read while it
-    is imported.
+    That process lacks torch and the client of the Hub where the environment has other variables of the Hub than the
+    suite. It is a new interpreter where any other variable differs that a library may read while it is imported.
+
+    Args:
+        arguments: what follows `python`.
+        timeout: the seconds after which the program is killed.
+        environment: the program's variables; by default those of this process.
     """
     words = [str(argument) for argument in arguments]
-    if fits():
-        return server().run(words, timeout)
+    given = os.environ if environment is None else environment
+    libraries = libraries_for(given)
+    if libraries is not None:
+        return server(libraries).run(words, given, timeout)
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> None:

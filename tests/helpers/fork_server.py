@@ -1,4 +1,4 @@
-"""A Python process that has imported the large libraries and runs programs in forks of itself.
+"""Python processes that have imported the large libraries and run programs in forks of themselves.
 
 Importing torch and transformers takes seconds of processor time, which every command that loads a model would spend
 anew. A fork is a process of its own with its own working directory, streams, signals and exit code, and it imports
@@ -9,6 +9,7 @@ interpreter is needed: `tests.helpers.command_line` decides.
 import array
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -20,19 +21,36 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Never
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = (
-    "numpy",
+SMALL = (
+    "filelock",
+    "fsspec",
+    "jinja2",
     "ml_dtypes",
-    "safetensors.numpy",
-    "safetensors.torch",
-    "typer",
+    "numpy",
+    "pydantic.fields",
+    "pydantic.root_model",
+    "pydantic.type_adapter",
     "rich.console",
+    "rich.markdown",
     "rich.progress",
     "rich.table",
+    "safetensors.numpy",
+    "tqdm.auto",
+    "typer",
+    "typer.rich_utils",
+    "yaml",
+)
+"""Libraries that read none of the Hub's variables."""
+
+LARGE = (
+    *SMALL,
+    "safetensors.torch",
     "torch",
     "transformers",
     "transformers.generation.utils",
@@ -40,35 +58,45 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "PYTHON", "OMP_", "HOME", "PATH", "TMPDIR")
+"""Libraries that commands load models with."""
+
+OF_THE_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_")
+AT_IMPORT = (*OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "HOME", "PATH", "TMPDIR")
 """How the names of variables begin that a library or the interpreter may read before the program runs."""
-
-
-def environment_at_import() -> dict[str, str]:
-    """Return the variables that must be those of the server."""
-    return {name: value for name, value in os.environ.items() if name.startswith(AT_IMPORT) and name not in QUIET}
-
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 """What gqa_convert sets before it imports transformers."""
 
-STARTED_IN = environment_at_import()
-"""What the server starts with, taken before any test can change it."""
+
+def at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that must be those of the server."""
+    return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name not in QUIET}
 
 
-def fits() -> bool:
-    """Whether a fork behaves in the current environment as a new interpreter would."""
-    return environment_at_import() == STARTED_IN
+STARTED_IN = at_import(os.environ)
+"""What the servers start with, taken before any test can change it."""
+
+
+def libraries_for(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The libraries whose server runs a program as a new interpreter in this environment would, or None."""
+    changed = {name for name, _ in at_import(environment).items() ^ STARTED_IN.items()}
+    if not changed:
+        return LARGE
+    return SMALL if all(name.startswith(OF_THE_HUB) for name in changed) else None
 
 
 class ForkServer:
-    """Starts the server and sends it programs to run."""
+    """Starts the server and sends it programs to run.
 
-    def __init__(self) -> None:
+    Args:
+        libraries: the names of the modules that the server imports.
+    """
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {libraries})"],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -77,7 +105,9 @@ class ForkServer:
             )
         atexit.register(self.close)
 
-    def run(self, arguments: list[str], timeout: float) -> "subprocess.CompletedProcess[str]":
+    def run(
+        self, arguments: list[str], environment: Mapping[str, str], timeout: float
+    ) -> "subprocess.CompletedProcess[str]":
         """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in the caller's working directory.
 
         Raises:
@@ -86,7 +116,7 @@ class ForkServer:
         request = {
             "arguments": arguments,
             "folder": str(Path.cwd()),
-            "environment": dict(os.environ),
+            "environment": dict(environment),
         }
         message = json.dumps(request).encode()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -125,10 +155,11 @@ def _decoded(output: bytes) -> str:
     return output.decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, libraries: tuple[str, ...]) -> None:
     """Answer requests until the other side of the socket closes."""
-    for name in LIBRARIES:
+    for name in libraries:
         importlib.import_module(name)
+    _settle()
     with socket.socket(fileno=descriptor) as connection:
         while True:
             header, streams, _, _ = socket.recv_fds(connection, 8, 2)
@@ -148,6 +179,16 @@ def serve(descriptor: int) -> None:
             connection.sendall(pid.to_bytes(8, "big"))
             _, status = os.waitpid(pid, 0)
             connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
+
+
+def _settle() -> None:
+    """Make forks cheap: they neither traverse the server's objects in search of garbage, which would copy their memory,
+    nor run the server's finalizers when they end.
+    """
+    gc.collect()
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _run(request: dict[str, Any], streams: "array.array[int] | list[int]") -> Never:

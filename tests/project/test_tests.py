@@ -74,11 +74,15 @@ def test_a_fork_has_a_time_limit_and_its_traceback() -> None:
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_another_environment_needs_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os, sys; print(os.environ.get('HF_HOME'), 'torch' in sys.modules)"
-    assert run_python("-c", code).stdout.endswith(" True\n")
-    monkeypatch.setenv("HF_HOME", "/elsewhere")
-    assert run_python("-c", code).stdout == "/elsewhere False\n"
+def test_another_environment_needs_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = ("torch", "transformers", "huggingface_hub", "numpy")
+    code = f"import os, sys; print(os.environ.get('HF_HOME'), *(name in sys.modules for name in {modules}))"
+    assert run_python("-c", code).stdout.split()[1:] == ["True"] * 4
+    monkeypatch.setenv("HF_HOME", "/elsewhere")  # which the Hub's client reads when it is imported
+    assert run_python("-c", code).stdout == "/elsewhere False False False True\n"
+    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout.startswith("/given False")
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert run_python("-c", code).stdout == "/elsewhere False False False False\n"
 
 
 @pytest.mark.parametrize("value", ["set", "left"])

@@ -17,6 +17,7 @@ import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
 from tests.helpers.checkpoints import digests, write_llama
+from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +59,7 @@ def publish(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The command with --json; whatever it prints, the token is not in it, nor in any file."""
     env = environment(out, url, token)
-    command = [sys.executable, "-m", "gqa_convert", "publish", str(out), "--json", *options]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=100)
+    result = run_python("-m", "gqa_convert", "publish", out, "--json", *options, environment=env, timeout=100)
     assert TOKEN not in result.stdout + result.stderr
     assert SIGNATURE not in result.stdout + result.stderr
     for path in out.parent.rglob("*"):
