@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from gqa_convert.training.closures import loss_of
 
+LEAST_FACTORED = 128
+"""Matrices with a shorter side are not factored."""
 _LEAST_SQUARE = 1e-30
 
 
@@ -39,7 +41,12 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, clipping: float = 1.0, weight_decay: float = 0.0, least_factored: int = 128
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        clipping: float = 1.0,
+        weight_decay: float = 0.0,
+        least_factored: int = LEAST_FACTORED,
     ) -> None:
         super().__init__(
             params, {"lr": lr, "clipping": clipping, "weight_decay": weight_decay, "least_factored": least_factored}
@@ -60,7 +67,7 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
                 else:
                     self._update(parameter, group)
         for mesh, shards in sharded.items():
-            _step_of_shards(shards, mesh.get_group())
+            _step_of_shards(shards, shards_of(mesh))
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -89,8 +96,19 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
 
 
 def is_sharded_by_rows(parameter: Tensor) -> bool:
-    """Whether a parameter is sharded in its first dimension over one dimension of processes, as FSDP2 does it."""
-    return isinstance(parameter, DTensor) and tuple(parameter.placements) == (Shard(0),)
+    """Whether a parameter is sharded in its first dimension over the last dimension of a mesh of processes, and
+    replicated over the others, as FSDP2 does it.
+    """
+    return isinstance(parameter, DTensor) and tuple(parameter.placements) == _by_rows(parameter.device_mesh)
+
+
+def shards_of(mesh: Any) -> Any:
+    """The process group over which parameters of a mesh are sharded by rows."""
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def _by_rows(mesh: Any) -> tuple[Any, ...]:
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
 def _is_factored(parameter: Tensor, group: dict[str, Any]) -> bool:
@@ -128,12 +146,12 @@ class _Shard:
     def _zeros(self, parameter: Any) -> dict[str, DTensor]:
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
         local = tuple(self._gradient.shape)
-        by_rows = (Shard(0),)
+        by_rows, whole = _by_rows(mesh), (*[Replicate()] * mesh.ndim,)
         if not self._factored:
             return {"squares": _dtensor(self._gradient.new_zeros(local), mesh, by_rows, shape)}
         rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
         if self._reduces:
-            second = _dtensor(self._gradient.new_zeros(columns), mesh, (Replicate(),), columns)
+            second = _dtensor(self._gradient.new_zeros(columns), mesh, whole, columns)
         else:
             second = _dtensor(self._gradient.new_zeros((local[0], *columns[1:])), mesh, by_rows, columns)
         return {"rows": _dtensor(self._gradient.new_zeros((*local[:-1], 1)), mesh, by_rows, rows), "columns": second}

@@ -102,7 +102,7 @@ class Trainer:
             0.0 if teacher is None else 1.0 if recipe.distillation_weight is None else recipe.distillation_weight
         )
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._autocast = recipe.precision == "bf16" and not sharding.requested()
+        self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
         self._taps = recipe.attention_matching > 0
         self._flops_per_token = _flops_per_token(self._inner(), int(samples.tokens_per_sample))
         self._peak: float | None = peak(accelerator.device)

@@ -13,6 +13,7 @@ from typing import Any
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.table import family_of
+from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
@@ -38,14 +39,14 @@ class Setting:
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
-    processes: int = 1
-    sharded: bool = False
+    shards: int = 1
+    """Over how many processes parameters, gradients and moments are sharded."""
     device: str = "cuda"
 
 
 def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
     """The estimated bytes per process, by part."""
-    split = setting.processes if setting.sharded else 1
+    split = setting.shards
     tokens, decoded = _tokens(architecture, setting)
     logits = decoded * architecture.vocabulary
     parts = {
@@ -54,7 +55,7 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
         "gradients": 4 * setting.trained / split,
         "moments": _moments(architecture, setting) / split,
         "gathered layers": _gathered(architecture, setting),
-        "weights in bf16": 0.0 if setting.sharded or not setting.bf16 else _copies(architecture, setting),
+        "weights in bf16": 0.0 if setting.shards > 1 or not setting.bf16 else _copies(architecture, setting),
         "activations": _activations(architecture, setting, tokens - decoded, decoded),
         # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
         "logits": (4 if setting.bf16 else 8) * logits
@@ -77,7 +78,9 @@ def _moments(architecture: Architecture, setting: Setting) -> float:
     hidden_size. Muon (Jordan et al. 2024) keeps one, with AdamW on the outer matrices.
     """
     if setting.optimizer == "adafactor":
-        return 4 * setting.trained * (2 / architecture.hidden_size if architecture.hidden_size >= 128 else 1.0)
+        return (
+            4 * setting.trained * (2 / architecture.hidden_size if architecture.hidden_size >= LEAST_FACTORED else 1.0)
+        )
     if setting.optimizer == "muon":
         outer = min(architecture.outer_parameters, setting.trained) if setting.trained == setting.parameters else 0
         return 4 * setting.trained + 4 * outer
@@ -95,7 +98,7 @@ def _gathered(architecture: Architecture, setting: Setting) -> float:
     the gradients of a layer and of these parameters before they are scattered, additionally in float32 if they were
     computed in bfloat16.
     """
-    if not setting.sharded:
+    if setting.shards == 1:
         return 0.0
     size = 2 if setting.bf16 else 4
     layer, outer = (
@@ -127,7 +130,7 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
         decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_dim
     if not setting.gradient_checkpointing:
         return architecture.layers * decoder + architecture.encoder_layers * encoder
-    stream = (2 if setting.sharded and setting.bf16 else 4) * architecture.hidden_size
+    stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
     return stream * (architecture.layers * decoded + architecture.encoder_layers * encoded) + max(decoder, encoder)
 
 
@@ -156,10 +159,10 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
         return 0.0
     size = setting.teacher_bytes
     kept = setting.teacher_parameters * size
-    if setting.sharded:
+    if setting.shards > 1:
         outer = min(architecture.outer_parameters, setting.teacher_parameters)
         kept = round(
-            kept / setting.processes + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer)
+            kept / setting.shards + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer)
         )
     return kept + size * logits
 
@@ -168,14 +171,9 @@ def parameters_of(
     student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe, device: str = "cpu"
 ) -> dict[str, int]:
     """The number of parameters, from the headers of the files, and the bytes of one of the teacher on a type of device."""
-    from gqa_convert.training.optimizers import trained_names
-
     sizes = {name: entry.elements for _, name, entry in student.tensors()}
-    trained = sizes
-    if recipe.trainable != "all":
-        with suppress(UnsupportedFamilyError):
-            trained = {name: sizes[name] for name in trained_names(family_of(student.config), sizes, recipe.trainable)}
-    counts = {"parameters": sum(sizes.values()), "trained": sum(trained.values())}
+    names = trained_of(student, recipe)
+    counts = {"parameters": sum(sizes.values()), "trained": sum(sizes[name] for name in names)}
     if teacher is not None:
         count = sum(entry.elements for _, _, entry in teacher.tensors())
         size = {"bf16": 2, "float32": 4}.get(recipe.teacher_dtype) or bytes_each(teacher)
@@ -183,6 +181,17 @@ def parameters_of(
             size = 2
         counts |= {"teacher_parameters": count, "teacher_bytes": size}
     return counts
+
+
+def trained_of(student: Checkpoint, recipe: Recipe) -> list[str]:
+    """The names of the tensors in a checkpoint that the recipe trains; all of them if its type is unknown."""
+    from gqa_convert.training.optimizers import trained_names
+
+    names = [name for _, name, _ in student.tensors()]
+    if recipe.trainable != "all":
+        with suppress(UnsupportedFamilyError):
+            return trained_names(family_of(student.config), names, recipe.trainable)
+    return names
 
 
 def bytes_each(checkpoint: Checkpoint) -> int:

@@ -13,7 +13,7 @@ from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import Recipe
 
 
-def load_student(recipe: Recipe, folder: Path) -> Any:
+def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
     """The model to train, in float32 on the CPU, with the recipe's dropout and trained parameters.
 
     Raises:
@@ -21,7 +21,7 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        model, missing = sharding.load(folder, torch.float32)
+        model, missing = sharding.load(folder, torch.float32, by_first=layout.sharded)
     check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -30,19 +30,17 @@ def load_student(recipe: Recipe, folder: Path) -> Any:
     return model.train()
 
 
-def place_student(model: Any, accelerator: Any, *, bf16: bool) -> Any:
-    """Place the student on the device of this process: whole for a single process, otherwise replicated, or sharded if
-    the launcher requests it.
-    """
-    if sharding.requested():
-        return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=bf16)
-    if accelerator.num_processes == 1:
+def place_student(model: Any, accelerator: Any, layout: sharding.Layout, *, bf16: bool) -> Any:
+    """Place the student on the device of this process: whole for a single process, otherwise replicated or sharded."""
+    if layout.sharded:
+        return sharding.shard(model, accelerator.device, layout, bf16=bf16)
+    if layout.processes == 1:
         return model.to(accelerator.device)
     return sharding.replicate(model, accelerator.device)
 
 
-def place_fixed(model: Any, accelerator: Any) -> Any:
+def place_fixed(model: Any, accelerator: Any, layout: sharding.Layout) -> Any:
     """Place a model without gradients, whole on every device, or sharded if the student is."""
-    if sharding.requested():
-        return sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+    if layout.sharded:
+        return sharding.shard(model, accelerator.device, layout, bf16=False)
     return model.to(accelerator.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.training.adafactor import is_sharded_by_rows
+from gqa_convert.training.adafactor import is_sharded_by_rows, shards_of
 from gqa_convert.training.closures import loss_of
 
 _Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
@@ -38,7 +38,7 @@ class Muon(_Muon):  # type: ignore[misc]  # torch is not followed
                     else:
                         group["params"].append(parameter)
                 for mesh, sharded in by_mesh.items():
-                    self._step_of_shards(sharded, group, mesh.get_group())
+                    self._step_of_shards(sharded, group, shards_of(mesh))
             super().step()
         finally:
             for group, parameters in zip(self.param_groups, every, strict=True):

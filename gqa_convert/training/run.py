@@ -89,6 +89,9 @@ class Run:
         self.accelerator = join(log_with=list(recipe.trackers) or None, project_dir=trackers)
         self.main = bool(self.accelerator.is_main_process)
         self.wait, self.together = partial(wait, self.accelerator), partial(together, self.accelerator)
+        with self.together():
+            processes = self.accelerator.num_processes
+            self.layout = sharding.layout_of(recipe.sharding, recipe.shard_size, processes, local_processes())
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
         self.checkpoints = Checkpoints(
@@ -278,8 +281,7 @@ class Run:
             **memory.parameters_of(opened.student, opened.teacher, self.recipe, self.accelerator.device.type),
             sequence_length=length,
             target_length=target,
-            processes=self.accelerator.num_processes,
-            sharded=sharding.requested(),
+            shards=self.layout.shards,
             device=self.accelerator.device.type,
         )
         free = available_memory(self.accelerator.device, local_processes())
@@ -290,8 +292,8 @@ class Run:
     def _load_student(self) -> None:
         """Set `inner`, the transformers model; `model`, its wrapper for several processes; and `optimizer`."""
         with self.together():
-            self.inner = load_student(self.recipe, self.opened.student_folder)
-        self.model = place_student(self.inner, self.accelerator, bf16=self.recipe.precision == "bf16")
+            self.inner = load_student(self.recipe, self.opened.student_folder, self.layout)
+        self.model = place_student(self.inner, self.accelerator, self.layout, bf16=self.recipe.precision == "bf16")
         self._check_apart(self.recipe.model, self.inner)
         self.optimizer = build_optimizer(self.inner, self.recipe)
 
@@ -302,10 +304,10 @@ class Run:
             assert self.opened.teacher is not None
             dtype = self.recipe.teacher_dtype
             rounds = rounds_teacher(dtype, memory.bytes_each(self.opened.teacher), self.accelerator.device.type)
-            if rounds and sharding.requested():
+            if rounds and self.layout.sharded:
                 dtype = "bf16"
             teacher = self._load_fixed(self.opened.teacher_folder, str(self.recipe.teacher), dtype)
-            if rounds and not sharding.requested():
+            if rounds and not self.layout.sharded:
                 self._round_teacher(teacher, samples)
         if self.recipe.compile:
             self.model.compile()
@@ -326,8 +328,8 @@ class Run:
     def _load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
         """Load a model that is not trained."""
         with self.together(), explained(name):
-            model = load_teacher(folder, dtype, "cpu")
-        model = place_fixed(model, self.accelerator)
+            model = load_teacher(folder, dtype, "cpu", by_first=self.layout.sharded)
+        model = place_fixed(model, self.accelerator, self.layout)
         self._check_apart(name, model)
         return model
 

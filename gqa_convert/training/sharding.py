@@ -1,5 +1,5 @@
 """Distributes a model over processes: as a copy on each (DDP), or with parameters, gradients and moments sharded layer
-by layer (FSDP2).
+by layer (FSDP2), over all processes or over groups of them that each hold a whole model (HSDP).
 
 accelerate's own FSDP switch silently becomes DDP on CPUs, so the sharding is done here, from the same configuration.
 """
@@ -7,33 +7,88 @@ accelerate's own FSDP switch silently becomes DDP on CPUs, so the sharding is do
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import CorruptCheckpointError, LaunchError
 from gqa_convert.families.loading import load_model, outline_model, read_config
+from gqa_convert.training.recipe import Sharding
 
 _TRUE = ("1", "true", "yes", "on")
 
 
-def requested() -> bool:
-    """Whether the launcher's configuration requests FSDP (`distributed_type: FSDP` of accelerate) for more than one
-    process.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is distributed over the processes of a run.
+
+    Attributes:
+        processes: the number of processes.
+        shards: over how many of them each parameter is sharded; 1 if every process holds whole parameters.
     """
-    return (
-        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE and int(os.environ.get("WORLD_SIZE") or 1) > 1
-    )
+
+    processes: int = 1
+    shards: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.shards > 1
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model the processes hold together."""
+        return self.processes // self.shards
 
 
-def load(folder: Path, dtype: Any) -> tuple[Any, list[str]]:
-    """Load a model as `loading.load_model` does. If models are sharded, only the first process reads weights, and
-    `shard` sends them to the others.
+def layout_of(sharding: Sharding, shard_size: int | None, processes: int, machine: int) -> Layout:
+    """The layout that a recipe or its launcher asks for.
 
-    Otherwise a machine with eight GPUs would hold eight whole copies before sharding.
+    Args:
+        sharding: the recipe's `sharding`; `auto` is what the launcher's configuration asks for.
+        shard_size: the recipe's `shard_size`; by default the processes of a machine.
+        processes: the number of processes.
+        machine: how many of them run on one machine.
+
+    Raises:
+        LaunchError: the processes can't be divided into groups of this size.
+    """
+    if sharding == "auto":
+        return Layout(processes, processes if _launcher_shards() else 1)
+    if sharding != "hybrid":
+        return Layout(processes, processes if sharding == "full" else 1)
+    size = min(shard_size or machine, processes)
+    if processes % size:
+        raise LaunchError(
+            f"sharding is hybrid with a shard_size of {size}, and the run has {processes} processes: choose a divisor of {processes}"
+        )
+    return Layout(processes, size)
+
+
+def _launcher_shards() -> bool:
+    """Whether the launcher's configuration requests FSDP (`distributed_type: FSDP` of accelerate)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in _TRUE
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `shard` has sharded a model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def load(folder: Path, dtype: Any, *, by_first: bool = False) -> tuple[Any, list[str]]:
+    """Load a model as `loading.load_model` does.
+
+    Args:
+        folder: a local checkpoint.
+        dtype: a torch dtype, or `auto`.
+        by_first: only the first process reads weights, for a model that `shard` will send to the others. Otherwise a
+            machine with eight GPUs would hold eight whole copies before sharding.
     """
     import torch
 
-    if requested() and torch.distributed.get_rank():
+    if by_first and torch.distributed.get_rank():
         config = read_config(folder)
         stated = (
             getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None) if dtype == "auto" else dtype
@@ -56,15 +111,17 @@ def replicate(model: Any, device: Any) -> Any:
     )
 
 
-def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
-    """Shard a model in place over all processes. Matrix products are computed in bfloat16 if `bf16`, and gradients are
-    summed in float32.
+def shard(model: Any, device: Any, layout: Layout, *, bf16: bool) -> Any:
+    """Shard a model in place. Matrix products are computed in bfloat16 if `bf16`, and gradients are summed in float32.
+
+    Neighbouring processes, which are on one machine, hold the shards of one copy. With several copies, gradients are
+    reduced over the shards of a copy first, and then averaged over the copies.
 
     Args:
         model: the model on the CPU, so that the device holds one whole layer at a time. The first process's numbers are
             used.
         device: the device of this process.
-        processes: the number of processes.
+        layout: the number of processes and of shards.
         bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
 
     Raises:
@@ -79,7 +136,11 @@ def shard(model: Any, device: Any, processes: int, *, bf16: bool) -> Any:
     _take_types_of_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = model.state_dict() if torch.distributed.get_rank() == 0 else {}
-    mesh = init_device_mesh(device.type, (processes,))
+    mesh = (
+        init_device_mesh(device.type, (layout.processes,))
+        if layout.copies == 1
+        else init_device_mesh(device.type, (layout.copies, layout.shards), mesh_dim_names=("copies", "shards"))
+    )
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     )
@@ -142,9 +203,11 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def set_gradient_sync(model: Any, sync: bool) -> None:
-    """Set whether the next forward and backward pass of a replicated model averages the gradients of all processes.
+    """Set whether the next forward and backward pass averages the gradients of all copies of the model.
 
-    A sharded model always reduces them; otherwise each process would hold whole gradients.
+    The shards of a copy always reduce them; otherwise each process would hold whole gradients.
     """
     if hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = sync
+    elif is_sharded(model):
+        model.set_requires_all_reduce(sync)

@@ -16,13 +16,14 @@ from gqa_convert.training import sharding
 _DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "float32": torch.float32, "auto": "auto"}
 
 
-def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
+def load_teacher(folder: Path, dtype: str, device: torch.device | str, *, by_first: bool = False) -> Any:
     """Load the teacher in evaluation mode, without gradients, in the given dtype.
 
     Args:
         folder: a local checkpoint.
         dtype: bf16, float32, or auto for the checkpoint's dtype.
         device: the device to place it on.
+        by_first: only the first process reads weights; see `sharding.load`.
 
     Raises:
         RecipeError: the dtype is unknown.
@@ -31,7 +32,7 @@ def load_teacher(folder: Path, dtype: str, device: torch.device | str) -> Any:
     """
     if dtype not in _DTYPES:
         raise RecipeError(f"teacher_dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
-    model, missing = sharding.load(folder, _DTYPES[dtype])
+    model, missing = sharding.load(folder, _DTYPES[dtype], by_first=by_first)
     check_complete(
         str(folder), folder, model, missing, "distillation needs a teacher with a language-model head; name one"
     )

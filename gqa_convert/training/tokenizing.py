@@ -101,7 +101,7 @@ def tokenize_recipe(
 def _tokenized(
     recipe: Recipe, processes: int, on_tokenize: Callable[[str, int, int], None], began: float
 ) -> TokenizedRecipe:
-    settings = _text_settings(recipe)
+    settings = text_settings(recipe)
     named = (*recipe.data, *(recipe.evaluation_data or ()))
     pinned = recipe.pinned(find_commits(named, {}, default_cache()))
     samples = open_samples(
@@ -147,7 +147,7 @@ def _source(stated: Source, size: int, complete: bool, holds_pairs: bool) -> Tok
     return TokenizedSource(stated.source, stated.revision, tokens, pairs, complete)
 
 
-def _text_settings(recipe: Recipe) -> dict[str, Any]:
+def text_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings of the run's samples, from the config and the tokenizer of its model alone."""
     student = open_checkpoint(recipe.model, download=True)
     assert student.folder is not None

@@ -57,7 +57,7 @@ def uptrain_checkpoint(
     with (
         StopRequests() as stops,
         _explained(Path(recipe.output)),
-        _found(path, recipe.model),
+        naming_conversion(path, recipe.model),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
@@ -74,7 +74,7 @@ def uptrain_checkpoint(
 
 
 @contextmanager
-def _found(path: str | Path, model: str) -> Iterator[None]:
+def naming_conversion(path: str | Path, model: str) -> Iterator[None]:
     """Name the command that makes a missing converted model, if the recipe's comments have it."""
     try:
         yield

@@ -1,6 +1,6 @@
 """Optimizer steps of small models on a number of processes, for comparison: what each process runs."""
 
-import os
+import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +10,23 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LENGTH = 16
 VOCABULARY = 96
-KINDS = ("ddp", "fsdp")
+KIND_NAMES = {
+    "allgather_base": "all-gather",
+    "reduce_scatter_base": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall_base": "all-to-all",
+}
+"""What torch calls collectives, and what everybody does."""
+HYBRID_CASES = ("llama", "adafactor", "muon", "teacher", "t5", "bf16")
+"""The cases that run on two copies of a model, each sharded over two processes; one shape of each kind is enough."""
+KINDS = {"single": 1, "ddp": 2, "fsdp": 2, "hybrid": 4}
+"""The processes of each way to share a model."""
+SHARDING = {"single": "auto", "ddp": "replicate", "fsdp": "full", "hybrid": "hybrid"}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -31,6 +44,20 @@ CASES: dict[str, dict[str, Any]] = {
     "t5 with adafactor": {"model": "t5", "optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
     "bf16": {"precision": "bf16"},
 }
+
+
+BASE: dict[str, Any] = {
+    "model": "m",
+    "output": "o",
+    "data": "d",
+    "tokens": 1000,
+    "tokens_per_step": 5 * LENGTH,
+    "gradient_clipping": 0.5,
+    "precision": "no",
+    "learning_rate": 1e-3,
+    "schedule": "constant",
+}
+"""The recipe that the cases change."""
 
 
 class RaggedSamples:
@@ -71,16 +98,28 @@ class LateSamples(RaggedSamples):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside it."""
+    """Counts the collectives that run inside it.
+
+    Attributes:
+        seen: how many there were.
+        kinds: by kind, their number and the bytes of the whole tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
+        self.kinds: dict[str, list[int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if isinstance(arguments[0] if arguments else None, DTensor):
             return NotImplemented  # what it consists of is counted
-        self.seen += function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function)
+        name = str(function).split(".")[1].strip("_")
+        if function.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "wrap")):
+            self.seen += 1
+            tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+            count = self.kinds.setdefault(KIND_NAMES.get(name, name), [0, 0])
+            count[0] += 1
+            count[1] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
         return function(*arguments, **(options or {}))
 
 
@@ -137,11 +176,13 @@ def run_cases(target: str) -> None:
 
     with taking_part():
         accelerator = join()
-        for kind in KINDS if accelerator.num_processes > 1 else ("single",):
-            os.environ["ACCELERATE_USE_FSDP"] = str(kind == "fsdp").lower()
+        for kind in (kind for kind, processes in KINDS.items() if processes == accelerator.num_processes):
+            layout = {"sharding": SHARDING[kind]} | ({"shard_size": 2} if kind == "hybrid" else {})
             found: dict[str, Any] = {}
             for name, keys in CASES.items():
-                found |= {f"{name}/{key}": value for key, value in take_steps(accelerator, dict(keys)).items()}
+                if kind != "hybrid" or name in HYBRID_CASES:
+                    steps = take_steps(accelerator, keys | layout)
+                    found |= {f"{name}/{key}": value for key, value in steps.items()}
             if kind == "ddp":
                 found |= {f"late data/{key}": value for key, value in late_data(accelerator).items()}
             if accelerator.is_main_process:
@@ -171,26 +212,16 @@ def take_steps(
     from gqa_convert.training.recipe import make_recipe
 
     kind = keys.pop("model", "llama")
-    base: dict[str, Any] = {
-        "model": "m",
-        "output": "o",
-        "data": "d",
-        "tokens": 1000,
-        "tokens_per_step": 5 * LENGTH,
-        "gradient_clipping": 0.5,
-        "precision": "no",
-        "learning_rate": 1e-3,
-        "schedule": "constant",
-    }
-    recipe = make_recipe(base | keys)
+    recipe = make_recipe(BASE | keys)
     model = small_model(kind).train()
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     choose_trained(model, recipe.trainable)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
-    if sharding.requested():
-        placed = sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=recipe.precision == "bf16")
-        teacher = teacher and sharding.shard(teacher, accelerator.device, accelerator.num_processes, bf16=False)
+    layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
+    if layout.sharded:
+        placed = sharding.shard(model, accelerator.device, layout, bf16=recipe.precision == "bf16")
+        teacher = teacher and sharding.shard(teacher, accelerator.device, layout, bf16=False)
     elif accelerator.num_processes > 1:
         placed = sharding.replicate(model, accelerator.device)
     optimizer = build_optimizer(model, recipe)
@@ -221,8 +252,12 @@ def take_steps(
             step()
 
     optimizer.step = counted
-    results = list(trainer.run(lambda: False))
+    whole_step, taken = Collectives(), trainer.run(lambda: False)
+    results = [next(taken) for _ in range(steps - 1)]
+    with whole_step:
+        results.append(next(taken))
     found["collectives"] = np.array(counts.seen)
+    found["communication"] = np.array(json.dumps(whole_step.kinds))
     found["source_losses"] = np.array([[loss or 0.0 for loss in result.source_losses] for result in results])
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])

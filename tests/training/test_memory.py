@@ -15,8 +15,12 @@ import torch
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.text.objectives import OBJECTIVES
+from gqa_convert.text.spans import T5, UL2, shape_for
 from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
+from gqa_convert.training.dry_run import Hardware
+from gqa_convert.training.flops import sample_flops
+from gqa_convert.training.gpus import named_gpu
 from gqa_convert.training.memory import Setting, plan
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -61,6 +65,14 @@ KNOWN: dict[str, tuple[Architecture, float, int]] = {
 }
 
 
+RAW: dict[str, Any] = {
+    "causal": lambda read: read.sequence_length,
+    "span_corruption": lambda read: shape_for(T5[0], read.sequence_length).raw,
+    "ul2": lambda read: sum(shape_for(each, read.sequence_length - 1, 100).raw for each in UL2) // len(UL2),
+}
+"""The tokens of text that a sample consumes."""
+
+
 def parameters(sizes: Architecture, kv_heads: int) -> int:
     """All matrices, with as many K/V heads in the decoder."""
     wide = 2 * sizes.hidden_size * sizes.heads * sizes.head_dim
@@ -76,7 +88,7 @@ def test_every_recipe_is_planned() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)
-def test_recipes_state_the_memory_that_is_planned(path: Path) -> None:
+def test_recipes_state_the_memory_and_the_time_that_are_planned(path: Path) -> None:
     read, text = read_recipe(path), path.read_text(encoding="utf-8")
     sizes, known, processes = KNOWN[path.stem]
     source = parameters(sizes, sizes.heads)
@@ -89,8 +101,7 @@ def test_recipes_state_the_memory_that_is_planned(path: Path) -> None:
         parameters=count,
         trained=count,
         sequence_length=read.sequence_length,
-        processes=processes,
-        sharded="fsdp2.yaml" in text,
+        shards=processes if "fsdp2.yaml" in text else 1,
         target_length=OBJECTIVES[objective].target_length(read.sequence_length),
         teacher_parameters=source if read.teacher else 0,
         teacher_bytes=4 if "flan" in path.stem else 2,
@@ -100,6 +111,18 @@ def test_recipes_state_the_memory_that_is_planned(path: Path) -> None:
     assert stated is not None
     total = sum(plan(sizes, setting).values())
     assert float(stated[1]) * memory.GB == pytest.approx(total, rel=0.15)
+    hours = re.search(
+        r"^# time +([\d.]+) (hours|days) on H100 \(estimate: ([\d.]+e\d+) floating-point", text, re.MULTILINE
+    )
+    if path.stem != "tiny":  # which was measured
+        assert hours is not None
+        taught = replace(sizes, kv_heads=sizes.heads) if read.teacher else None
+        flops = sample_flops(sizes, setting, taught).times(read.samples_per_step(RAW[objective](read))).total
+        flops *= read.steps(RAW[objective](read))
+        assert float(hours[3]) == pytest.approx(flops, rel=0.05)
+        planned = Hardware(gpus=processes, gpu=named_gpu("h100")).hours(flops)
+        assert float(hours[1]) * {"hours": 1, "days": 24}[hours[2]] == pytest.approx(planned, rel=0.05)
+    assert (read.sharding == "full") == ("fsdp2.yaml" in text)
     assert total < 72e9  # what a GPU with 80 GB has, with a tenth for what is not counted
 
 
@@ -180,9 +203,9 @@ def test_optimizers_differ_in_their_moments() -> None:
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_what_saves_memory_does(bf16: bool) -> None:
-    plain = replace(SETTING, bf16=bf16, processes=8, teacher_parameters=10**9)
+    plain = replace(SETTING, bf16=bf16, teacher_parameters=10**9)
     total = sum(plan(SIZES, plain).values())
-    assert sum(plan(SIZES, replace(plain, sharded=True)).values()) < total
+    assert sum(plan(SIZES, replace(plain, shards=8)).values()) < total
     assert sum(plan(SIZES, replace(plain, micro_batch_size=2)).values()) > total
     checkpointed = plan(SIZES, replace(plain, gradient_checkpointing=True))
     assert checkpointed["activations"] < plan(SIZES, plain)["activations"] / 5

@@ -98,7 +98,7 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "tracker_tags",
         "log_every",
     )
-    assert EXECUTION == ("micro_batch_size", "gradient_checkpointing", "compile")
+    assert EXECUTION == ("micro_batch_size", "gradient_checkpointing", "sharding", "shard_size", "compile")
     assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "precision")
 
 

@@ -53,8 +53,8 @@ def load_all(record: str, *folders: str) -> None:
             for dtype in (torch.float32, "auto"):
                 if accelerator.process_index:
                     sharding.load_model = refused  # type: ignore[attr-defined]
-                model, missing = sharding.load(folder, dtype)
-                sharded = sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+                model, missing = sharding.load(folder, dtype, by_first=True)
+                sharded = sharding.shard(model, accelerator.device, sharding.Layout(2, 2), bf16=False)
                 expected, _ = load_model(folder, dtype)
                 found[f"{folder.name} {dtype}"] = [*missing, *_differences(sharded, expected)]
         Path(f"{record}-{accelerator.process_index}.json").write_text(json.dumps(found))
@@ -97,9 +97,9 @@ def share(folder: str) -> None:
 
     with taking_part():
         accelerator = join()
-        model, _ = sharding.load(Path(folder), torch.float32)
+        model, _ = sharding.load(Path(folder), torch.float32, by_first=True)
         with pytest.raises(LaunchError, match="is shared with another layer, and FSDP2 would train the two separately"):
-            sharding.shard(model, accelerator.device, accelerator.num_processes, bf16=False)
+            sharding.shard(model, accelerator.device, sharding.Layout(2, 2), bf16=False)
 
 
 def test_layers_that_share_parameters_are_not_trained_apart(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gqa_convert.training.recipe.schema import (
     TRACKERS,
     Recipe,
     Schedule,
+    Sharding,
     Trainable,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "DataSource",
     "Recipe",
     "Schedule",
+    "Sharding",
     "Source",
     "Trainable",
     "conversion_command",

@@ -35,6 +35,10 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
         )
+    if recipe.shard_size is not None and recipe.sharding != "hybrid":
+        raise RecipeError(
+            f"shard_size is {recipe.shard_size} and sharding is {recipe.sharding}: set sharding to hybrid, or remove shard_size"
+        )
     if recipe.evaluate_every is not None and recipe.evaluation_data is None:
         raise RecipeError(
             f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"

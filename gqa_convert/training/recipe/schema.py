@@ -19,6 +19,7 @@ Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
+Sharding = Literal["auto", "replicate", "full", "hybrid"]
 TeacherDtype = Literal["bf16", "float32", "auto"]
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -124,6 +125,21 @@ class Recipe:
     )
     gradient_checkpointing: bool = key(
         "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
+    )
+    sharding: Sharding = key(
+        "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
+        "for.",
+        default="auto",
+        change="execution",
+        aliases=("fsdp", "sharding_strategy"),
+    )
+    shard_size: int | None = key(
+        "With `sharding: hybrid`, how many processes share one copy of the model. The default is those of a machine.",
+        default=None,
+        least=2,
+        unit="processes",
+        change="execution",
+        aliases=("hsdp_shard_size", "dp_shard_size", "fsdp_size", "data_parallel_shard_degree"),
     )
     trainable: Trainable = key(
         "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"

@@ -1,0 +1,237 @@
+"""Estimates a run on a number of GPUs, without starting it: memory, arithmetic, communication, time, cost and text.
+
+Everything follows from the recipe, the configs and the headers of the weight files. Nothing is loaded, tokenised or
+written.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.errors import RecipeError
+from gqa_convert.families.loading import no_bars
+from gqa_convert.text.objectives import OBJECTIVES, SampleSettings
+from gqa_convert.text.on_disk import TextOnDisk, text_on_disk
+from gqa_convert.training import memory
+from gqa_convert.training.architecture import Architecture, read_architecture
+from gqa_convert.training.communication import Collective, Traffic, collectives, outer_names
+from gqa_convert.training.flops import Flops, sample_flops
+from gqa_convert.training.gpus import Gpu
+from gqa_convert.training.recipe import Recipe, read_recipe
+from gqa_convert.training.sharding import Layout, layout_of
+from gqa_convert.training.tokenizing import text_settings
+from gqa_convert.training.uptrain import naming_conversion
+
+UTILISATION = 0.35
+"""The share of the peak that is assumed unless another one is stated."""
+_MACHINE = 8
+"""GPUs of a machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The GPUs that a run is estimated for.
+
+    Attributes:
+        gpus: their number.
+        gpu: their type, if it is known.
+        memory: the bytes of each, if they are known.
+        utilisation: the share of the peak that the arithmetic of a step reaches.
+        price: of one GPU for one hour, in any currency.
+    """
+
+    gpus: int
+    gpu: Gpu | None = None
+    memory: int | None = None
+    utilisation: float = UTILISATION
+    price: float | None = None
+
+    def hours(self, flops: int) -> float | None:
+        """The hours that so many floating-point operations take; None if the peak of the GPUs is not known."""
+        return None if self.gpu is None else flops / (self.gpus * self.gpu.peak * self.utilisation) / 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun(Result):
+    """The estimate of a run.
+
+    Attributes:
+        model, teacher: as the recipe names them.
+        gpus, gpu: how many GPUs of which type; None if the type is not known.
+        shards: over how many of them each parameter is sharded.
+        parameters: how many numbers are `trained`, in `all` of the model, and in the `teacher`.
+        steps: of the whole run.
+        samples_per_step, tokens_per_step: of all GPUs together; the tokens are those of text.
+        micro_batches: forward passes of each GPU in a step.
+        memory: bytes per GPU, by part.
+        memory_of_gpu: the bytes that a GPU has, if they are known.
+        flops: floating-point operations of a step.
+        collectives: those of a step.
+        utilisation: the assumed share of the peak.
+        hours: of the whole run, of arithmetic alone; None if the type of the GPUs is not known.
+        price: of one GPU for one hour, if it was stated.
+        text: what is on disk of the training text.
+        tokens_needed: tokens of text that the whole run reads.
+        epochs: how often it reads each source that is tokenised completely.
+    """
+
+    model: str
+    teacher: str | None
+    gpus: int
+    gpu: str | None
+    shards: int
+    parameters: Mapping[str, int]
+    steps: int
+    samples_per_step: int
+    tokens_per_step: float
+    micro_batches: int
+    memory: Mapping[str, int]
+    memory_of_gpu: int | None
+    flops: Flops
+    collectives: tuple[Collective, ...]
+    utilisation: float
+    hours: float | None
+    price: float | None
+    text: tuple[TextOnDisk, ...]
+    tokens_needed: int
+    epochs: tuple[float | None, ...]
+
+    @property
+    def memory_needed(self) -> int:
+        """Bytes per GPU."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory suffices; None if that of the GPUs is not known."""
+        return None if self.memory_of_gpu is None else self.memory_needed <= self.memory_of_gpu
+
+    @property
+    def cost(self) -> float | None:
+        """The price of all GPUs for all hours."""
+        return None if self.hours is None or self.price is None else self.hours * self.gpus * self.price
+
+    def as_json(self) -> dict[str, object]:
+        """The estimate as plain data, with what follows from it."""
+        stated = Result.as_json(self) | {"memory_needed": self.memory_needed, "fits": self.fits, "cost": self.cost}
+        stated["flops"]["total"] = self.flops.total
+        for each, collective in zip(stated["collectives"], self.collectives, strict=True):
+            each["sent"] = collective.sent
+        return stated
+
+
+def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> DryRun:
+    """Estimate the run of a recipe.
+
+    Args:
+        path: the path of the recipe.
+        overrides: `key=value` pairs that replace values of the recipe.
+        hardware: the GPUs to estimate for.
+
+    Raises:
+        RecipeError: the recipe is wrong, or the sizes of its model are not known.
+        LaunchError: the GPUs can't be divided into groups of the recipe's `shard_size`.
+        DataError: a local source of text does not exist.
+    """
+    recipe = read_recipe(path, list(overrides))
+    machine = min(_MACHINE, hardware.gpus)
+    layout = layout_of(recipe.sharding, recipe.shard_size, hardware.gpus, machine)
+    with no_bars(), naming_conversion(path, recipe.model):
+        settings = text_settings(recipe)
+        objective = settings.pop("objective")
+        length = settings.pop("sequence_length")
+        samples = SampleSettings(length=length, **settings)
+        text, tokens_per_sample = text_on_disk(recipe.data, objective, samples)
+        student = open_checkpoint(recipe.model)
+        teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
+    architecture = _sizes(recipe.model, student)
+    setting = memory.setting_of(
+        recipe,
+        **memory.parameters_of(student, teacher, recipe, "cuda"),
+        sequence_length=length,
+        target_length=OBJECTIVES[objective].target_length(length),
+        shards=layout.shards,
+        device="cuda",
+    )
+    taught = None if teacher is None else _sizes(str(recipe.teacher), teacher)
+    per_step, steps = recipe.samples_per_step(tokens_per_sample), recipe.steps(tokens_per_sample)
+    flops = sample_flops(architecture, setting, taught).times(per_step)
+    needed = int(steps * per_step * tokens_per_sample)
+    micro_batches = ceil(ceil(per_step / hardware.gpus) / recipe.micro_batch_size)
+    return DryRun(
+        model=recipe.model,
+        teacher=recipe.teacher,
+        gpus=hardware.gpus,
+        gpu=None if hardware.gpu is None else hardware.gpu.name,
+        shards=layout.shards,
+        parameters={"trained": setting.trained, "all": setting.parameters, "teacher": setting.teacher_parameters},
+        steps=steps,
+        samples_per_step=per_step,
+        tokens_per_step=float(per_step * tokens_per_sample),
+        micro_batches=micro_batches,
+        memory=memory.plan(architecture, setting),
+        memory_of_gpu=hardware.memory or (None if hardware.gpu is None else hardware.gpu.memory),
+        flops=flops,
+        collectives=tuple(
+            collectives(_traffic(recipe, layout, micro_batches, student, architecture, teacher, taught, setting))
+        ),
+        utilisation=hardware.utilisation,
+        hours=hardware.hours(steps * flops.total),
+        price=hardware.price,
+        text=tuple(text),
+        tokens_needed=needed,
+        epochs=_epochs(needed, text),
+    )
+
+
+def launched_gpus() -> int:
+    """The number of processes that a launcher has started; 1 without a launcher."""
+    stated = os.environ.get("WORLD_SIZE", "")
+    return int(stated) if stated.isdigit() and int(stated) else 1
+
+
+def _sizes(name: str, checkpoint: Checkpoint) -> Architecture:
+    found = read_architecture(checkpoint.config)
+    if found is None:
+        raise RecipeError(
+            f"the sizes of {name} (model type {checkpoint.config.get('model_type')!r}) are not known: it can be trained, but not estimated"
+        )
+    return found
+
+
+def _traffic(
+    recipe: Recipe,
+    layout: Layout,
+    micro_batches: int,
+    student: Checkpoint,
+    architecture: Architecture,
+    teacher: Checkpoint | None,
+    taught: Architecture | None,
+    setting: memory.Setting,
+) -> Traffic:
+    shapes = {name: entry.shape for _, name, entry in student.tensors()}
+    return Traffic(
+        layout=layout,
+        shapes=shapes,
+        trained=frozenset(memory.trained_of(student, recipe)),
+        outer=outer_names(shapes),
+        layers=architecture.layers + architecture.encoder_layers,
+        micro_batches=micro_batches,
+        bf16=recipe.precision == "bf16",
+        optimizer=recipe.optimizer,
+        sources=len(recipe.data),
+        teacher_shapes={} if teacher is None else {name: entry.shape for _, name, entry in teacher.tensors()},
+        teacher_layers=0 if taught is None else taught.layers + taught.encoder_layers,
+        teacher_bytes=setting.teacher_bytes,
+    )
+
+
+def _epochs(needed: int, text: Sequence[TextOnDisk]) -> tuple[float | None, ...]:
+    total = sum(source.weight for source in text)
+    return tuple(
+        needed * source.weight / total / source.tokens if source.complete and source.tokens else None for source in text
+    )
