@@ -12,6 +12,7 @@ from .check_serving import check_serving
 from .convert import convert
 from .demo import demo
 from .evaluate import evaluate
+from .generate_text import generate_text
 from .help import SUMMARY, PlainCommand, PlainGroup, help_text
 from .inspect import inspect
 from .plan import plan
@@ -39,7 +40,7 @@ app = typer.Typer(
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Before converting": (plan, inspect, recommend, restate),
-    "Converting": (convert, verify, tokenize, uptrain),
+    "Converting": (convert, verify, generate_text, tokenize, uptrain),
     "Measuring": (evaluate, benchmark, report),
     "Serving and sharing": (check_serving, publish),
     "Trying": (demo,),
