@@ -16,6 +16,7 @@ FARTHEST = 32_768
 """The position up to which blocks of calibration text are stretched by default, even if the context is longer."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+_ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *_POSITIONS)
 
 
 def is_t5_like(config: Mapping[str, Any]) -> bool:
@@ -36,6 +37,21 @@ def stated_positions(config: Mapping[str, Any]) -> int | None:
     if is_t5_like(config):  # some of these configs state an `n_positions`, which has no effect
         return None
     return stated_count(config, _POSITIONS)
+
+
+def stated_encoder_positions(config: Mapping[str, Any]) -> int | None:
+    """Number of tokens for which the encoder of an encoder-decoder has positions; None for any number, or where the
+    config does not say.
+
+    Args:
+        config: what config.json holds.
+    """
+    return None if is_t5_like(config) else stated_count(config, _ENCODER_POSITIONS)
+
+
+def has_fixed_source(config: Mapping[str, Any]) -> bool:
+    """Whether the encoder always reads the same number of tokens, as an encoder of audio does."""
+    return isinstance(config.get("max_source_positions"), int)
 
 
 def stated_count(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +143,7 @@ class FileText:
                 raise DataError(
                     f"{path} is not UTF-8 ({problem.reason}, byte 0x{byte:02x}): convert it, or remove it from the source"
                 ) from None
-        except (EOFError, gzip.BadGzipFile) as problem:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise DataError(f"{path} is damaged ({problem}): download it again, or remove it from the source") from None
         except OSError as problem:
             raise _unreadable(path, problem) from None

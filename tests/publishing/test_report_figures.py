@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gqa_convert.measuring.results.records import Origin, Run
+from gqa_convert.publishing.report import drawing
 from gqa_convert.publishing.report.figures import recovery
 from gqa_convert.publishing.report.heatmap import layer_labels, split_name
 from gqa_convert.publishing.report.run import make_report
@@ -223,6 +224,44 @@ def test_bytes_from_shapes_and_sources_apart(runs: Path, tmp_path: Path) -> None
     pixels = [*markers(figures[1], "series-computed-0"), *markers(figures[1], "series-computed-1")]
     assert_same_axes([(2, 200), (3, before / 4), (4, before / 3)], pixels, math.log2)
     assert len(markers(figures[0], "series-loss-0")) == 3
+
+
+def labels_that_overlap(figure: Any) -> list[tuple[str, str]]:
+    """Pairs of words whose boxes share more than an edge, in a figure that was drawn."""
+    boxes = []
+    for axes in figure.axes:
+        words = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            words += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        words += axes.get_legend().get_texts() if axes.get_legend() else []
+        boxes += [
+            (word.get_text(), word.get_window_extent()) for word in words if word.get_visible() and word.get_text()
+        ]
+    return [
+        (one, other)
+        for place, (one, a) in enumerate(boxes)
+        for other, b in boxes[:place]
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 0.5 and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.5
+    ]
+
+
+def test_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where models have nearly the same loss and time, nor where there are many N."""
+    figures = []
+    written = drawing.svg
+    monkeypatch.setattr(drawing, "svg", lambda figure: (written(figure), figures.append(figure))[0])
+    groups = (48, 24, 22, 21, 20, 16, 12, 8, 6, 4, 3, 2, 1)
+    times = {number: (5 + number / 1000, 5.0, 5.1) for number in groups}
+    write_json(tmp_path / "b.json", benchmark(times, contexts=(128, 512, 2048)))
+    write_json(tmp_path / "e.json", evaluation({f"model-{number}": (2.5 + number / 1e4, 0.001) for number in groups}))
+    conversion = json.loads((write_runs(tmp_path / "runs") / "gqa-4" / "gqa_conversion.json").read_bytes())
+    errors = dict.fromkeys((f"model.layers.{n}.self_attn.{k}_proj.weight" for n in range(80) for k in "kv"), 0.5)
+    write_json(tmp_path / "deep" / "gqa_conversion.json", conversion | {"merge_error": errors})
+    make_report([tmp_path])
+    assert len(figures) >= 4
+    for figure in figures:
+        assert not labels_that_overlap(figure)
 
 
 def test_merge_errors(runs: Path, drawn: dict[str, ET.Element]) -> None:

@@ -278,6 +278,17 @@ def test_damaged_token_files_are_made_again(tmp_path: Path, damage: str) -> None
     assert file.read_bytes() == good
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_compressed_file_with_changed_bytes(tmp_path: Path, suffix: str) -> None:
+    plain = b"".join(b'{"text": "w%d"}\n' % (number % 7) for number in range(500))
+    packed = bytearray(gzip.compress(plain, mtime=0) if suffix == "gz" else pa.compress(plain, "zstd", asbytes=True))
+    packed[20:28] = b"\xff" * 8
+    path = tmp_path / f"text.jsonl.{suffix}"
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=r"text\.jsonl\..* (is damaged|can't be read)"):
+        tokens_of(str(path), tmp_path / "cache")
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = written(tmp_path, "some.txt", "w1 w2"), tmp_path / "cache"
 

@@ -73,6 +73,10 @@ def _savings(plan: "Plan") -> list[list[str]]:
     if own := caches.get("kv_bytes_per_token"):
         for tokens in _contexts(plan):
             rows.append(_row(f"K/V cache at {tokens:,} tokens", own.before * tokens, own.after * tokens, size))
+    if cross := caches.get("cross_kv_bytes_per_encoder_token"):
+        for tokens in _encoder_contexts(plan):
+            label = f"cross cache at {tokens:,} encoder tokens"
+            rows.append(_row(label, cross.before * tokens, cross.after * tokens, size))
     return rows
 
 
@@ -91,6 +95,19 @@ def _contexts(plan: "Plan") -> list[int]:
     if has_window(plan.config):
         return []
     return sorted({stated_positions(plan.checkpoint.config) or _LONG_CONTEXT, _LONG_CONTEXT})
+
+
+def _encoder_contexts(plan: "Plan") -> list[int]:
+    """Return the encoder's context in tokens, if the config states one, and a long context where texts may be as long;
+    none if the encoder reads images, whose tokens the config does not count.
+    """
+    from gqa_convert.families.context_length import has_fixed_source, stated_encoder_positions
+
+    config = plan.checkpoint.config
+    if plan.family.reads_images_alone:
+        return []
+    stated = stated_encoder_positions(config) or _LONG_CONTEXT
+    return [stated] if has_fixed_source(config) else sorted({stated, _LONG_CONTEXT})
 
 
 def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, check_calibration, check_predicts
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import NoLanguageModelError
+from gqa_convert.families.context_length import has_fixed_source
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import family_of
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN
@@ -75,7 +76,7 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return f"transformers has no class of type {family.model_type}"
     if family.reads_images_alone:
         return "its cross-attention reads images alone"
-    if isinstance(checkpoint.config.get("max_source_positions"), int):
+    if has_fixed_source(checkpoint.config):
         return "its encoder reads audio"
     reason = None if checkpoint.folder is None else _why_no_tokens(Path(checkpoint.folder))
     if reason is None:

@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
 from gqa_convert.errors import GroupsError, OptionError, RemoteHeadersError
-from gqa_convert.families.context_length import stated_positions
+from gqa_convert.families.context_length import has_fixed_source, stated_positions
 from gqa_convert.measuring.benchmark.memory import check_budget, fitting
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
 from gqa_convert.measuring.next_command import budget_command, conversion_command
@@ -113,9 +113,7 @@ def recommend_groups(
         found.notes.append(
             "uptraining recovers a part of what merging loses: convert with a looser limit, then see gqa-convert uptrain --help"
         )
-    speech = isinstance(
-        checkpoint.config.get("max_source_positions"), int
-    )  # encoders of sound read no text to calibrate on
+    speech = has_fixed_source(checkpoint.config)  # encoders of sound read no text to calibrate on
     if entry is not None:
         found.notes += _doubts(entry, constraints, calibrated=calibration is not None or speech)
     texts = {

@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
-from gqa_convert.families.context_length import stated_positions
+from gqa_convert.families.context_length import has_fixed_source, stated_positions
 from gqa_convert.measuring.benchmark.options import CONTEXT, LEAD, BenchmarkOptions
 from gqa_convert.measuring.benchmark.run import benchmark_model
 from gqa_convert.measuring.benchmark.subject import Subject, cut, decoder_layers, transformers_config
@@ -111,7 +111,7 @@ def choose_setting(
 
 def _stated_input(checkpoint: Checkpoint, encoder_tokens: int | None) -> int | None:
     """The encoder tokens to state; None for an encoder of a fixed length."""
-    return None if isinstance(checkpoint.config.get("max_source_positions"), int) else encoder_tokens
+    return None if has_fixed_source(checkpoint.config) else encoder_tokens
 
 
 def time_versions(checkpoint: Checkpoint, setting: Setting, progress: Callable[[str, int, int], None]) -> BenchmarkFile:

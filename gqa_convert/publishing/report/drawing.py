@@ -42,6 +42,13 @@ _STYLE = {
     "legend.fontsize": 9.0,
 }
 
+_PLACES = [
+    (across * distance, up * distance)
+    for distance in (6, 15, 24, 36, 50)
+    for across, up in ((1, 1), (1, -2.2), (-1, 1), (-1, -2.2), (0, 1.5), (0, -3))
+]
+"""Places of a note around its point, in points to the right and upwards, in the order in which they are tried."""
+
 
 @contextmanager
 def style(salt: str) -> Iterator[None]:
@@ -63,7 +70,12 @@ def canvas(width: float, height: float) -> Any:
 
 
 def svg(figure: Any) -> str:
-    """The figure as an SVG element without date and creator."""
+    """The figure as an SVG element without date and creator, with labels that do not overlap."""
+    figure.draw_without_rendering()  # the layout has to be known
+    for axes in figure.axes:
+        if axes.get_xscale() == "log":  # the axis of N, whose labels say no more than their places
+            _thin_out(axes.xaxis)
+        _place_notes(axes)
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = file.getvalue()
@@ -133,7 +145,39 @@ def level(axes: Any, name: str, value: float, label: str) -> Any:
 
 def note(axes: Any, text: str, point: Point) -> None:
     """Write a word beside a point."""
-    axes.annotate(text, point, xytext=(6, 6), textcoords="offset points", fontsize=9, color=INK, zorder=4)
+    axes.annotate(
+        text, point, xytext=_PLACES[0], textcoords="offset points", fontsize=9, color=INK, zorder=4
+    ).set_in_layout(False)
+
+
+def _place_notes(axes: Any) -> None:
+    """Move each note of the axes to the first place around its point that no other text takes."""
+    from matplotlib.text import Annotation
+
+    taken = [axes.get_legend().get_window_extent()] if axes.get_legend() else []
+    for each in (text for text in axes.texts if isinstance(text, Annotation)):
+        for across, up in _PLACES:
+            each.set(position=(across, up), ha="left" if across > 0 else "right" if across < 0 else "center")
+            box = each.get_window_extent()
+            if not any(_overlap(box, other) for other in taken):
+                break
+        taken.append(box)
+
+
+def _thin_out(axis: Any) -> None:
+    """Hide the tick labels that would overlap the one before them."""
+    last = None
+    for tick in axis.get_major_ticks():
+        box = tick.label1.get_window_extent()
+        if last is not None and tick.label1.get_text() and _overlap(last, box):
+            tick.label1.set_visible(False)
+        else:
+            last = box
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    """Whether two boxes share more than an edge."""
+    return bool(one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1)
 
 
 def legend(axes: Any, lines: Sequence[Any]) -> None:

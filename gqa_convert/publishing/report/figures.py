@@ -228,8 +228,8 @@ def time_groups(benchmarks: Sequence[Benchmark], tables: Sequence[Joined], name:
         | {groups for bytes_ in computed.values() for groups, _ in bytes_}
     )
     with drawing.style(name):
-        figure = drawing.canvas(2.4 + 3.6 * len(parts), 4.2)
-        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+        figure = drawing.canvas(7.4, 0.6 + 3.6 * len(parts))  # one above the other, with room for long labels
+        for axes, part in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts, strict=True):
             lines = _times(axes, timed) if part == "time" else _bytes(axes, sized, computed)
             drawing.legend(axes, lines)
             axes.set_title(part)
