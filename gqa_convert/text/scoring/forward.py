@@ -1,10 +1,10 @@
 """Runs a forward pass per batch and computes the loss of each token.
 
-Logits are the largest tensors; they are processed in chunks of a few rows, in float32. The callers sum over tokens in
-float64.
+Logits are the largest tensors: they are made for some rows at a time where the model allows it, and processed for a few
+rows at a time, in float32. The callers sum over tokens in float64.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from gqa_convert.text.scoring.material import Batches
+from gqa_convert.text.scoring.output_head import OutputHead, Rows
 
 _CHUNK = 1 << 20
 """The number of logits processed at a time on a CPU."""
 _CHUNK_ON_ACCELERATOR = 1 << 26
+_ROWS, _ROWS_ON_ACCELERATOR = 256, 1024
+"""Rows whose logits are made at a time: fewer would read the output projection too often."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -63,13 +66,15 @@ def score(
     """
     loss = np.zeros(count, np.float32)
     kl, agrees = (None, None) if reference is None else (np.zeros(count, np.float32), np.zeros(count, np.float32))
+    head, other = OutputHead(model), None if reference is None or reference is model else OutputHead(reference)
     with torch.inference_mode():
         for number in range(len(batches)) if numbers is None else numbers:
             batch = batches[number]
             inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
-            logits = _logits(model, inputs)
-            theirs = None if reference is None else logits if reference is model else _logits(reference, inputs)
-            found = token_scores(logits, torch.from_numpy(batch.rows), torch.from_numpy(batch.targets), theirs)
+            ours = head.rows(inputs)
+            theirs = None if reference is None else ours if other is None else other.rows(inputs)
+            size = _ROWS if model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
+            found = _batch_scores(torch.from_numpy(batch.rows), torch.from_numpy(batch.targets), ours, theirs, size)
             for array, values in zip((loss, kl, agrees), found, strict=True):
                 if array is not None and values is not None:
                     array[batch.places] = values.cpu().numpy()
@@ -77,41 +82,51 @@ def score(
     return Scores(loss, kl, agrees)
 
 
-def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The logits of a batch, [b * L, V]."""
-    logits: Tensor = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, use_cache=False).logits
-    return logits.flatten(0, 1)
+def _batch_scores(rows: Tensor, targets: Tensor, ours: Rows, theirs: Rows | None, size: int) -> Sequence[Tensor | None]:
+    """See `token_scores`.
+
+    Args:
+        rows: [r], indices of rows.
+        targets: [r], the tokens to predict there.
+        ours: the logits of rows.
+        theirs: those of the reference.
+        size: rows at a time.
+    """
+    found = []
+    for some, wanted in zip(rows.split(size), targets.split(size), strict=True):
+        logits = ours(some)
+        reference = logits if theirs is ours else None if theirs is None else theirs(some)
+        found.append(token_scores(logits, wanted, reference))
+    return [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def token_scores(
-    logits: Tensor, rows: Tensor, targets: Tensor, reference: Tensor | None
+    logits: Tensor, targets: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss, divergence and agreement at the given rows.
+    """Loss, divergence and agreement of predictions.
 
     Args:
-        logits: [N, V].
-        rows: [r], indices of rows, in order.
-        targets: [r], the tokens to predict there.
-        reference: [N, V'], logits of another model.
+        logits: [r, V].
+        targets: [r], the tokens to predict.
+        reference: [r, V'], logits of another model.
 
     Returns:
         [r] each, float32; divergence and agreement are None without a reference.
     """
-    rows, targets = rows.to(logits.device), targets.to(logits.device)
+    targets = targets.to(logits.device)
     shared = logits.shape[-1] if reference is None else min(logits.shape[-1], reference.shape[-1])
     size = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_ACCELERATOR) // logits.shape[-1])
     losses, divergences, agreements = [], [], []
-    for start in range(0, len(rows), size):
+    for start in range(0, len(targets), size):
         span = slice(start, start + size)
-        part = span if len(rows) == len(logits) else rows[span]
-        some = logits[part].float()
+        some = logits[span].float()
         ours = some.log_softmax(-1)
         losses.append(-ours.gather(1, targets[span, None])[:, 0])
         if reference is None:
             continue
         if shared < some.shape[-1]:
             ours = some[:, :shared].log_softmax(-1)
-        other = reference[part, :shared].float().log_softmax(-1)
+        other = reference[span, :shared].float().log_softmax(-1)
         agreements.append((ours.argmax(-1) == other.argmax(-1)).float())
         share = other.exp()
         # a token with probability 0 contributes nothing, whatever its logarithm
