@@ -46,9 +46,9 @@ which the class builds its own masks; one prepared 4-D mask; a prepared 4-D mask
 are passed in every case.
 """
 
-KVHeads = Literal["stated", "heads", "falcon", "blocks"]
+KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
 """What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys; DeciLM's
-`block_configs`, which state it for each layer.
+`block_configs`, or a list under the config key, which state it for each layer.
 """
 
 
@@ -238,8 +238,9 @@ class Family:
     """Software in which the family's grouped-query form was run without custom code."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
-    layerwise: Modeling | None = None
-    """The modelling file of a result whose layers differ in their K/V heads; None where there is none."""
+    layerwise: tuple[Modeling, ...] = ()
+    """The modelling files of results whose layers differ in their K/V heads, the preferred one first; empty where layers
+    may not differ."""
 
     def __post_init__(self) -> None:
         if (self.rotary == "none") != (self.rotary_dimensions is None):
@@ -253,7 +254,7 @@ class Family:
     @property
     def is_layerwise(self) -> bool:
         """Whether the type's config states the K/V heads of each layer."""
-        return self.kv_heads == "blocks"
+        return self.kv_heads in ("blocks", "listed")
 
     @property
     def is_converted(self) -> bool:

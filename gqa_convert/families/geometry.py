@@ -10,9 +10,10 @@ from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
-from gqa_convert.families import decilm, layouts
+from gqa_convert.families import layouts
 from gqa_convert.families.family import AttentionKind as AttentionKind
 from gqa_convert.families.family import Family
+from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.layouts import Section
 from gqa_convert.families.wrappers import decoder_config, decoder_section
 
@@ -90,7 +91,7 @@ class AttentionFinder:
                 f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
             )
         self.stated_head_dim = config_value(config, family.head_dim_key) if family.head_dim_key else None
-        self._by_layer = decilm.kv_heads_by_layer(config, self.where) if family.is_layerwise else ()
+        self._by_layer = kv_heads_by_layer(config, self.where) or ()
         self.kv_heads = self._kv_heads(next(module for module in modules if attention_kinds[module] != "encoder"))
         """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
         self.layers = tuple(self._layer(module, attention_kinds[module]) for module in modules)

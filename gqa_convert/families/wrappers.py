@@ -62,7 +62,7 @@ def wrapped_family(wrapper: str, decoder: Family) -> Family:
         wrapped=True,
         engines=frozenset({"transformers"}),
         modeling=None,
-        layerwise=None,
+        layerwise=(),
     )
 
 

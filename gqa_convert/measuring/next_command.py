@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families import decilm
+from gqa_convert.families.layerwise import find_form
 
 
 def conversion_command(source: str, out: str, groups: int | str, options: Mapping[str, object]) -> str:
@@ -32,7 +32,7 @@ def budget_command(source: str, plan: Plan, groups: int, options: Mapping[str, o
         groups: K/V heads per layer.
         options: as for `conversion_command`.
     """
-    if plan.family.layerwise is None or plan.family.is_layerwise or decilm.why_not(plan.checkpoint.config):
+    if plan.family.is_layerwise or isinstance(find_form(plan.family, plan.checkpoint.config), str):
         return None
     share = math.ceil(1000 * groups / plan.source_kv_heads) / 10
     out = f"{Path(source).absolute().name}-kv{share:.0f}"

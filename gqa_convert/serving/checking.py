@@ -10,8 +10,9 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result, plain
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.families.decilm import ARCHITECTURE, kv_heads_by_layer
+from gqa_convert.families.decilm import ARCHITECTURE
 from gqa_convert.families.geometry import config_value
+from gqa_convert.families.layerwise import is_decilm, kv_heads_by_layer
 from gqa_convert.families.loading import (
     TASKS,
     auto_class,
@@ -145,7 +146,7 @@ def check_serving(
     )
     if reason := _unfit(config):
         return replace(report, clients=tuple(ClientReport(client.name, None, UNSUPPORTED, reason) for client in chosen))
-    layerwise = _is_layerwise(config)
+    layerwise = is_decilm(config)
     able = [client for client in chosen if client.runs_decilm or not layerwise]
     found = {client.name: find_place(client, pythons.get(client.name)) for client in able}
     for client in able if install_absent else ():
@@ -185,8 +186,10 @@ def _unfit(config: Config) -> str:
 
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
-    if _is_layerwise(config):
+    if is_decilm(config):
         return ""
+    if family is not None and family.is_layerwise:
+        return f"its layers differ in their number of K/V heads, and only transformers 5 has code for a {family.stock_type} of that kind"
     has_modelling_file = family is not None and family.is_converted
     if has_modelling_file or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} comes with a modelling file, which only transformers 5 runs"
@@ -200,15 +203,11 @@ def _parallel_degrees(config: Config, where: str) -> ParallelDegrees | None:
     family, heads = FAMILIES.get(str(config.get("model_type"))), config.get("num_attention_heads")
     if family is None or type(heads) is not int or heads < 1:
         return None
-    if family.is_layerwise:
-        return parallel_degrees(heads, set(kv_heads_by_layer(config, where)))
+    by_layer = kv_heads_by_layer(config, where)
+    if by_layer is not None:
+        return parallel_degrees(heads, set(by_layer))
     stated = config_value(config, family.kv_heads_keys[0]) if family.kv_heads == "stated" else None
     return parallel_degrees(heads, {stated}) if type(stated) is int and stated > 0 else None
-
-
-def _is_layerwise(config: Config) -> bool:
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.is_layerwise
 
 
 def _how_to_get(client: Client, python: str | None) -> str:
@@ -247,8 +246,8 @@ def _ask_transformers(out: Path, config: Config) -> tuple[Request, Answer]:
 
 
 def _config_code(config: Config) -> tuple[Path | None, str]:
-    """This package's file with the config class of a checkpoint whose layers differ, and the name of the class."""
-    modeling = FAMILIES[str(config.get("model_type"))].modeling if _is_layerwise(config) else None
+    """This package's file with the config class of a DeciLM, and the name of the class; nothing for other types."""
+    modeling = FAMILIES[str(config.get("model_type"))].modeling if is_decilm(config) else None
     if modeling is None:
         return None, ""
     return modeling.path, dict(modeling.classes)["AutoConfig"]

@@ -8,7 +8,7 @@ from gqa_convert.families.records.wrappers import SECTION
 from gqa_convert.verify.checkpoint_reader import CONFIG
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.json_values import check_same_object
-from gqa_convert.verify.layerwise import layerwise_keys, without_windows
+from gqa_convert.verify.layerwise import block_keys, is_decilm, without_windows
 from gqa_convert.verify.legacy_config_keys import legacy_keys
 from gqa_convert.verify.modelling_file import modelling_file, modelling_keys
 from gqa_convert.verify.report import Finding
@@ -33,14 +33,14 @@ def check_config(
     if family.wrapped:
         return _check_wrapper(config, original, family, geometry.after)
     modeling = modelling_file(family, geometry)
-    if geometry.by_layer:
-        changes = layerwise_keys(config, original, [counts.after for counts in geometry.every])
-        changes |= dict(zip(CONVENTION, (True, [counts.after for counts in geometry.every]), strict=True))
-        changes |= {} if modeling is None else modelling_keys(modeling, original)
-    else:
-        changes = _changes(original, family, modeling, geometry.after, encoder)
-    expected = copy.deepcopy(without_windows(original) if geometry.by_layer else original)
-    if modeling is None or geometry.by_layer:
+    groups = [counts.after for counts in geometry.every] if geometry.form else geometry.after
+    changes = _changes(original, family, modeling, groups, encoder)
+    expected = copy.deepcopy(original)
+    if geometry.form and is_decilm(geometry.form):
+        assert isinstance(groups, list)
+        changes |= block_keys(config, original, groups)
+        expected = without_windows(expected)
+    if modeling is None or is_decilm(modeling):
         expected |= legacy_keys(original, family.legacy)
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -49,9 +49,9 @@ def check_config(
             section = section.setdefault(key, {})
         section[last] = value
     check_same_object(CONFIG, config, expected)
-    numbers = {} if geometry.by_layer else {"groups": geometry.after}
-    groups = geometry.change() if geometry.by_layer else geometry.after
-    return Finding(f"SOURCE's, except for {', '.join(changes)} ({groups} groups)", numbers)
+    numbers = {} if geometry.form else {"groups": geometry.after}
+    shown = geometry.change() if geometry.form else geometry.after
+    return Finding(f"SOURCE's, except for {', '.join(changes)} ({shown} groups)", numbers)
 
 
 def _check_wrapper(config: dict[str, Any], original: dict[str, Any], family: Family, groups: int) -> Finding:
@@ -71,7 +71,7 @@ def _check_wrapper(config: dict[str, Any], original: dict[str, Any], family: Fam
 
 
 def _changes(
-    original: dict[str, Any], family: Family, modeling: Modeling | None, groups: int, encoder: bool
+    original: dict[str, Any], family: Family, modeling: Modeling | None, groups: int | list[int], encoder: bool
 ) -> dict[str, Any]:
     """Dotted keys whose values the conversion sets."""
     changes: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gqa_convert.families.family import Family
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.layout import Run
 
 AttentionKind = Literal["decoder", "cross", "encoder"]
@@ -71,6 +71,8 @@ class Geometry:
     """Whether OUT has another stock model type than SOURCE."""
     by_layer: dict[int, Counts] = field(default_factory=dict)
     """By a layer's number, where layers may differ; else empty. `counts` then has the largest numbers."""
+    form: Modeling | None = None
+    """The form that OUT's config has for layers that differ; None where layers may not differ."""
 
     @property
     def heads(self) -> int:

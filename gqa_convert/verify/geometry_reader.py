@@ -7,7 +7,7 @@ proof.
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import Family
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.checkpoint_reader import CONFIG, Weights
 from gqa_convert.verify.geometry import (
     AttentionKind,
@@ -25,7 +25,7 @@ from gqa_convert.verify.report import Failure
 
 
 def read_geometry(
-    family: Family, config: dict[str, Any], source: Weights, out: Weights, *, by_layer: bool = False
+    family: Family, config: dict[str, Any], source: Weights, out: Weights, *, form: Modeling | None = None
 ) -> Geometry:
     """The geometry of SOURCE. OUT's counts come from the shapes of one projection each in decoder and encoder or, where
     layers may differ, in each layer.
@@ -35,24 +35,26 @@ def read_geometry(
         config: SOURCE's config.
         source: SOURCE's tensors.
         out: OUT's tensors.
-        by_layer: whether the layers of OUT may differ.
+        form: that OUT has for layers that differ; None where layers may not differ.
 
     Raises:
         ConfigError: SOURCE contradicts itself.
         Failure: OUT's number of K/V heads cannot be determined.
     """
-    return _Reader(family, config, source, out, by_layer).read()
+    return _Reader(family, config, source, out, form).read()
 
 
 class _Reader:
     """Reads one geometry; the arguments are those of `read_geometry`."""
 
-    def __init__(self, family: Family, config: dict[str, Any], source: Weights, out: Weights, by_layer: bool) -> None:
+    def __init__(
+        self, family: Family, config: dict[str, Any], source: Weights, out: Weights, form: Modeling | None
+    ) -> None:
         self._family = family
         self._config = config
         self._source = source
         self._out = out
-        self._by_layer = by_layer
+        self._form = form
         self._values = f"{family.fused or family.value}.weight"
         """The tensor below a module whose rows give the number of K/V heads."""
 
@@ -65,7 +67,7 @@ class _Reader:
             raise ConfigError(
                 f"{self._source.folder} is not a {self._family.model_type} checkpoint: it has {found}, check its config"
             )
-        layers = self._read_layers(modules, heads) if self._by_layer else {}
+        layers = self._read_layers(modules, heads) if self._form else {}
         if layers:
             before, after = (
                 max(each) for each in zip(*((one.before, one.after) for one in layers.values()), strict=True)
@@ -83,7 +85,11 @@ class _Reader:
             if encoder:
                 counts["encoder"] = own
         geometry = Geometry(
-            counts, {module: kind for module, kind in modules.items() if kind in counts}, encoder, by_layer=layers
+            counts,
+            {module: kind for module, kind in modules.items() if kind in counts},
+            encoder,
+            by_layer=layers,
+            form=self._form,
         )
         for module, kind in geometry.modules.items():
             self._add_module(geometry, module, kind)
@@ -199,7 +205,7 @@ class _Reader:
     def _add_fused(self, geometry: Geometry, name: str, attention_kind: AttentionKind) -> None:
         if name not in self._source.file_of:
             return
-        family, counts = self._family, geometry.counts[attention_kind]
+        family, counts = self._family, geometry.of(name, attention_kind)
         heads = 0 if attention_kind == "cross" else counts.heads
         shape = self._source.shape(name)
         axis = axis_of(family, shape)

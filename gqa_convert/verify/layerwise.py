@@ -1,36 +1,42 @@
 """A checkpoint whose layers differ in their K/V heads: what its config states, read and derived by verify's own rules.
 
-Such a checkpoint is a DeciLM: `block_configs` has, for each layer, the query heads of a group and a factor from which
-engines compute the intermediate size.
+A DeciLM has `block_configs`, with the query heads of a group and a factor from which engines compute the intermediate
+size for each layer. Any other such checkpoint has a list under `num_key_value_heads`.
 """
 
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.family import Family
+from gqa_convert.families.family import Family, Modeling
 from gqa_convert.verify.checkpoint_reader import CONFIG, read_object
 from gqa_convert.verify.geometry import config_value
 from gqa_convert.verify.report import Failure
 
 
-def differs_by_layer(out: Path, family: Family) -> bool:
-    """Whether OUT's config has the model type that a conversion of the family gives to layers that differ. The check on
-    the config reports one that cannot be read.
+def layerwise_form(out: Path, family: Family) -> Modeling | None:
+    """The form of layers that differ whose model type OUT's config has; None if a conversion of the family gives it to
+    no result whose layers differ. The check on the config reports one that cannot be read.
     """
     try:
         config = read_object(out / CONFIG)
     except (OSError, ValueError):
-        return False
-    return family.layerwise is not None and config.get("model_type") == family.layerwise.model_type
+        return None
+    return next((form for form in family.layerwise if form.model_type == config.get("model_type")), None)
 
 
 def stated_kv_heads(config: dict[str, Any], layer: int) -> int:
-    """The K/V heads that SOURCE, a DeciLM, states for a layer.
+    """The K/V heads that SOURCE, whose layers differ, states for a layer.
 
     Raises:
         ConfigError: it states none that are possible.
     """
+    listed = config.get("num_key_value_heads")
+    if isinstance(listed, list):
+        count, queries = (listed[layer] if layer < len(listed) else None), config.get("num_attention_heads")
+        if type(count) is not int or count < 1 or type(queries) is not int or queries % count:
+            raise ConfigError(f"SOURCE's {CONFIG} states {count!r} K/V heads in layer {layer}: repair it")
+        return count
     blocks, heads = config.get("block_configs"), config.get("num_attention_heads")
     block = blocks[layer] if isinstance(blocks, list) and layer < len(blocks) else None
     size = config_value(block, "attention.n_heads_in_group") if isinstance(block, dict) else None
@@ -39,8 +45,13 @@ def stated_kv_heads(config: dict[str, Any], layer: int) -> int:
     return heads // size
 
 
-def layerwise_keys(config: dict[str, Any], original: dict[str, Any], groups: list[int]) -> dict[str, Any]:
-    """The config entries that state the sizes of each layer.
+def is_decilm(form: Modeling) -> bool:
+    """Whether a form is DeciLM's, the only one with `block_configs`."""
+    return form.model_type == "nemotron-nas"
+
+
+def block_keys(config: dict[str, Any], original: dict[str, Any], groups: list[int]) -> dict[str, Any]:
+    """The config entries of a DeciLM that state the sizes of each layer.
 
     Args:
         config: OUT's config.

@@ -14,8 +14,8 @@ MODELING = Path(__file__).resolve().parents[1] / "families" / "modeling"
 
 def modelling_file(family: Family, geometry: Geometry) -> Modeling | None:
     """The modelling file that OUT must come with, if any."""
-    if geometry.by_layer:
-        return family.layerwise
+    if geometry.form:
+        return geometry.form
     return family.modeling if geometry.route(family) == "own file" else None
 
 

@@ -14,7 +14,7 @@ from gqa_convert.verify.folded.tensors import FoldedComparison
 from gqa_convert.verify.geometry import Geometry
 from gqa_convert.verify.geometry_reader import read_geometry
 from gqa_convert.verify.inputs import Inputs
-from gqa_convert.verify.layerwise import differs_by_layer
+from gqa_convert.verify.layerwise import layerwise_form
 from gqa_convert.verify.modelling_file import check_modelling_file, modelling_file
 from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.report import Failure, Finding
@@ -63,7 +63,7 @@ def check_stored(runner: CheckRunner, inputs: Inputs, progress: Progress) -> Sto
                 inputs.decoder_config,
                 source,
                 out,
-                by_layer=differs_by_layer(inputs.out, family),
+                form=layerwise_form(inputs.out, family),
             ),
             lambda found: Finding(found.describe()),
         )

@@ -232,12 +232,24 @@ def test_a_bad_file_of_numbers(content: str | None, word: str, tmp_path: Path) -
 
 
 def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
-    gemma = make_checkpoint("gemma", tmp_path / "gemma")
-    with pytest.raises(GroupsError, match=r"llama or mistral or qwen2 .* all layers of a gemma have one number"):
-        make_plan(open_checkpoint(gemma), [12, 3])
+    mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
+    with pytest.raises(GroupsError, match=r"all layers of a mixtral have one number of K/V heads: give one"):
+        make_plan(open_checkpoint(mixtral), [12, 3])
     odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)
-    with pytest.raises(GroupsError, match=r"since its intermediate_size is 40, .* here 256; give one number"):
-        make_plan(open_checkpoint(odd), [12, 3])
     assert make_plan(open_checkpoint(odd), [3, 3]).groups == 3
     with pytest.raises(OptionError, match="--no-native"):
         make_plan(open_checkpoint(odd), 3, native=False)
+    edit_json(odd / "config.json", architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(
+        GroupsError, match=r"this llama .* since it was saved as LlamaForSequenceClassification.*; give one number"
+    ):
+        make_plan(open_checkpoint(odd), [12, 3])
+
+
+def test_what_cannot_become_a_decilm_keeps_its_classes(source: Path, tmp_path: Path) -> None:
+    odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)  # its intermediate size is no multiple of 256
+    plan = make_plan(open_checkpoint(odd), [12, 3])
+    assert plan.config["model_type"] == "gqa_llama"
+    assert plan.config["num_key_value_heads"] == plan.config["multi_query_group_num"] == [12, 3]
+    assert (plan.route, plan.loads_in, plan.listed_in) == ("own file", frozenset(), frozenset())
+    assert make_plan(open_checkpoint(source), COUNTS).config["model_type"] == MODEL_TYPE

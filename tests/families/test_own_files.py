@@ -705,7 +705,7 @@ def test_a_stale_shared_part_is_found(
 
 
 def test_every_modelling_file_has_a_record() -> None:
-    named = {each.file for family in FAMILIES.values() for each in (family.modeling, family.layerwise) if each}
+    named = {each.file for family in FAMILIES.values() for each in (family.modeling, *family.layerwise) if each}
     assert {file.stem for file in FILES} == named, (
         "gqa_convert/families/modeling/ and the files that own_file(...) names in gqa_convert/families/records/ differ"
     )

@@ -351,9 +351,9 @@ def test_a_mistake_writes_nothing(source: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, tmp_path: Path) -> None:
     missing = CalibrationOptions(str(tmp_path / "no text"))
     half = KVBudget("50%", share=Fraction(1, 2))
-    gemma = make_checkpoint("gemma", tmp_path / "gemma")
-    with pytest.raises(GroupsError, match="all layers of a gemma have one number"):
-        choose_groups(gemma, tmp_path / "out", half, missing)
+    mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
+    with pytest.raises(GroupsError, match="all layers of a mixtral have one number"):
+        choose_groups(mixtral, tmp_path / "out", half, missing)
     grouped = make_checkpoint("llama", tmp_path / "grouped", kv_heads=1, head_dim=8, intermediate_size=256)
     with pytest.raises(GroupsError, match="nothing to merge"):
         choose_groups(grouped, tmp_path / "out", half, missing)
@@ -398,8 +398,8 @@ def test_commands_name_a_budget_where_layers_may_differ(source: Path, tmp_path: 
     plan = make_plan(open_checkpoint(source), 1)
     command = budget_command("model", plan, 4, {"--calibration": "text"})
     assert command == "gqa-convert convert model model-kv33 --kv-budget 33.4% --calibration text"
-    gemma = make_checkpoint("gemma", tmp_path / "gemma")
-    assert budget_command("model", make_plan(open_checkpoint(gemma), 1), 4, {}) is None
+    mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
+    assert budget_command("model", make_plan(open_checkpoint(mixtral), 1), 4, {}) is None
 
 
 def test_a_budget_excludes_limits() -> None:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from gqa_convert.conversion.plan.group_counts import merging_counts, repeating_counts
 from gqa_convert.errors import GroupsError
-from gqa_convert.families import decilm
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.layerwise import find_form
 
 
 def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[int, ...]:
@@ -26,8 +25,11 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 _check_groups(groups, kv_heads, heads, family.model_type)
             return (groups,) * len(finder.layers)
         groups = [groups] * len(finder.layers)
-    if family.layerwise is None:
-        raise _refused(f"all layers of a {family.model_type} have one number: give one")
+    if not family.layerwise:
+        raise GroupsError(
+            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one; docs/families.md names the "
+            "types whose layers may differ"
+        )
     if len(groups) != len(finder.layers):
         raise GroupsError(
             f"--groups lists {len(groups)} numbers for the {len(finder.layers)} attention layers of {finder.where.removesuffix('/config.json')}: "
@@ -41,17 +43,13 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> tuple[
                 f"choose one of {', '.join(map(str, merging_counts(layer.kv_heads)))}"
             )
     found = tuple(groups[layer.number] for layer in finder.layers)
-    becomes_decilm = len(set(found)) > 1 or family.is_layerwise
-    if becomes_decilm and (reason := decilm.why_not(finder.config)):
-        raise _refused(f"this checkpoint can't be written as one, since {reason}; give one number for all layers")
+    differ = len(set(found)) > 1 or family.is_layerwise
+    if differ and isinstance(reason := find_form(family, finder.config), str):
+        raise GroupsError(
+            f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; give "
+            "one number for all layers"
+        )
     return found
-
-
-def _refused(problem: str) -> GroupsError:
-    types = [name for name, each in FAMILIES.items() if each.layerwise and not each.is_converted]
-    return GroupsError(
-        f"--groups: a number of K/V heads for each layer needs a {' or '.join(types)} that can become a {decilm.ARCHITECTURE}, and {problem}"
-    )
 
 
 def _check_groups(groups: int, kv_heads: int, heads: int, model_type: str) -> None:

@@ -11,8 +11,8 @@ from gqa_convert.conversion.plan.layer_groups import layer_groups
 from gqa_convert.conversion.plan.model import OutputShard, Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
 from gqa_convert.errors import OptionError
-from gqa_convert.families import decilm
 from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.layerwise import find_form, restate
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import Family, Modeling, family_of
@@ -73,8 +73,9 @@ def make_plan(
     else:
         shards, changes = plan_tensors(checkpoint, finder, counts, chosen)
         if len(set(counts)) > 1 or family.is_layerwise:
-            modeling = family.layerwise
-            assert modeling is not None
+            form = find_form(family, finder.config)
+            assert not isinstance(form, str), form  # layer_groups has refused it
+            modeling = form
             config = _layerwise_config(checkpoint.config, modeling, finder, counts)
         else:
             config = _converted_config(checkpoint.config, family, modeling, counts[0], encoder=encoder)
@@ -148,9 +149,6 @@ def _converted_config(
     if modeling is None:  # else transformers 5 alone loads it
         result |= legacy_config_keys(result)
     else:
-        names = [name for _, name in modeling.classes]
-        stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
-        result["architectures"] = [name for name in stated if name in names] or [names[min(2, len(names) - 1)]]
         result |= _modeling_keys(config, modeling)
     return result
 
@@ -172,6 +170,8 @@ def _wrapper_config(config: JsonObject, family: Family, groups: int) -> JsonObje
 
 def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     """The config keys that lead transformers to a modelling file and to the source's tokenizer."""
+    names = [name for _, name in modeling.classes]
+    stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
     kept = {
         auto: target_architecture
         for auto, target_architecture in config.get("auto_map", {}).items()
@@ -180,6 +180,7 @@ def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     tokenizer = config.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,
+        "architectures": [name for name in stated if name in names] or [names[min(2, len(names) - 1)]],
         "auto_map": kept | modeling.auto_map,
         "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
     }
@@ -188,16 +189,10 @@ def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
 def _layerwise_config(
     config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: tuple[int, ...]
 ) -> JsonObject:
-    """The source's config as that of a DeciLM, with ChatGLM2's convention and the keys of transformers 4, which engines
-    read.
-    """
+    """The source's config with a number of K/V heads for each layer."""
     numbered = sorted(zip(finder.layers, counts, strict=True), key=lambda pair: pair[0].number)
     by_layer = tuple(count for _, count in numbered)
-    result = decilm.restate(config, by_layer) | legacy_config_keys(config)
-    result["multi_query_attention"] = True
-    result["multi_query_group_num"] = list(by_layer)
-    result["architectures"] = [decilm.ARCHITECTURE]
-    return result | _modeling_keys(config, modeling)
+    return restate(modeling, config, by_layer) | _modeling_keys(config, modeling)
 
 
 def _folded(

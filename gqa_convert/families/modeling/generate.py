@@ -25,10 +25,14 @@ def shared_part(text: str, name: str) -> tuple[int, int]:
 
 
 def generated(path: Path) -> str:
-    """The text of a modelling file with the current functions of `shared.py`."""
+    """The text of a modelling file with the current functions of `shared.py`; unchanged if the file has no place for
+    them.
+    """
     shared = (FOLDER / "shared.py").read_text(encoding="utf-8")
     source = slice(*shared_part(shared, "shared.py"))
     text = path.read_text(encoding="utf-8")
+    if BEGIN not in text and END not in text:
+        return text
     begin, end = shared_part(text, path.name)
     return text[:begin] + shared[source] + text[end:]
 

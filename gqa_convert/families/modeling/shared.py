@@ -1,4 +1,4 @@
-"""The functions that every modelling file of this folder contains.
+"""The functions that the modelling files with their own attention contain.
 
 A modelling file lies in checkpoints and is loaded there without this package, so that it can't import them. After an
 edit here, `python -m gqa_convert.families.modeling.generate` writes them into each file.

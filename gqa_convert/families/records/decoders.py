@@ -1,10 +1,10 @@
 """Decoders whose stock classes hold fewer K/V heads than query heads, with attention in every layer."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import chain
 
 from gqa_convert.families import decilm
-from gqa_convert.families.family import Family, LegacyConfigKeys, Modeling, make_family
+from gqa_convert.families.family import Family, LegacyConfigKeys, make_family
 from gqa_convert.families.records.building import (
     GATED_OUTPUT,
     INTERLEAVED,
@@ -13,6 +13,7 @@ from gqa_convert.families.records.building import (
     share_of_head,
     stock,
 )
+from gqa_convert.families.records.by_layer import decilm_form, with_forms
 
 _LONGROPE_ONLY = LegacyConfigKeys(rope_scaling_keys=frozenset({"short_factor", "long_factor"}))
 _FACTOR_ONLY = LegacyConfigKeys(rope_scaling_keys=frozenset({"factor"}))
@@ -21,32 +22,15 @@ _TWO_BASES = LegacyConfigKeys(local_rotary_base="rope_local_base_freq")
 
 
 def decoders() -> Iterator[Family]:
-    """The records, grouped by the norm of keys."""
-    yield from _by_layer()
-    yield from _without_key_norm()
-    yield from _with_key_norm_per_head()
-    yield from _with_key_norm_over_all_heads()
-
-
-def _layerwise(model_type: str) -> Modeling:
-    """The modelling file of a result of this type whose layers differ in their K/V heads."""
-    return Modeling(
-        file="gqa_decilm",
-        source_type=model_type,
-        model_type=decilm.MODEL_TYPE,
-        classes=(
-            ("AutoConfig", "DeciLMConfig"),
-            ("AutoModel", "DeciLMModel"),
-            ("AutoModelForCausalLM", decilm.ARCHITECTURE),
-        ),
-        tokenizer="Qwen2Tokenizer" if model_type == "qwen2" else "PreTrainedTokenizerFast",
+    """The records, grouped by the norm of keys, with those of results whose layers differ."""
+    yield from with_forms(
+        chain(_by_layer(), _without_key_norm(), _with_key_norm_per_head(), _with_key_norm_over_all_heads())
     )
 
 
 def _by_layer() -> Iterator[Family]:
     """DeciLM, and the types that become one where their layers are to differ."""
-    for family in stock(" ".join(decilm.SOURCES), **WHOLE_HEAD, key_norm="none", mlp="gated"):
-        yield replace(family, layerwise=_layerwise(family.model_type))
+    yield from stock(" ".join(decilm.SOURCES), **WHOLE_HEAD, key_norm="none", mlp="gated")
     yield make_family(
         model_type=decilm.MODEL_TYPE,
         **WHOLE_HEAD,
@@ -54,8 +38,8 @@ def _by_layer() -> Iterator[Family]:
         mlp="gated",
         kv_heads="blocks",
         engines=frozenset(),
-        modeling=_layerwise("llama"),
-        layerwise=_layerwise("llama"),
+        modeling=decilm_form("llama"),
+        layerwise=(decilm_form("llama"),),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError
-from gqa_convert.families import decilm
+from gqa_convert.families.layerwise import kv_heads_by_layer, restate
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.measuring.benchmark.subject import NEEDS_HEAD, Subject, build, headers, refused_attention
 from gqa_convert.measuring.results.kv_heads import KVHeads, one_or_each, order_of
@@ -57,10 +57,10 @@ def plan_versions(subject: Subject, dtype: str, groups: Sequence[int] | None) ->
     first = make_plan(checkpoint, 1)
     own = first.source_kv_heads
     counts = sorted(set(spread(merging_counts(own), _MOST_GROUPS) if groups is None else groups))
-    if not first.family.is_layerwise:
+    by_layer = kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
+    if by_layer is None:
         plans = [make_plan(checkpoint, count) for count in counts]
         return [PlannedVersion(plan.groups, plan, plan.groups == own) for plan in plans]
-    by_layer = decilm.kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
     itself = PlannedVersion(one_or_each(by_layer), make_plan(checkpoint, by_layer), is_own=True)
     others = [count for count in counts if count != itself.groups]
     return [*(_uniform(subject, dtype, count, first) for count in others), itself]
@@ -75,7 +75,8 @@ def _uniform(subject: Subject, dtype: str, count: int, plan: Plan) -> PlannedVer
             f"{', '.join(map(str, possible))}"
         )
     counts = (count,) * len(plan.layers)
-    uniform = replace(subject, config=decilm.restate(subject.config, counts), folder=None)
+    assert plan.modeling is not None
+    uniform = replace(subject, config=restate(plan.modeling, subject.config, counts), folder=None)
     return PlannedVersion(count, make_plan(headers(uniform, dtype), counts), is_own=False)
 
 

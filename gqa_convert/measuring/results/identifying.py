@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.families import decilm
+from gqa_convert.families.layerwise import sources_of
 from gqa_convert.measuring.results.configs import read_config
 from gqa_convert.measuring.results.fields import is_there, parse_json
 from gqa_convert.measuring.results.kv_heads import KVHeads, heads_in
@@ -116,6 +116,7 @@ def misfit(identity: Identity, benchmark: Benchmark) -> str | None:
 
 
 def _alike(timed: str, types: tuple[str, ...]) -> bool:
-    """Whether what was timed may have the shape of a model of these types; a DeciLM has that of its source."""
-    sources = decilm.SOURCES if timed == decilm.MODEL_TYPE else ()
-    return timed in types or any(each in types for each in sources)
+    """Whether what was timed may have the shape of a model of these types; one whose layers differ has that of its
+    source.
+    """
+    return timed in types or not sources_of(timed).isdisjoint(types)

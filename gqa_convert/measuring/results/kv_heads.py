@@ -1,7 +1,7 @@
 """The K/V heads of a model's layers: one number, or a number for each layer."""
 
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
-from gqa_convert.families import decilm
+from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.measuring.results.configs import ModelConfig
 
 KVHeads = int | tuple[int, ...]
@@ -53,12 +53,11 @@ def heads_in(config: ModelConfig, *others: str) -> KVHeads | None:
         config: of a checkpoint.
         others: further keys, for a config without a number of K/V heads.
     """
-    if config.keys.get("model_type") == decilm.MODEL_TYPE:
-        try:
-            return one_or_each(decilm.kv_heads_by_layer(config.keys, "config.json"))
-        except (ConfigError, UnsupportedFamilyError):
-            return None
-    return config.count(*STATED, *others)
+    try:
+        by_layer = kv_heads_by_layer(config.keys, "config.json")
+    except (ConfigError, UnsupportedFamilyError):
+        return None
+    return config.count(*STATED, *others) if by_layer is None else one_or_each(by_layer)
 
 
 def one_or_each(heads: tuple[int, ...]) -> KVHeads:

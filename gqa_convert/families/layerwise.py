@@ -1,0 +1,103 @@
+"""The forms in which a config states a number of K/V heads for each layer, behind one interface.
+
+DeciLM comes first where it is possible, since vLLM and llama.cpp run it. The other form has the source's own classes
+with a list under `num_key_value_heads`, for transformers alone.
+"""
+
+import copy
+
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.errors import ConfigError
+from gqa_convert.families import decilm
+from gqa_convert.families.family import Family, Modeling
+from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.table import FAMILIES
+
+
+def find_form(family: Family, config: Config) -> Modeling | str:
+    """The first form that a result can have whose layers differ, or the reason why it can have none.
+
+    Args:
+        family: of the source.
+        config: of the source.
+
+    Returns:
+        The form, or a clause that can follow "since".
+    """
+    reason = f"all layers of a {family.model_type} have one number"
+    for form in family.layerwise:
+        found = decilm.why_not(config) if _is_decilm(form) else _why_not(form, config)
+        if found is None:
+            return form
+        reason = found
+    return reason
+
+
+def _why_not(form: Modeling, config: Config) -> str | None:
+    stated = config.get("architectures")
+    names = {name.removeprefix("GQA") for _, name in form.classes}
+    if isinstance(stated, list) and stated and str(stated[0]).removeprefix("GQA") not in names:
+        return f"it was saved as {stated[0]}, and layers may differ in a causal language model only"
+    return None
+
+
+def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObject:
+    """A config with the K/V heads of each layer stated as a form states them.
+
+    Model type, architectures and `auto_map` stay.
+
+    Args:
+        form: that `find_form` returns for the config, or that the config has already.
+        config: of a source.
+        counts: K/V heads by layer.
+    """
+    convention = {"multi_query_attention": True, "multi_query_group_num": list(counts)}
+    if _is_decilm(form):  # engines read the keys of transformers 4
+        return decilm.restate(config, counts) | legacy_config_keys(config) | convention
+    return copy.deepcopy(dict(config)) | {"num_key_value_heads": list(counts)} | convention
+
+
+def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
+    """The K/V heads that a config states for each layer; None if its model type has one number for all.
+
+    Args:
+        config: the content of a config.json.
+        where: its path, for messages.
+
+    Raises:
+        ConfigError: the config does not state them.
+        UnsupportedFamilyError: a layer has no attention, or a size that differs from the other layers'.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.is_layerwise:
+        return None
+    if family.kv_heads == "blocks":
+        return decilm.kv_heads_by_layer(config, where)
+    stated, heads, layers = (
+        config.get(key) for key in ("num_key_value_heads", "num_attention_heads", "num_hidden_layers")
+    )
+    if type(heads) is not int or not isinstance(stated, list) or len(stated) != layers:
+        raise ConfigError(f"{where} has no num_key_value_heads with a number for each layer: repair the config")
+    for number, count in enumerate(stated):
+        if type(count) is not int or count < 1 or heads % count:
+            raise ConfigError(
+                f"{where} has num_key_value_heads = {count!r} in layer {number}, which does not divide {heads} query "
+                "heads: repair the config"
+            )
+    return tuple(stated)
+
+
+def sources_of(model_type: str) -> frozenset[str]:
+    """The model types whose layers compute what those of a result of this type compute; empty if its layers don't differ."""
+    return frozenset(
+        name for name, family in FAMILIES.items() if any(form.model_type == model_type for form in family.layerwise)
+    )
+
+
+def is_decilm(config: Config) -> bool:
+    """Whether a config is that of a DeciLM, for which engines have code."""
+    return config.get("model_type") == decilm.MODEL_TYPE
+
+
+def _is_decilm(form: Modeling) -> bool:
+    return form.model_type == decilm.MODEL_TYPE

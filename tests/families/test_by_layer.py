@@ -1,0 +1,230 @@
+"""Layers that differ in transformers' own classes: each type of the table computes what its stock class computes with the
+merged heads repeated, and a result is proven, loaded elsewhere and converted again.
+"""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+from gqa_convert.attention import register
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import ConfigError
+from gqa_convert.families.family import FamilyRecordError
+from gqa_convert.families.layerwise import kv_heads_by_layer, sources_of
+from gqa_convert.families.loading import load_causal_lm
+from gqa_convert.families.modeling import gqa_by_layer
+from gqa_convert.families.records.by_layer import with_forms
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import read_weights
+from tests.helpers.elsewhere import WAYS, Elsewhere, generated, logits, logits_in_parts, measure
+from tests.helpers.native import distance
+from tests.helpers.tiny import HEADS, make_checkpoint, make_config
+from tests.helpers.verification import failed
+
+pytestmark = pytest.mark.usefixtures("modeling_files_registered")
+
+COUNTS = [12, 4, 3, 1]
+TYPES = sorted(
+    family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed"
+)  # every type of records/by_layer.py
+
+
+def by_layer(config: Any, counts: list[int]) -> Any:
+    """The config of the same model with a number of K/V heads for each layer."""
+    made = getattr(gqa_by_layer, f"GQA{type(config).__name__}")
+    return made.from_dict({**config.to_dict(), "num_key_value_heads": counts})
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The model with numbers that are large enough for attention to matter."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows of K/V heads, each head as often as its group has query heads."""
+    return tensor.unflatten(0, (count, -1)).repeat_interleave(HEADS // count, 0).flatten(0, 1)
+
+
+@torch.no_grad()
+def with_repeated_heads(result: nn.Module, stock: nn.Module, fused: str | None, head_dim: int) -> nn.Module:
+    """The stock model with the numbers of `result`, each K/V head of a layer repeated for the query heads of its group."""
+    ours = dict(result.named_parameters())
+    for name, parameter in stock.named_parameters():
+        if name not in ours:  # a list of norms, one for each head
+            stem, head, kind = name.rsplit(".", 2)
+            count = COUNTS[int(name.split(".")[2])]
+            parameter.copy_(ours[f"{stem}.{int(head) * count // HEADS}.{kind}"])
+        elif ours[name].shape == parameter.shape:
+            parameter.copy_(ours[name])
+        elif fused and f".{fused}." in name:
+            count = COUNTS[int(name.split(".")[2])]
+            query, key, value = ours[name].split([HEADS * head_dim, count * head_dim, count * head_dim])
+            parameter.copy_(torch.cat([query, repeated(key, count), repeated(value, count)]))
+        else:
+            parameter.copy_(repeated(ours[name], COUNTS[int(name.split(".")[2])]))
+    return stock
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    config = make_config(model_type, num_hidden_layers=4, num_key_value_heads=HEADS)
+    stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    result = filled(getattr(gqa_by_layer, f"GQA{stock.__name__}")(by_layer(config, COUNTS)))
+    layers = result.base_model.layers
+    head_dim = layers[0].self_attn.head_dim
+    expected = logits(with_repeated_heads(result, stock(config).eval(), family.fused, head_dim))
+    assert distance(logits(result), expected) < 1e-5
+    assert distance(logits_in_parts(result), expected) < 1e-5
+    assert [layer.self_attn.num_key_value_groups for layer in layers] == [HEADS // count for count in COUNTS]
+
+
+@pytest.mark.parametrize(("model_type", "kinds"), [("gemma2", ["eager"]), ("gemma3_text", ["eager", "gqa"])])
+def test_windows_masks_and_caches(model_type: str, kinds: list[str]) -> None:
+    """Tokens of every cache, with layers of two kinds, are those of a model without one; gqa, sdpa and eager agree."""
+    register()
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    config = make_config(model_type, num_hidden_layers=4, layer_types=layer_types)
+    result = filled(
+        getattr(gqa_by_layer, f"GQA{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}")(by_layer(config, COUNTS))
+    )
+    found = measure(result, list(WAYS))
+    assert found["heads"] == {"self": sorted(COUNTS)}
+    tokens = {way: found["tokens"][way] for way in ("greedy", "without a cache", "static cache")}
+    assert tokens["greedy"] == tokens["without a cache"] == tokens["static cache"], tokens
+    for kind in kinds:
+        result.set_attn_implementation(kind)
+        assert distance(logits(result), found["logits"]) < 1e-5
+        assert distance(logits_in_parts(result), found["logits"]) < 1e-5
+        assert generated(result) == tokens["greedy"]
+
+
+def test_the_table_names_transformers_classes_and_tokenizers() -> None:
+    for model_type in TYPES:
+        own = FAMILIES[f"gqa_{model_type}"].modeling
+        assert own is not None
+        names = (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        assert [name for _, name in own.classes] == [f"GQA{each[model_type]}" for each in names]
+        chosen = TOKENIZER_MAPPING_NAMES.get(model_type)
+        for form in FAMILIES[model_type].layerwise:
+            expected = "PreTrainedTokenizerFast" if chosen in (None, "TokenizersBackend") else chosen
+            assert form.tokenizer == expected, model_type
+    assert sources_of("gqa_qwen3") == {"qwen3", "gqa_qwen3"}
+    assert sources_of("nemotron-nas") == {"llama", "mistral", "qwen2", "nemotron-nas"}
+    assert sources_of("qwen3") == frozenset()
+    with pytest.raises(FamilyRecordError, match=r"records/by_layer.py"):
+        list(with_forms([]))
+
+
+def test_the_config_holds_a_list_and_the_object_a_number() -> None:
+    config = by_layer(make_config("qwen3", num_hidden_layers=4), COUNTS)
+    for read in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert (read.num_key_value_heads, read.multi_query_group_num) == (12, COUNTS)
+        assert json.loads(read.to_json_string())["num_key_value_heads"] == COUNTS
+    assert type(config).__module__ == gqa_by_layer.__name__
+    assert by_layer(make_config("qwen3", num_hidden_layers=4), 3).multi_query_group_num == [3] * 4  # type: ignore[arg-type]
+    for wrong in ([12, 4], [12, 5, 3, 1]):
+        with pytest.raises(ValueError, match="expected a divisor of 12 for each of 4 layers"):
+            by_layer(make_config("qwen3", num_hidden_layers=4), wrong)
+    for name in ("GQANothing", "GQA", "LlamaConfig", "GQAAutoModel"):
+        assert not hasattr(gqa_by_layer, name)
+
+
+def test_the_heads_that_a_config_states() -> None:
+    config = {"model_type": "gqa_qwen3", "num_hidden_layers": 2, "num_attention_heads": 12}
+    assert kv_heads_by_layer(config | {"num_key_value_heads": [12, 3]}, "config.json") == (12, 3)
+    assert kv_heads_by_layer(config | {"model_type": "qwen3", "num_key_value_heads": 3}, "config.json") is None
+    for wrong in (12, [12], None):
+        with pytest.raises(ConfigError, match="a number for each layer"):
+            kv_heads_by_layer(config | {"num_key_value_heads": wrong}, "config.json")
+    with pytest.raises(ConfigError, match="= 5 in layer 1"):
+        kv_heads_by_layer(config | {"num_key_value_heads": [12, 5]}, "config.json")
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 with tied embeddings, and layers with and without a sliding window; its result is beside it."""
+    folder = tmp_path_factory.mktemp("gemma") / "source"
+    make_checkpoint("gemma3_text", folder, num_hidden_layers=4, sliding_window_pattern=2, tie_word_embeddings=True)
+    convert_checkpoint(folder, folder.parent / "out", COUNTS, method="factor")
+    return folder
+
+
+def test_a_result_elsewhere(gemma: Path, elsewhere: Elsewhere) -> None:
+    """A process without gqa-convert loads the result, saves it and loads it again."""
+    out = gemma.parent / "out"
+    found = elsewhere.ask(
+        "measure", folder=str(out), auto="AutoModelForCausalLM", ways=["greedy", "without a cache"], saved=True
+    )
+    assert not isinstance(found, str), found
+    assert found["class"].endswith("gqa_by_layer.GQAGemma3ForCausalLM")
+    assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    model, missing = load_causal_lm(out, torch.float32)
+    assert not missing
+    assert torch.equal(found["logits"], logits(model))
+    assert found["tokens"]["greedy"] == found["tokens"]["without a cache"]
+    assert found["heads"] == {"self": sorted(COUNTS)}
+    assert found["saved"]["differing"] == []
+    assert torch.equal(found["saved"]["logits"], found["logits"])
+    assert found["saved"]["config"]["num_key_value_heads"] == COUNTS
+    assert "gqa_by_layer.py" in found["saved"]["files"]
+
+
+def test_verify_proves_it_and_finds_damage(gemma: Path) -> None:
+    out = gemma.parent / "out"
+    report = verify_checkpoint(out, gemma)
+    assert report.passed, failed(report)
+    assert {"logits", "cache heads", "attention functions", "modelling file"} <= {check.name for check in report.checks}
+    config = out / "config.json"
+    before = config.read_bytes()
+    try:
+        for key in ("num_key_value_heads", "multi_query_group_num"):
+            config.write_text(json.dumps(json.loads(before) | {key: [12, 4, 3, 3]}))
+            assert "config" in failed(verify_checkpoint(out, gemma, logits=False))
+    finally:
+        config.write_bytes(before)
+
+
+def test_a_result_is_a_source_again(gemma: Path, tmp_path: Path) -> None:
+    out = gemma.parent / "out"
+    convert_checkpoint(out, tmp_path / "again", [4, 2, 3, 1], method="mean")
+    report = verify_checkpoint(tmp_path / "again", out, logits=False)
+    assert report.passed, failed(report)
+    plan = make_plan(open_checkpoint(out), 1)
+    assert plan.config["model_type"] == "gqa_gemma3_text"
+    assert plan.config["num_key_value_heads"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "stablelm", "olmo2", "cohere"])
+def test_each_layer_is_that_of_the_conversion_with_its_number(model_type: str, tmp_path: Path) -> None:
+    """Fused projections, and norms over all heads, per head and in a list."""
+    options = {"use_qk_norm": True} if model_type == "cohere" else {}
+    options |= {"qk_layernorm": True} if model_type == "stablelm" else {}
+    source = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=2, **options)
+    convert_checkpoint(source, tmp_path / "list", [4, 1], method="factor")
+    ours = read_weights(tmp_path / "list")
+    for layer, count in enumerate([4, 1]):
+        convert_checkpoint(source, tmp_path / str(count), count, method="factor")
+        theirs = read_weights(tmp_path / str(count))
+        names = {name for name in theirs if f".{layer}.self_attn." in name}
+        assert names == {name for name in ours if f".{layer}.self_attn." in name}
+        for name in names:
+            assert ours[name].tobytes() == theirs[name].tobytes(), name
+    report = verify_checkpoint(tmp_path / "list", source)
+    assert report.passed, failed(report)
