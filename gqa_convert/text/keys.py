@@ -45,6 +45,7 @@ class Key:
         choices: the allowed values.
         path: whether a text is a path or a Hub id, in which `~` is the home folder.
         reader: reads a value that is no scalar, called with the key and the value.
+        reads: the kind of value that the reader reads, for the documentation.
         aliases: what other programs call it.
         change: when a resumed run may have another value.
         needs_teacher: whether it makes sense with a teacher only.
@@ -62,6 +63,7 @@ class Key:
     choices: tuple[str, ...] = ()
     path: bool = False
     reader: Callable[[str, Any], Any] | None = None
+    reads: str = "sources"
     aliases: tuple[str, ...] = ()
     change: Change = "never"
     needs_teacher: bool = False
@@ -82,7 +84,7 @@ class Key:
     def kind(self) -> str:
         """The kind of value, for the documentation."""
         if self.reader is not None:
-            return "sources"
+            return self.reads
         if get_origin(self.type) is tuple:
             return "list"
         if self.choices:

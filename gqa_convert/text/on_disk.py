@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.objectives import OBJECTIVES, SampleSettings
+from gqa_convert.text.objectives import CAUSAL, OBJECTIVES, SampleSettings
 from gqa_convert.text.opening import Opener, PairOpener, TextOpener
 from gqa_convert.text.pair_files import PairFile
 from gqa_convert.text.pair_sampling import PairSampler
@@ -52,7 +52,15 @@ def text_on_disk(
         opener = PairOpener(settings.tokenizer, default_cache(), _silent)
     else:
         closed = record.closes_documents
-        opener = TextOpener(settings.tokenizer, default_cache(), _silent, closed=closed, framed=False, shortest=0)
+        opener = TextOpener(
+            settings.tokenizer,
+            default_cache(),
+            _silent,
+            closed=closed,
+            framed=False,
+            shortest=0,
+            chats=objective == CAUSAL,
+        )
     found = [_found(source, opener, settings.length) for source in sources]
     if record.sampler is not None:
         return [text for text, _ in found], record.sampler(settings, sources).raw_tokens

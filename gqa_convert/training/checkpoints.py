@@ -1,4 +1,5 @@
-"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
+"""Checkpoints of a run. Each is published atomically, the newest few and those worth keeping are kept, and a run
+resumes from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
 process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
@@ -21,6 +22,8 @@ from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 from gqa_convert.text.dataset_commits import DatasetCommits
 from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
+from gqa_convert.training.retention import Keeping, kept
+from gqa_convert.training.spikes import SpikeState
 from gqa_convert.training.state import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -45,6 +48,9 @@ class Progress:
     """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
     """Changes of the recipe during the run."""
+    evaluation: float | None = None
+    """The loss on the evaluation data after this step; None if it was not measured then."""
+    spikes: SpikeState = field(default_factory=SpikeState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class RunRecord:
             KeyError, TypeError: a key is missing or unknown.
         """
         return cls(
-            progress=Progress(**content["progress"]),
+            progress=Progress(**content["progress"] | {"spikes": SpikeState(**content["progress"].get("spikes", {}))}),
             recipe=content["recipe"],
             processes=content["processes"],
             samples=content["samples"],
@@ -96,25 +102,28 @@ class Checkpoints:
 
     Args:
         folder: `output/checkpoints`.
-        keep: how many checkpoints to keep.
+        keeping: which checkpoints to keep.
         main: whether this is the process that publishes.
         together: a context for the work of one process, whose errors are raised on all processes.
         process: the number of this process.
         gather: gathers a value from every process, in the order of their numbers.
+        group: returns the process group of torch.distributed.checkpoint.
     """
 
     def __init__(
         self,
         folder: Path,
-        keep: int,
+        keeping: Keeping,
         *,
         main: bool,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         process: int = 0,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
+        group: Callable[[], Any] = waiting_group,
     ) -> None:
         self.folder = folder
-        self._keep = keep
+        self._keeping = keeping
+        self._group = group
         self._main = main
         self._together = together
         self._process = process
@@ -206,7 +215,7 @@ class Checkpoints:
         samples: str,
         dataset_commits: DatasetCommits | None = None,
     ) -> Path:
-        """Write a checkpoint, publish it, and remove the oldest beyond `keep`. Every process calls this.
+        """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
 
         While steps are being skipped nothing is removed, because an earlier checkpoint may be needed to recover.
 
@@ -234,7 +243,7 @@ class Checkpoints:
                 except OSError as raised:
                     raise self._explained(raised) from None
         try:
-            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=waiting_group())
+            dcp.save(state, checkpoint_id=work, no_dist=processes == 1, process_group=self._group())
         except (Exception, CheckpointException) as raised:
             shutil.rmtree(work, ignore_errors=True)
             raise self._explained(raised) from None
@@ -256,7 +265,7 @@ class Checkpoints:
             if self._main:
                 try:
                     self._publish(work, final, record)
-                    if not progress.skipped_in_a_row:
+                    if not (progress.skipped_in_a_row or progress.spikes.in_a_row):
                         self.prune()
                 except OSError as raised:
                     shutil.rmtree(work, ignore_errors=True)
@@ -287,7 +296,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
         try:
-            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=waiting_group())
+            dcp.load(state, checkpoint_id=self.path(step), no_dist=processes == 1, process_group=self._group())
         except (Exception, CheckpointException) as raised:
             problem = _inner(raised)
             first = next((line for line in str(problem).splitlines() if line.strip()), "")
@@ -296,9 +305,19 @@ class Checkpoints:
             ) from None
 
     def prune(self) -> None:
-        """Remove all but the newest checkpoints; one process calls this."""
-        for step in self.steps()[: -self._keep]:
+        """Remove the checkpoints that need not be kept; one process calls this."""
+        losses = {step: self._evaluation(step) for step in self.steps()}
+        for step in losses.keys() - kept(losses, self._keeping):
             self._remove(step)
+
+    def _evaluation(self, step: int) -> float | None:
+        """The loss on the evaluation data at a checkpoint, if it was measured there and can be read."""
+        if not self._keeping.best:
+            return None
+        try:
+            return self._record(step).progress.evaluation
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""

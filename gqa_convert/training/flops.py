@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.training.architecture import Architecture
-from gqa_convert.training.memory import Setting
+from gqa_convert.training.memory import Setting, recomputed_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def sample_flops(architecture: Architecture, setting: Setting, teacher: Architec
     trained = setting.trained / max(1, setting.parameters)
     backward = round((1 + trained) * (own.products + own.head)) + 2 * own.attention
     # recomputing a layer stops before its last product, whose result nothing needs
-    again = own.products + own.attention - own.last if setting.gradient_checkpointing else 0
+    share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
+    again = round(share * (own.products + own.attention - own.last))
     return Flops(own.total, backward, again, 0 if teacher is None else _forward(teacher, setting).total)
 
 

@@ -25,6 +25,7 @@ from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.prefetching import ReadAhead
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.schedules import learning_rate
+from gqa_convert.training.spikes import jumps, note
 from gqa_convert.training.teacher import teacher_logits
 from gqa_convert.training.utilisation import flops_per_token, peak
 
@@ -53,7 +54,11 @@ class StepResult:
     source_losses: tuple[float | None, ...]
     """The loss on the samples of each source, without the match of attention outputs; None where the step has none."""
     skipped: bool
-    """The loss or a gradient was not finite, and nothing was changed."""
+    """The loss or a gradient was not finite or jumped, and nothing was changed."""
+    spiked: bool
+    """The loss or the gradient norm jumped."""
+    rewinds: bool
+    """Too many consecutive steps jumped, and the run returns to a checkpoint from before them."""
     hopeless: bool
     """Too many consecutive steps were skipped, and the run should end."""
 
@@ -151,7 +156,7 @@ class Trainer:
         torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("multiplier", 1.0)
         # read once at the end, so that the GPU is not synchronised in between
         device, own = self.accelerator.device, self._own_samples(step)
         parts = torch.zeros(4, dtype=torch.float64, device=device)
@@ -170,11 +175,19 @@ class Trainer:
                     np.bincount(sources.cpu(), (batch["labels"] != IGNORED).sum(axis=1), by_source.shape[1])
                 ).to(device)
         norm = self._clip()
-        sums = summed(self.accelerator, [*parts.tolist(), *by_source.flatten().tolist()])
-        total, lm, kl, attention = (value / max(count, 1.0) for value in sums[:4])
-        pairs = zip(*np.split(np.array(sums[4:]), 2), strict=True)
+        rule, spikes = self.recipe.spike, self.progress.spikes
+        # every process votes, so that a norm whose last digit differs between them parts none of them from the others
+        vote = float(rule is not None and jumps(norm, rule.norm_factor, rule, spikes.norms))
+        sums = summed(self.accelerator, [vote, *parts.tolist(), *by_source.flatten().tolist()])
+        votes, (total, lm, kl, attention) = sums[0], (value / max(count, 1.0) for value in sums[1:5])
+        pairs = zip(*np.split(np.array(sums[5:]), 2), strict=True)
         source_losses = tuple(float(each / labels) if labels else None for each, labels in pairs)
-        skipped = not (math.isfinite(total) and math.isfinite(norm))
+        finite = math.isfinite(total) and math.isfinite(norm)
+        spiked, rewinds = False, False
+        if rule is not None and finite:
+            spiked = votes > 0 or jumps(total, rule.loss_factor, rule, spikes.losses)
+            rewinds = note(rule, spikes, total, norm, jumped=spiked)
+        skipped = spiked or not finite
         if not skipped:
             for parameter in (
                 self._trained
@@ -183,7 +196,7 @@ class Trainer:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._advance(step, skipped)
+        self._advance(step, finite=finite)
         return StepResult(
             step,
             self.progress.tokens,
@@ -197,14 +210,16 @@ class Trainer:
             waited,
             source_losses,
             skipped,
+            spiked,
+            rewinds,
             self.progress.skipped_in_a_row >= _LONGEST_STREAK,
         )
 
-    def _advance(self, step: int, skipped: bool) -> None:
+    def _advance(self, step: int, *, finite: bool) -> None:
         self.progress.step = step
         self.progress.tokens = int(step * self.samples_per_step * self.samples.tokens_per_sample)
-        self.progress.skipped += skipped
-        self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if skipped else 0
+        self.progress.skipped += not finite
+        self.progress.skipped_in_a_row = 0 if finite else self.progress.skipped_in_a_row + 1
 
     def _clip(self) -> float:
         """Clip the gradients and return their joint norm before clipping."""

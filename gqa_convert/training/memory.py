@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.errors import RecipeError, UnsupportedFamilyError
 from gqa_convert.families.table import family_of
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
+from gqa_convert.training.learning_rates import multipliers
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
 
@@ -36,6 +37,8 @@ class Setting:
     optimizer: str = "adamw"
     bf16: bool = True
     gradient_checkpointing: bool = False
+    checkpointing_interval: int = 1
+    """Every how-manieth layer is recomputed."""
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
@@ -114,7 +117,9 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
     """
     layer = _layer_parameters(architecture, setting.parameters)
     outer = architecture.vocabulary * architecture.hidden_size
-    count = 1 if setting.gradient_checkpointing else architecture.layers + architecture.encoder_layers
+    layers = architecture.layers + architecture.encoder_layers
+    recomputed = recomputed_layers(architecture, setting)
+    count = layers - recomputed + bool(recomputed)
     return 2 * (layer * count + outer)
 
 
@@ -128,10 +133,19 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     encoder = encoded * _per_token(architecture, bf16=setting.bf16, length=theirs, cross=False)
     if cross:  # keys and values of the encoder's output
         decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_dim
+    everything = architecture.layers * decoder + architecture.encoder_layers * encoder
     if not setting.gradient_checkpointing:
-        return architecture.layers * decoder + architecture.encoder_layers * encoder
+        return everything
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
-    return stream * (architecture.layers * decoded + architecture.encoder_layers * encoded) + max(decoder, encoder)
+    inputs = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
+    share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
+    return share * inputs + (1 - share) * everything + max(decoder, encoder)
+
+
+def recomputed_layers(architecture: Architecture, setting: Setting) -> int:
+    """How many layers are recomputed in the backward pass."""
+    layers = architecture.layers + architecture.encoder_layers
+    return -(-layers // setting.checkpointing_interval) if setting.gradient_checkpointing else 0
 
 
 def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bool) -> float:
@@ -190,7 +204,9 @@ def trained_of(student: Checkpoint, recipe: Recipe) -> list[str]:
     names = [name for _, name, _ in student.tensors()]
     if recipe.trainable != "all":
         with suppress(UnsupportedFamilyError):
-            return trained_names(family_of(student.config), names, recipe.trainable)
+            names = trained_names(family_of(student.config), names, recipe.trainable)
+    with suppress(RecipeError):  # names in files may differ from those of parameters, by which patterns are checked
+        return [name for name, multiplier in multipliers(names, recipe.learning_rates).items() if multiplier]
     return names
 
 
@@ -206,6 +222,7 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         optimizer=recipe.optimizer,
         bf16=recipe.precision == "bf16",
         gradient_checkpointing=recipe.gradient_checkpointing,
+        checkpointing_interval=recipe.checkpointing_interval,
         **known,
     )
 

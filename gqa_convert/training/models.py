@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import check_complete
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
@@ -24,10 +25,28 @@ def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
         model, missing = sharding.load(folder, torch.float32, by_first=layout.sharded)
     check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    choose_trained(model, recipe.trainable)
+        recompute(model, recipe.checkpointing_interval)
+    choose_trained(model, recipe.trainable, recipe.learning_rates)
     set_dropout(model, recipe.dropout)
     return model.train()
+
+
+def recompute(model: Any, interval: int = 1) -> None:
+    """Recompute the activations of every `interval`-th layer in the backward pass.
+
+    Raises:
+        RecipeError: the model's class recomputes all layers or none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if interval > 1 and not layers:
+        raise RecipeError(
+            f"checkpointing_interval is {interval}, and {type(model).__name__} recomputes all layers or none: remove it"
+        )
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % interval == 0
 
 
 def place_student(model: Any, accelerator: Any, layout: sharding.Layout, *, bf16: bool) -> Any:

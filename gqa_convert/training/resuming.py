@@ -1,7 +1,7 @@
 """Determines what a run's output folder holds: nothing, a complete run, or a checkpoint to resume from."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 from gqa_convert.errors import ResumeError
 from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
@@ -50,7 +50,7 @@ def take_up(
         processes: the current number of processes.
         say: called with every difference.
     """
-    progress = replace(record.progress, changes=[*record.progress.changes])
+    progress = copy.deepcopy(record.progress)
     if record.processes != processes:
         say(f"the checkpoint was saved by {record.processes} process(es): sums are rounded differently from now on")
     before, now = make_recipe(record.recipe).pinned(record.dataset_commits), recipe.pinned(record.dataset_commits)

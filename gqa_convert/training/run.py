@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import check_destination, sweep
-from gqa_convert.errors import DivergedError, ResumeError, StoppedError
+from gqa_convert.errors import DivergedError, InterruptedRunError, ResumeError, StoppedError
 from gqa_convert.text.dataset_commits import DatasetCommits, find_commits
 from gqa_convert.text.objectives import OBJECTIVES
 from gqa_convert.text.samples import Samples, evaluation_blocks, open_samples
@@ -22,10 +23,18 @@ from gqa_convert.training import memory, sharding
 from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.checkpoints import Checkpoints, Progress, RunRecord
 from gqa_convert.training.curve import draw_curve
-from gqa_convert.training.distributed import gathered, join, local_processes, together, wait
+from gqa_convert.training.distributed import (
+    gathered,
+    join,
+    local_processes,
+    saving_group,
+    together,
+    wait,
+    waiting_group,
+)
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.export import export_model
-from gqa_convert.training.loop import Batch, Trainer
+from gqa_convert.training.loop import Batch, StepResult, Trainer
 from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.metrics import MetricsLine, read_metrics
 from gqa_convert.training.models import load_student, place_fixed, place_student
@@ -34,8 +43,10 @@ from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
+from gqa_convert.training.retention import Keeping
 from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.training.run_log import OnStep, RunLog
+from gqa_convert.training.saving import Saver
 from gqa_convert.training.state import StateDict, set_state, state_of, whole_model
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.summary import Pace, RunSummary, summarise
@@ -94,14 +105,9 @@ class Run:
             self.layout = sharding.layout_of(recipe.sharding, recipe.shard_size, processes, local_processes())
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints,
-            recipe.keep_checkpoints,
-            main=self.main,
-            together=self.together,
-            process=self.accelerator.process_index,
-            gather=partial(gathered, self.accelerator),
-        )
+        self.checkpoints = self._checkpoints(waiting_group)
+        saving = self._checkpoints(saving_group) if recipe.async_checkpoints else self.checkpoints
+        self.saver = Saver(saving, background=recipe.async_checkpoints, on_saved=self._saved)
         self.lock: OutputLock | None = None
 
     def go(self) -> RunSummary | None:
@@ -110,6 +116,16 @@ class Run:
         Returns:
             The summary on the main process, None on the others.
         """
+        try:
+            return self._go()
+        except InterruptedRunError:  # at once, leaving behind a checkpoint that is being written
+            raise
+        except Exception:
+            with suppress(Exception):
+                self.saver.finish()
+            raise
+
+    def _go(self) -> RunSummary | None:
         with self.together():
             self._take_output()
         finished, record = self._look_back()
@@ -166,6 +182,22 @@ class Run:
         """Release the lock of the output folder."""
         if self.lock is not None:
             self.lock.release()
+
+    def _checkpoints(self, group: Callable[[], Any]) -> Checkpoints:
+        """The checkpoints of the run, written with collectives of a process group."""
+        recipe = self.recipe
+        rewinds = recipe.spike is not None and recipe.spike.action == "rewind"
+        return Checkpoints(
+            self.folder.checkpoints,
+            Keeping(
+                recipe.keep_checkpoints, recipe.keep_every, recipe.keep_best, recipe.save_every if rewinds else None
+            ),
+            main=self.main,
+            together=partial(together, self.accelerator, group),
+            process=self.accelerator.process_index,
+            gather=partial(gathered, self.accelerator, group=group),
+            group=group,
+        )
 
     # Before training: read the output folder and open what the recipe names
 
@@ -389,19 +421,50 @@ class Run:
                 evaluated = None
                 if held_out.batches and (last or (recipe.evaluate_every and result.step % recipe.evaluate_every == 0)):
                     evaluated = trainer.evaluate(self.model, held_out.batches)
+                progress.evaluation = evaluated
                 log.write(result, evaluated)
-                if result.skipped:
+                if result.spiked:
+                    self._report_spike(result)
+                elif result.skipped:
                     self.say(f"step {result.step}: the loss or a gradient is not finite; no update")
                 if result.hopeless:
                     self._give_up(progress)
+                if result.rewinds:
+                    self._rewind(progress)
                 if last or result.step % recipe.save_every == 0:
                     self._save(progress, log)
                     saved = progress.step
-            if progress.step == steps:
-                return
-            if saved != progress.step:
+            if progress.step != steps and saved != progress.step:
                 self._save(progress, log)
-            self._stop(trainer)
+            self.saver.finish()
+            if progress.step != steps:
+                self._stop(trainer)
+
+    def _report_spike(self, result: StepResult) -> None:
+        self.say(
+            f"step {result.step}: the loss {result.loss:.4g} or the gradient norm {result.gradient_norm:.4g} jumped; no update"
+        )
+
+    def _rewind(self, progress: Progress) -> None:
+        """Return to the weights and moments of the newest regular checkpoint from before the steps that jumped. The
+        schedule and the samples go on.
+        """
+        rule = self.recipe.spike
+        assert rule is not None
+        self.saver.finish()
+        steps = [
+            step
+            for step in self.checkpoints.steps()
+            if step % self.recipe.save_every == 0 and step <= progress.step - rule.patience
+        ]
+        if not steps:
+            self.say(f"step {progress.step}: there is no checkpoint from before these steps to return to")
+            return
+        self._restore(steps[-1])
+        progress.spikes.rewinds += 1
+        change = f"after step {progress.step}: weights and moments of step {steps[-1]}, because {rule.patience} steps in a row jumped"
+        progress.changes.append(change)
+        self.say(change)
 
     def _stop(self, trainer: Trainer) -> None:
         """End an incomplete run on all processes, with the reason of the first process that has one."""
@@ -421,6 +484,7 @@ class Run:
         Raises:
             DivergedError: always.
         """
+        self.saver.finish()
         if self.main:
             write_json(self.folder.diverged, {"step": progress.step})
         steps = self.checkpoints.steps()
@@ -432,14 +496,16 @@ class Run:
 
     def _save(self, progress: Progress, log: RunLog) -> None:
         log.sync()
-        self.checkpoints.save(
+        self.saver.save(
             state_of(self.model, self.optimizer),
             progress,
-            self.recipe.resolved(),
-            self.accelerator.num_processes,
-            self.fingerprint,
-            self.dataset_commits,
+            recipe=self.recipe.resolved(),
+            processes=self.accelerator.num_processes,
+            samples=self.fingerprint,
+            dataset_commits=self.dataset_commits,
         )
+
+    def _saved(self, progress: Progress) -> None:
         if self.main and not progress.skipped_in_a_row:
             self.folder.diverged.unlink(missing_ok=True)
 

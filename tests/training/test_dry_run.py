@@ -17,6 +17,7 @@ from gqa_convert.training.communication import Collective
 from gqa_convert.training.dry_run import Hardware, dry_run
 from gqa_convert.training.flops import sample_flops
 from gqa_convert.training.gpus import find_gpu, named_gpu
+from gqa_convert.training.models import recompute
 from gqa_convert.training.optimizers import build_optimizer, choose_trained
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.sharding import Layout, layout_of
@@ -30,6 +31,7 @@ MODELS = ("llama", "gpt2", "t5")
 def prepared(kind: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """A model, a sample for it and its sizes."""
     model = small_model(kind).train()
+    torch.manual_seed(1)
     model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
     sample = {"input_ids": torch.randint(2, VOCABULARY, (1, LENGTH))}
     if kind == "t5":
@@ -65,6 +67,45 @@ def test_operations_are_those_that_torch_counts(kind: str, again: bool) -> None:
     assert found.forward == found.teacher == forward
     assert found.forward + found.backward + found.recomputation == counter.get_total_flops()
     assert bool(found.recomputation) == again
+
+
+def test_every_second_layer_is_recomputed_with_the_same_gradients() -> None:
+    """Bit for bit, with the operations and the saved bytes between those of none and of all."""
+    found = []
+    for interval in (None, 2, 1):
+        model, sample, sizes = prepared("llama")
+        if interval is not None:
+            recompute(model, interval)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with FlopCounterMode(display=False) as counter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                logits = model(**sample, use_cache=False).logits
+            logits.float().square().sum().backward()
+        keys = {} if interval is None else {"gradient_checkpointing": True, "checkpointing_interval": interval}
+        planned = setting(model, "llama", **keys)
+        assert sample_flops(sizes, planned).total == counter.get_total_flops()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append((gradients, sum(kept.values()), memory.plan(sizes, planned)["activations"]))
+    for gradients, _, _ in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(gradients, found[0][0], strict=True))
+    for place in (1, 2):  # as counted, and as planned
+        none, half, every = (each[place] for each in found)
+        assert none > half > every
+    assert memory.recomputed_layers(sizes, planned) == 3
+
+
+def test_an_interval_needs_recomputation_and_layers() -> None:
+    with pytest.raises(RecipeError, match="checkpointing_interval is 2 and gradient_checkpointing is false"):
+        make_recipe(BASE | {"checkpointing_interval": 2})
+    model = small_model("llama")
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(RecipeError, match="LlamaForCausalLM recomputes all layers or none"):
+        recompute(model, 2)
 
 
 def test_products_for_frozen_weights_are_not_counted() -> None:

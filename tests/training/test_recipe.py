@@ -28,6 +28,7 @@ from gqa_convert.training.recipe import (
     make_recipe,
     read_recipe,
 )
+from gqa_convert.training.spikes import SpikeRule
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
@@ -76,7 +77,7 @@ def test_every_field_is_a_declared_key() -> None:
     names = [field.name for field in dataclasses.fields(Recipe)]
     assert names == list(KEYS)
     assert {*BUDGET, *BOOKKEEPING, *EXECUTION, *AGAINST_DIVERGENCE} < {*names}
-    for declared in (Recipe, Source):
+    for declared in (Recipe, Source, SpikeRule):
         for name, each in keys_of(declared).items():
             assert each.help.endswith("."), name
             if each.default is not REQUIRED and each.default not in (None, ()):
@@ -89,6 +90,9 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "output",
         "save_every",
         "keep_checkpoints",
+        "keep_every",
+        "keep_best",
+        "async_checkpoints",
         "evaluate_every",
         "evaluation_data",
         "evaluation_tokens",
@@ -98,8 +102,15 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "tracker_tags",
         "log_every",
     )
-    assert EXECUTION == ("micro_batch_size", "gradient_checkpointing", "sharding", "shard_size", "compile")
-    assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "precision")
+    assert EXECUTION == (
+        "micro_batch_size",
+        "gradient_checkpointing",
+        "checkpointing_interval",
+        "sharding",
+        "shard_size",
+        "compile",
+    )
+    assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "spike", "precision")
 
 
 @pytest.mark.parametrize(
@@ -612,7 +623,7 @@ def test_accelerate_reads_the_launch_configurations(path: Path) -> None:
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
-    for declared in (Recipe, Source):
+    for declared in (Recipe, Source, SpikeRule):
         assert keys_table(declared) in page, "run docs/make_recipe_keys.py"
 
 

@@ -14,6 +14,8 @@ from gqa_convert.text.objectives import ObjectiveName
 from gqa_convert.text.packing import SHUFFLE_WINDOW
 from gqa_convert.text.scalars import shown
 from gqa_convert.text.sources import Source, read_sources
+from gqa_convert.training.learning_rates import RateRule, read_rate_rules
+from gqa_convert.training.spikes import SpikeRule, read_spike_rule
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "adafactor", "muon"]
@@ -117,6 +119,21 @@ class Recipe:
         change="divergence",
         aliases=("max_grad_norm",),
     )
+    learning_rates: tuple[RateRule, ...] = key(
+        "Multipliers of the learning rate by patterns of parameter names; see "
+        "[rates of single parameters](#rates-of-single-parameters).",
+        default=(),
+        reader=read_rate_rules,
+        reads="mapping of patterns to numbers or `frozen`",
+        aliases=("lr_multipliers", "param_groups", "freeze", "unfrozen_parameters"),
+    )
+    spike: SpikeRule | None = key(
+        "Skip steps whose loss or gradient norm jumps; see [loss spikes](#loss-spikes).",
+        default=None,
+        reader=read_spike_rule,
+        reads="mapping",
+        change="divergence",
+    )
     precision: Precision = key(
         "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
         default="bf16",
@@ -125,6 +142,13 @@ class Recipe:
     )
     gradient_checkpointing: bool = key(
         "Recompute activations in the backward pass: less memory, a third more time.", default=False, change="execution"
+    )
+    checkpointing_interval: int = key(
+        "With `gradient_checkpointing`, recompute every how-manieth layer only: with 2, half of them.",
+        default=1,
+        unit="layers",
+        change="execution",
+        aliases=("selective_ac_option",),
     )
     sharding: Sharding = key(
         "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
@@ -157,6 +181,25 @@ class Recipe:
     save_every: int = key("The interval between checkpoints.", default=500, unit="steps", change="bookkeeping")
     keep_checkpoints: int = key(
         "How many of the newest checkpoints are kept.", default=2, change="bookkeeping", aliases=("save_total_limit",)
+    )
+    keep_every: int | None = key(
+        "Checkpoints at multiples of this step are kept as well; a multiple of `save_every`.",
+        default=None,
+        unit="steps",
+        change="bookkeeping",
+    )
+    keep_best: bool = key(
+        "The checkpoint with the lowest loss on `evaluation_data` is kept as well. It needs an `evaluate_every` that is a "
+        "multiple of `save_every`.",
+        default=False,
+        change="bookkeeping",
+        aliases=("load_best_model_at_end", "save_best"),
+    )
+    async_checkpoints: bool = key(
+        "Write checkpoints in the background, from a copy in the machine's memory, while the next steps are computed.",
+        default=False,
+        change="bookkeeping",
+        aliases=("async_save", "async_mode", "enable_async_checkpointing"),
     )
     evaluate_every: int | None = key(
         "The interval between evaluations; by default only at the start and at the end.",
@@ -330,7 +373,7 @@ def _brief(value: Any) -> Any:
     """Plain data, with sources of text as a recipe would state them: without defaults."""
     if isinstance(value, list):
         return f"[{', '.join(str(_brief(item)) for item in value)}]" if len(value) != 1 else _brief(value[0])
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or "source" not in value:
         return value
     stated = {name: value[name] for name, each in keys_of(Source).items() if value[name] != each.default}
     return (
@@ -339,6 +382,6 @@ def _brief(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Source):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
