@@ -4,7 +4,7 @@
 
 FOLDER contains the models and the text, which are made once:
 
-    pip install gguf
+    pip install 'gqa-convert[gguf]'
     python -m benchmarks.real.make_source FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
     python -m benchmarks.real.second_source --folder FOLDER

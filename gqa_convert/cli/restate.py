@@ -3,32 +3,37 @@
 import shlex
 from typing import Any
 
-from .options import Json, NewFolder, Quiet, ReplaceResult, Revision, Source
+from .options import Json, NewFolder, Quiet, ReplaceResult, Revision, SourceOrGGUF
 
 
 def restate(
-    source: Source,
+    source: SourceOrGGUF,
     out: NewFolder,
     revision: Revision = None,
     overwrite: ReplaceResult = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Rewrite a checkpoint that needs its own Python code so that transformers' stock classes load it.
+    """Rewrite a checkpoint that needs its own Python code, or quantised weights, so that stock classes load it as it is.
 
     Baichuan 7B, InternLM, InternLM2, Yi and open_llama become llama, the first Qwen becomes qwen2, MiniCPM granite,
     stablelm_epoch stablelm, phi-msft phi, and RefinedWeb falcon. Tensors are renamed and fused projections are split.
     K/V heads do not change, and logits are those of SOURCE up to rounding. The checkpoint's code is never run.
 
+    A GGUF file, and weights quantised as FP8, MXFP4, by compressed-tensors or by bitsandbytes, are written dequantised
+    by transformers' own readers, mostly in bfloat16. That loads the whole model into memory.
+
     Examples:
 
+      gqa-convert restate ./model-Q4_K_M.gguf ./model
+      gqa-convert restate Qwen/Qwen3-8B-FP8 ./qwen3-8b
       gqa-convert restate ./Baichuan2-7B-Base ./baichuan2-llama
       gqa-convert convert ./baichuan2-llama ./baichuan2-gqa8 --groups 8
     """
     from contextlib import ExitStack
 
     from gqa_convert.cli.console.progress import byte_progress
-    from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console, styled
+    from gqa_convert.cli.console.screen import print_json, print_note, stderr_console, stdout_console, styled
     from gqa_convert.conversion.restating.restate import restate_checkpoint
 
     with ExitStack() as stack:
@@ -38,17 +43,29 @@ def restate(
             bar.append(stack.enter_context(byte_progress("rewriting", made.weight_bytes_after, quiet=quiet)))
 
         result = restate_checkpoint(
-            source, out, revision=revision, overwrite=overwrite, on_plan=begin, progress=lambda nbytes: bar[0](nbytes)
+            source,
+            out,
+            revision=revision,
+            overwrite=overwrite,
+            on_plan=begin,
+            on_note=lambda sentence: None if quiet else print_note(sentence, stderr_console()),
+            progress=lambda nbytes: bar[0](nbytes),
         )
     if not quiet:
         for note in result.notes:
-            stderr_console().print(styled(("note:", "yellow"), f" {note}"), soft_wrap=True)
+            print_note(note, stderr_console())
     if as_json:
         print_json(result.as_json())
     elif not quiet:
         console = stdout_console()
         console.print(
-            styled(("done", "green"), f"  {result.model_type} -> {result.result_model_type}, in {result.out}"),
+            styled(("done", "green"), f"  {_change(result)}, in {result.out}"),
             soft_wrap=True,
         )
         console.print(f"      next  {shlex.join(['gqa-convert', 'plan', result.out, '--groups'])} N", soft_wrap=True)
+
+
+def _change(result: Any) -> str:
+    if result.model_type == result.result_model_type:
+        return f"{result.model_type}, dequantised"
+    return f"{result.model_type} -> {result.result_model_type}"

@@ -15,7 +15,7 @@ def verify(
         typer.Option(
             "--source",
             metavar="SOURCE",
-            help="Checkpoint that OUT was converted from: a folder or a Hub id.",
+            help="Checkpoint that OUT was converted from: a folder, a Hub id or a GGUF file.",
             show_default=False,
         ),
     ],

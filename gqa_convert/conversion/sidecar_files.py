@@ -57,7 +57,7 @@ def write_sidecar_files(plan: Described, folder: Path) -> None:
         sync(target)
     if plan.target_architecture and plan.target_architecture.special_tokens:
         _complete_tokenizer(folder, dict(plan.target_architecture.special_tokens), plan.config["tokenizer_class"])
-    _name_tokenizer_for_all(folder / "tokenizer_config.json")
+    name_tokenizer_for_all(folder / "tokenizer_config.json")
     write_json(folder / CONFIG, plan.config)
 
 
@@ -74,7 +74,7 @@ def _write_index(plan: Described, folder: Path) -> None:
     )
 
 
-def _name_tokenizer_for_all(path: Path) -> None:
+def name_tokenizer_for_all(path: Path) -> None:
     """Rename `TokenizersBackend`, which transformers 5 writes, to the class that all versions know."""
     try:
         stated = json.loads(path.read_bytes())

@@ -50,7 +50,8 @@ def no_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
+def no_warnings() -> Iterator[None]:
+    """Keep transformers from printing warnings."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -229,7 +230,7 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
 
     if not run_code:
         _register(folder)
-    with no_bars(), _no_warnings():  # missing tensors are returned instead of reported
+    with no_bars(), no_warnings():  # missing tensors are returned instead of reported
         model, info = getattr(transformers, task).from_pretrained(
             folder,
             dtype=dtype,
@@ -369,5 +370,5 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with _no_warnings():  # about model types of results, which transformers does not know
+    with no_warnings():  # about model types of results, which transformers does not know
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

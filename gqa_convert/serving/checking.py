@@ -9,7 +9,13 @@ from pathlib import Path
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result, plain
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
+from gqa_convert.errors import (
+    CorruptCheckpointError,
+    GQAConvertError,
+    OptionError,
+    SourceNotFoundError,
+    UnsupportedFamilyError,
+)
 from gqa_convert.families.decilm import ARCHITECTURE
 from gqa_convert.families.geometry import config_value
 from gqa_convert.families.layerwise import is_decilm, kv_heads_by_layer
@@ -22,8 +28,9 @@ from gqa_convert.families.loading import (
     load_tokenizer,
     read_config,
 )
-from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.table import FAMILIES, Family, family_of
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
+from gqa_convert.families.wrappers import decoder_config, is_wrapper
 
 from .client import CLIENTS, NEW_TOKENS, Answer, Client, Request
 from .comparing import Comparison, compare
@@ -193,6 +200,8 @@ def _unfit(config: Config) -> str:
     has_modelling_file = family is not None and family.is_converted
     if has_modelling_file or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} comes with a modelling file, which only transformers 5 runs"
+    if is_wrapper(config):
+        return f"{model_type} reads images too, and the engines are compared on language models alone"
     if auto_class(config) != TASKS[0]:
         return f"{model_type} is an encoder-decoder, and only decoders are compared"
     return ""
@@ -200,7 +209,15 @@ def _unfit(config: Config) -> str:
 
 def _parallel_degrees(config: Config, where: str) -> ParallelDegrees | None:
     """The degrees that the numbers of heads in a config allow; None for a family whose config does not state them."""
-    family, heads = FAMILIES.get(str(config.get("model_type"))), config.get("num_attention_heads")
+    if is_wrapper(config):
+        try:
+            family: Family | None = family_of(config)
+        except UnsupportedFamilyError:
+            return None
+        config = decoder_config(config)
+    else:
+        family = FAMILIES.get(str(config.get("model_type")))
+    heads = config.get("num_attention_heads")
     if family is None or type(heads) is not int or heads < 1:
         return None
     by_layer = kv_heads_by_layer(config, where)

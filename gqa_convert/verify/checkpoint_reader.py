@@ -9,7 +9,7 @@ from typing import Any
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+PREFERENCE = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The order in which transformers looks for weights."""
 
 
@@ -48,9 +48,9 @@ class Weights:
         self.file_of: dict[str, str] = {}
         """Tensor -> the file that holds it, whatever the index says."""
         self.index: dict[str, Any] | None = None
-        chosen = next((name for name in _PREFERENCE if (folder / name).is_file()), None)
+        chosen = next((name for name in PREFERENCE if (folder / name).is_file()), None)
         if chosen is None:
-            raise error(f"{folder} has no weights: it has none of {', '.join(_PREFERENCE)}")
+            raise error(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
         self.chosen = chosen
         self.files = [chosen]
         if chosen.endswith(".json"):

@@ -1,16 +1,19 @@
 """Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
+from gqa_convert.families.dequantised_source import check_space, dequantised
 from gqa_convert.families.family import Family
 from gqa_convert.families.table import family_of
 from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.text.scoring.text_to_score import read_file
-from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
+from gqa_convert.verify.checkpoint_reader import CONFIG, PREFERENCE, Weights, first_line, read_object
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,17 @@ class Inputs:
         return _has_class(self.family)
 
 
-def read_inputs(out: str | Path, source: str | Path, *, revision: str | None, text: Path | None) -> Inputs:
-    """Open both checkpoints and read the text. A SOURCE on the Hub is downloaded.
+def read_inputs(
+    out: str | Path, source: str | Path, stack: ExitStack, *, revision: str | None, text: Path | None
+) -> Inputs:
+    """Open both checkpoints and read the text. A SOURCE on the Hub is downloaded; a GGUF file is dequantised.
+
+    Args:
+        out: the converted folder.
+        source: the folder, the Hub id or the GGUF file that it was made from.
+        stack: closed at the end of the verification, which removes dequantised weights.
+        revision: branch, tag or commit on the Hub.
+        text: a file, or None.
 
     Raises:
         SourceNotFoundError: `out` is not a folder, or `source` holds no checkpoint.
@@ -54,7 +66,7 @@ def read_inputs(out: str | Path, source: str | Path, *, revision: str | None, te
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     content = None if text is None else _read_text(local_path(text))
-    folder = _source_folder(source, revision)
+    folder = _source_folder(source, revision, out, stack)
     config = _read_config(folder)
     family = family_of(config)
     if text is not None:
@@ -63,9 +75,9 @@ def read_inputs(out: str | Path, source: str | Path, *, revision: str | None, te
     return Inputs(out, folder, config, family, weights, content)
 
 
-def _source_folder(source: str | Path, revision: str | None) -> Path:
+def _source_folder(source: str | Path, revision: str | None, out: Path, stack: ExitStack) -> Path:
     path = local_path(source)
-    if path.is_dir():
+    if path.is_dir() and not _holds_gguf(path):
         if revision is not None:
             raise SourceNotFoundError(
                 f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
@@ -73,9 +85,19 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         return path
     from gqa_convert.checkpoint.source import open_checkpoint
 
-    folder = open_checkpoint(source, revision=revision, download=True).folder
+    try:
+        folder = open_checkpoint(source, revision=revision, download=True).folder
+    except GGUFSourceError as found:
+        gguf = locate_gguf(found, revision)
+        check_space(gguf, out)
+        folder = stack.enter_context(dequantised(gguf, out, lambda _: None)).folder
     assert folder is not None
     return folder
+
+
+def _holds_gguf(folder: Path) -> bool:
+    """Whether a folder may hold GGUF files and no other weights."""
+    return any(folder.rglob("*.gguf")) and not any((folder / name).is_file() for name in PREFERENCE)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -413,7 +413,6 @@ class TestRefusals:
             (["__0_0.distcp", ".metadata"], "consolidate"),
             (["resolved_recipe.yaml", "checkpoints/step-000008/__0_0.distcp"], "folder model/"),
             (["global_step12/mp_rank_00_model_states.pt", "latest"], "zero_to_fp32"),
-            (["model-q4.gguf"], "GGUF"),
             (["tf_model.h5"], "TensorFlow"),
             (["flax_model.msgpack"], "TensorFlow or Flax"),
             (["consolidated.00.pth"], "vendor's original layout"),

@@ -1,9 +1,10 @@
 """The printed result of a benchmark."""
 
+from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.results.kv_heads import in_words
 from gqa_convert.measuring.results.schemas import BenchmarkFile, Machine, TimedCell
 
-from .screen import number, print_note, size, stdout_console, styled
+from .screen import number, print_note, stdout_console, styled
 from .tables import show_table
 
 

@@ -3,9 +3,11 @@
 import shlex
 from typing import TYPE_CHECKING
 
+from gqa_convert.checkpoint.byte_sizes import size
+
 from .advice import quality_advice
 from .plan import CACHES, heads_after, heads_before
-from .screen import print_note, size, stdout_console, styled
+from .screen import print_note, stdout_console, styled
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.run import ConversionResult
@@ -44,5 +46,12 @@ def show_conversion(result: "ConversionResult") -> None:
         console.print(f"      {label:<{width}}  {text}", soft_wrap=True)
     for warning in plan.warnings:
         print_note(warning)
-    if advice := quality_advice(method, plan.checkpoint.source_id, out, result.calibration):
+    source = plan.checkpoint.source_id
+    if plan.checkpoint.dequantised:
+        restate = shlex.join(["gqa-convert", "restate", source])
+        print_note(
+            f"commands other than plan, convert and verify need the source as an ordinary checkpoint: {restate} PLAIN"
+        )
+        source = "PLAIN"
+    if advice := quality_advice(method, source, out, result.calibration):
         print_note(advice)

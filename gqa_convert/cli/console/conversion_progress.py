@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from gqa_convert.checkpoint.byte_sizes import size
+
 from .bars import progress_bars, text_column
 from .estimate import estimate_line
 from .layer_pace import Expected, LayerPace
 from .pace import Pace, ProgressLines, clock
-from .screen import size, stderr_console
+from .screen import stderr_console
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -48,6 +50,10 @@ class ConversionScreen:
         if not self._quiet:
             with suppress(OSError):
                 self._console.print(line, soft_wrap=True)
+
+    def note(self, sentence: str) -> None:
+        """Print a sentence about the source above the bar."""
+        self.say(f"note: {sentence}")
 
     def will_write(self, nbytes: int) -> None:
         """Note the size of the result's weights."""

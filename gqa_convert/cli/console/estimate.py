@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from .screen import size, stdout_console
+from gqa_convert.checkpoint.byte_sizes import size
+
+from .screen import stdout_console
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.cost import CostEstimate

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .screen import print_note, size, stdout_console, styled
+from gqa_convert.checkpoint.byte_sizes import size
+
+from .screen import print_note, stdout_console, styled
 from .tables import Column, show_table
 
 if TYPE_CHECKING:

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from .screen import print_note, size, stderr_console, stdout_console
+from gqa_convert.checkpoint.byte_sizes import size
+
+from .screen import print_note, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from gqa_convert.publishing.publish import Publication

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.recommend.recommendation import ConsideredGroups, Recommendation
 from gqa_convert.measuring.results.schemas import Machine
 
-from .screen import number, print_note, size, stdout_console, styled
+from .screen import number, print_note, stdout_console, styled
 from .tables import show_table
 
 if TYPE_CHECKING:

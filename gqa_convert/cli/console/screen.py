@@ -109,12 +109,3 @@ def abandon(stream: Any) -> None:
 def number(value: float | None, form: str) -> str:
     """Format a number for a cell of a table; None becomes an empty cell."""
     return "" if value is None else format(value, form)
-
-
-def size(nbytes: float) -> str:
-    """Format bytes for people: 1.2 GB, 98.3 kB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000 or unit == "GB":
-            return f"{nbytes:,.0f} {unit}" if unit == "bytes" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError

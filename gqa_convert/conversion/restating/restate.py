@@ -1,5 +1,5 @@
-"""Writes a checkpoint with custom code as a checkpoint of a stock type that computes the same; the folder appears
-whole or not at all.
+"""Writes a checkpoint with custom code as a checkpoint of a stock type that computes the same, or quantised weights
+dequantised; the folder appears whole or not at all.
 """
 
 import os
@@ -8,15 +8,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.ownership import RESTATED, WRITTEN, list_written
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
+from gqa_convert.checkpoint.quantised import QuantisedSourceError
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import open_local
+from gqa_convert.checkpoint.source import open_local, whole_folder
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.restating.dequantised import write_dequantised_checkpoint, write_dequantised_gguf
 from gqa_convert.conversion.restating.planning import StockPlan, plan_stock
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+from gqa_convert.families.dequantised_source import check_space, describe_needs
+from gqa_convert.families.loading import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,19 @@ def restate_checkpoint(
     revision: str | None = None,
     overwrite: bool = False,
     on_plan: Callable[[StockPlan], None] = lambda plan: None,
+    on_note: Callable[[str], None] = lambda sentence: None,
     progress: Progress = lambda nbytes: None,
 ) -> RestatedCheckpoint:
     """Write `source` as a checkpoint that transformers' own classes load, with as many K/V heads as before.
 
     Args:
-        source: a local folder or a Hub id, of one of the types in `families.RESTATED`.
+        source: a local folder or a Hub id, of one of the types in `families.RESTATED` or with quantised weights that
+            transformers can dequantise; or a GGUF file.
         out: the folder to make.
         revision: branch, tag or commit on the Hub.
         overwrite: replace an existing checkpoint folder once the new one is complete.
-        on_plan: called before anything is written.
+        on_plan: called before anything is written, of a source with custom code.
+        on_note: called with what dequantising takes, before it begins.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -69,7 +77,26 @@ def restate_checkpoint(
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     out = local_path(out)
-    checkpoint = open_local(source, revision, plan_stock)
+    try:
+        checkpoint = open_local(source, revision, plan_stock)
+    except GGUFSourceError as found:
+        gguf = locate_gguf(found, revision)
+        check_space(gguf, out)
+        on_note(describe_needs(gguf))
+        return _write(
+            out, None, gguf.source_id, revision, lambda folder: write_dequantised_gguf(gguf, folder), overwrite
+        )
+    except QuantisedSourceError as found:
+        method = found.method
+        folder, commit = whole_folder(source, revision)
+        return _write(
+            out,
+            folder,
+            str(source),
+            commit,
+            lambda staged: write_dequantised_checkpoint(folder, str(source), method, staged),
+            overwrite,
+        )
     plan = plan_stock(checkpoint)
     check_destination(out, checkpoint.folder, overwrite=overwrite)
     on_plan(plan)
@@ -86,6 +113,34 @@ def restate_checkpoint(
             str(out),
             tuple(plan.notes),
         )
+        write_json(staged.path / RESTATED, made.record() | {WRITTEN: list_written(staged.path)})
+        staged.publish(overwrite=overwrite)
+    return made
+
+
+def _write(
+    out: Path,
+    folder: Path | None,
+    source_id: str,
+    revision: str | None,
+    write: Callable[[Path], tuple[str, ...]],
+    overwrite: bool,
+) -> RestatedCheckpoint:
+    """Write a dequantised checkpoint.
+
+    Args:
+        out: the folder to make.
+        folder: that of the source, if it is one.
+        source_id, revision: the source.
+        write: fills an empty folder, and returns sentences on what differs.
+        overwrite: as for `restate_checkpoint`.
+    """
+    check_destination(out, folder, overwrite=overwrite)
+    sweep(Path(os.path.realpath(out)).parent)
+    with StagedFolder(out) as staged:
+        notes = write(staged.path)
+        model_type = str(read_config(staged.path).get("model_type"))
+        made = RestatedCheckpoint(source_id, revision, model_type, model_type, str(out), notes)
         write_json(staged.path / RESTATED, made.record() | {WRITTEN: list_written(staged.path)})
         staged.publish(overwrite=overwrite)
     return made

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.formats import refuse_quantised_config
 from gqa_convert.checkpoint.headers import Header, TensorEntry
 from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.quantised import refuse_quantised_config
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard, open_local
 from gqa_convert.checkpoint.strict_json import Config, JsonObject, parse_object
@@ -78,7 +78,7 @@ def open_subject(model: str | Path | None, config: str | Path | None, revision: 
     except OSError as problem:
         raise ConfigError(f"{path} can't be read ({problem.strerror}): check its permissions") from None
     found = parse_object(raw, str(path), ConfigError)
-    refuse_quantised_config(found, str(path))
+    refuse_quantised_config(found, expanded(config), str(path))
     return Subject(expanded(config), found, None)
 
 

@@ -1,0 +1,144 @@
+"""Quantised weights: how a checkpoint shows that it holds them, and how each kind is dequantised."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from gqa_convert.checkpoint.strict_json import Config, JsonObject
+from gqa_convert.errors import UnsupportedFormatError
+
+RESTORED: Final[dict[str, str | None]] = {
+    "fp8": None,
+    "mxfp4": None,
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+}
+"""Quantisation methods that `gqa-convert restate` dequantises on any machine, itself or through transformers, each with
+the package that transformers needs for it."""
+
+_GPTQMODEL = frozenset({"gptq", "awq"})
+"""Methods that the package gptqmodel dequantises."""
+
+_TENSORS = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
+    r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
+)
+_BYTES = re.compile(r"(weight|_blocks|_scales)$")
+_DTYPES = frozenset(
+    {
+        "F8_E5M2",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F8_E4M3FNUZ",
+        "F8_E5M2FNUZ",
+        "U8",
+        "I8",
+        "F4",
+        "F6_E2M3",
+        "F6_E3M2",
+    }
+)
+
+_ORIGINAL = "convert the unquantised checkpoint that it was made from"
+
+
+class QuantisedSourceError(UnsupportedFormatError):
+    """The source is quantised by a method that `restate` dequantises.
+
+    Args:
+        message: the line for users of other commands.
+        method: one of `RESTORED`.
+    """
+
+    def __init__(self, message: str, method: str) -> None:
+        super().__init__(message)
+        self.method = method
+
+
+def quantisation_method(config: Mapping[str, Any]) -> str | None:
+    """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
+    return next((method for _, _, method in _stated(config)), None)
+
+
+def described_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config, or a config inside it, says of the quantisation; empty if it says nothing."""
+    return next((value for _, value, _ in _stated(config) if isinstance(value, Mapping)), {})
+
+
+def without_quantisation(config: Config) -> JsonObject:
+    """A config of the dequantised weights: the source's, edited."""
+    result: JsonObject = {}
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config"):
+            continue
+        if key in ("dtype", "torch_dtype"):
+            result[key] = "bfloat16"
+        else:
+            result[key] = without_quantisation(value) if isinstance(value, dict) else value
+    return result
+
+
+def refuse_quantised_config(config: Mapping[str, Any], source: str, where: str) -> None:
+    """Raise UnsupportedFormatError if the config, or a config inside it, describes quantised weights.
+
+    Args:
+        config: what config.json holds.
+        source: the checkpoint, as the user named it.
+        where: the config in messages.
+    """
+    for key, value, method in _stated(config):
+        if not value:
+            raise UnsupportedFormatError(
+                f"{where} has {key} = {json.dumps(value)}, which transformers cannot load: remove the key if the weights are not quantised"
+            )
+        message = f"{where} says that the weights are quantised ({method}): {_advice(method, source)}"
+        raise QuantisedSourceError(message, method) if method in RESTORED else UnsupportedFormatError(message)
+
+
+def _stated(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The keys that describe quantised weights, with their values and the name of the method."""
+    for key, value in config.items():
+        # transformers looks up a quantisation method even if quantization_config is empty
+        if (key == "quantization_config" and value is not None) or (key == "compression_config" and value):
+            yield key, value, _method(value)
+        elif key == "quantization" and isinstance(value, Mapping) and "bits" in value:
+            yield key, value, "mlx"
+        elif isinstance(value, Mapping):
+            yield from _stated(value)
+
+
+def _method(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    method = value.get("quant_method")
+    if method is None and {"group_size", "bits"} <= value.keys():
+        return "mlx"  # mlx repeats its own key here, without a method
+    if method is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
+        return "bitsandbytes"
+    return "unnamed method" if method is None else str(method)
+
+
+def _advice(method: str, source: str) -> str:
+    """What a user of a method can do."""
+    if method in RESTORED:
+        package = RESTORED[method]
+        first = f"`pip install {package}`, then " if package else ""
+        command = shlex.join(["gqa-convert", "restate", source, "PLAIN"])
+        return f"{first}`{command}` writes them dequantised in bfloat16, and PLAIN can be converted"
+    if method in _GPTQMODEL:
+        call = f"from gptqmodel.utils.model_dequant import dequantize_model as d; d({source!r}, 'PLAIN')"
+        return f"`pip install gptqmodel`, then `{shlex.join(['python', '-c', call])}` dequantises them; or {_ORIGINAL}"
+    if method == "mlx":
+        command = shlex.join(["mlx_lm.convert", "--hf-path", source, "--mlx-path", "PLAIN", "--dequantize"])
+        return f"`{command}` (pip install mlx-lm) dequantises them; or {_ORIGINAL}"
+    return _ORIGINAL
+
+
+def refuse_quantised_tensor(name: str, dtype: str, where: str) -> None:
+    """Raise UnsupportedFormatError if a tensor's name or dtype marks quantised weights that no config describes."""
+    if _TENSORS.search(name) or (dtype in _DTYPES and _BYTES.search(name)):
+        raise UnsupportedFormatError(
+            f"{where} holds quantised weights (tensor {name}, type {dtype}), which config.json does not describe: {_ORIGINAL}"
+        )

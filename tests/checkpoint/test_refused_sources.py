@@ -1,0 +1,252 @@
+"""Folders as users have them that hold no checkpoint to convert, with the exact line that each one gets."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import GQAConvertError
+from tests.helpers.checkpoints import CONFIG, llama_arrays, write_index, write_llama
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976576152\n"
+ORIGINAL = "convert the unquantised checkpoint that it was made from"
+Files = dict[str, str]
+
+
+def adapter(base: str | None = "meta-llama/Llama-2-7b-hf", task: str | None = "CAUSAL_LM") -> str:
+    return json.dumps({"base_model_name_or_path": base, "peft_type": "LORA", "r": 8, "task_type": task})
+
+
+def quantised(**stated: Any) -> Files:
+    return {"config.json": json.dumps(CONFIG | {"quantization_config": stated}), "model.safetensors": "{}"}
+
+
+def plain(method: str, package: str | None = None) -> str:
+    first = f"`pip install {package}`, then " if package else ""
+    return (
+        f"HERE/config.json says that the weights are quantised ({method}): {first}`gqa-convert restate HERE PLAIN` writes them "
+        "dequantised in bfloat16, and PLAIN can be converted"
+    )
+
+
+def gptqmodel(method: str) -> str:
+    return (
+        f"HERE/config.json says that the weights are quantised ({method}): `pip install gptqmodel`, then `python -c 'from "
+        "gptqmodel.utils.model_dequant import dequantize_model as d; d('\"'\"'HERE'\"'\"', '\"'\"'PLAIN'\"'\"')'` dequantises them; "
+        f"or {ORIGINAL}"
+    )
+
+
+def peft(loader: str) -> str:
+    return (
+        f"`python -c 'from peft import {loader} as M; M.from_pretrained('\"'\"'HERE'\"'\"').merge_and_unload()"
+        ".save_pretrained('\"'\"'MERGED'\"'\"')'`, copy the base model's tokenizer beside it, and convert MERGED"
+    )
+
+
+WHOLE = {"config.json": json.dumps(CONFIG)}
+SHARDS = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
+INDEX = json.dumps({"metadata": {}, "weight_map": {f"t{number}": file for number, file in enumerate(SHARDS)}})
+EXPORTED = "HERE holds only a model exported for another program: convert the Hugging Face checkpoint that it was exported from"
+VENDOR = "HERE holds weights in the vendor's original layout: use the Hugging Face version"
+
+REFUSED: dict[str, tuple[Files, str]] = {
+    # adapters
+    "a LoRA adapter": (
+        {"adapter_config.json": adapter(), "adapter_model.safetensors": "{}", "tokenizer.json": "{}"},
+        "HERE holds an adapter of meta-llama/Llama-2-7b-hf, not a whole model (adapter_config.json): merge it with "
+        + peft("AutoPeftModelForCausalLM"),
+    ),
+    "a LoRA adapter of a T5, with a config": (
+        WHOLE | {"adapter_config.json": adapter("google/flan-t5-xl", "SEQ_2_SEQ_LM"), "adapter_model.bin": "{}"},
+        "HERE holds an adapter of google/flan-t5-xl, not a whole model (adapter_config.json): merge it with "
+        + peft("AutoPeftModelForSeq2SeqLM"),
+    ),
+    "an adapter that does not say of what": (
+        {"adapter_config.json": adapter(None, None), "adapter_model.safetensors": "{}"},
+        "HERE holds an adapter, not a whole model (adapter_config.json): merge it with " + peft("AutoPeftModel"),
+    ),
+    "an adapter beside its base": (
+        WHOLE | {"model.safetensors": "{}", "adapter_config.json": adapter(), "adapter_model.safetensors": "{}"},
+        (
+            "HERE holds a model and an adapter of meta-llama/Llama-2-7b-hf (adapter_config.json), and transformers with peft loads the "
+            "adapter's base model instead: move adapter_config.json and adapter_model.* to another folder, or merge the adapter first "
+            "(merge_and_unload)"
+        ),
+    ),
+    # quantised
+    "GPTQ": (quantised(quant_method="gptq", bits=4, group_size=128, desc_act=False), gptqmodel("gptq")),
+    "AWQ": (quantised(quant_method="awq", bits=4, version="gemm", zero_point=True), gptqmodel("awq")),
+    "bitsandbytes": (
+        quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        plain("bitsandbytes", "bitsandbytes"),
+    ),
+    "bitsandbytes, of before methods were named": (
+        quantised(load_in_8bit=True, llm_int8_threshold=6.0),
+        plain("bitsandbytes", "bitsandbytes"),
+    ),
+    "FP8 with scales per block": (
+        quantised(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
+        plain("fp8"),
+    ),
+    "mxfp4": (quantised(quant_method="mxfp4", modules_to_not_convert=["lm_head"]), plain("mxfp4")),
+    "compressed-tensors": (
+        quantised(quant_method="compressed-tensors", format="float-quantized", config_groups={}),
+        plain("compressed-tensors", "compressed-tensors"),
+    ),
+    "torchao": (
+        quantised(quant_method="torchao", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}}),
+        f"HERE/config.json says that the weights are quantised (torchao): {ORIGINAL}",
+    ),
+    "MLX": (
+        WHOLE
+        | {
+            "config.json": json.dumps(CONFIG | {"quantization": {"group_size": 64, "bits": 4}}),
+            "model.safetensors": "{}",
+        },
+        (
+            "HERE/config.json says that the weights are quantised (mlx): `mlx_lm.convert --hf-path HERE --mlx-path PLAIN --dequantize` "
+            f"(pip install mlx-lm) dequantises them; or {ORIGINAL}"
+        ),
+    ),
+    # foreign formats
+    "GGUF, for commands that do not dequantise it": (
+        WHOLE | {"model-Q4_K_M.gguf": "{}"},
+        (
+            "HERE holds GGUF files and no other weights (found model-Q4_K_M.gguf): `gqa-convert restate HERE/model-Q4_K_M.gguf PLAIN` writes it "
+            "dequantised as an ordinary checkpoint, which every command reads"
+        ),
+    ),
+    "original/ of Llama": (
+        {"original/consolidated.00.pth": "{}", "original/params.json": "{}", "original/tokenizer.model": "{}"},
+        f"{VENDOR} (found original/consolidated.00.pth)",
+    ),
+    "Llama as Meta hands it out": (
+        {"consolidated.00.pth": "{}", "params.json": "{}", "checklist.chk": "", "tokenizer.model": "{}"},
+        f"{VENDOR} (found consolidated.00.pth)",
+    ),
+    "ONNX": (WHOLE | {"onnx/model_quantized.onnx": "{}"}, f"{EXPORTED} (found onnx/model_quantized.onnx)"),
+    "OpenVINO": (
+        WHOLE | {"openvino_model.xml": "{}", "openvino_model.bin": "{}"},
+        f"{EXPORTED} (found openvino_model.bin)",
+    ),
+    "TensorFlow": (
+        WHOLE | {"tf_model.h5": "{}"},
+        (
+            "HERE holds only weights for TensorFlow or Flax, which transformers 5 cannot read: load it in transformers 4 with "
+            "from_pretrained(..., from_tf=True) or from_flax=True, and save it with save_pretrained (found tf_model.h5)"
+        ),
+    ),
+    "a trainer's folder": (
+        {
+            "checkpoint-500/config.json": "{}",
+            "checkpoint-500/model.safetensors": "{}",
+            "checkpoint-1000/pytorch_model.bin": "{}",
+        },
+        "HERE holds no weights itself: name one of its 2 subfolders with weights, such as checkpoint-500",
+    ),
+    "a repository with one model in a folder": (
+        {"README.md": "", "model/config.json": "{}", "model/model.safetensors.index.json": "{}"},
+        "HERE holds no weights itself: name its subfolder model, which does",
+    ),
+    # incomplete downloads
+    "Git LFS pointers": (
+        WHOLE | {"pytorch_model.bin": POINTER},
+        (
+            "HERE/pytorch_model.bin is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download the repository "
+            "with `hf download`"
+        ),
+    ),
+    "a Git LFS pointer in place of an index": (
+        WHOLE | {"model.safetensors.index.json": POINTER},
+        (
+            "HERE/model.safetensors.index.json is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download the "
+            "repository with `hf download`"
+        ),
+    ),
+    "missing shards": (
+        WHOLE | {"pytorch_model.bin.index.json": INDEX, SHARDS[1]: "{}"},
+        f"HERE/{SHARDS[0]} is missing, although pytorch_model.bin.index.json names it (and 1 more of its 3 files): download or copy it again",
+    ),
+    "an interrupted hf download --local-dir": (
+        WHOLE
+        | {"pytorch_model.bin.index.json": INDEX, SHARDS[0]: "{}", SHARDS[1]: "{}"}
+        | {".cache/huggingface/download/aGk=.4d7a.incomplete": "{}"},
+        (
+            f"HERE/{SHARDS[2]} is missing, although pytorch_model.bin.index.json names it, because a download was interrupted, which left a file "
+            "such as aGk=.4d7a.incomplete: repeat it (`hf download` resumes), and convert HERE then"
+        ),
+    ),
+    "an interrupted download by a browser": (
+        WHOLE | {"model.safetensors.crdownload": "{}"},
+        (
+            "HERE holds no weights yet, because a download was interrupted, which left a file such as model.safetensors.crdownload: repeat it "
+            "(`hf download` resumes), and convert HERE then"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_line(name: str, tmp_path: Path) -> None:
+    files, line = REFUSED[name]
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert message(tmp_path) == line
+
+
+def message(folder: Path) -> str:
+    """The refusal of a folder, which is called HERE in it."""
+    with pytest.raises(GQAConvertError) as caught:
+        open_checkpoint(folder)
+    return str(caught.value).replace(str(folder), "HERE")
+
+
+CHANGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a tensor that an index lists and its file lacks": (
+        lambda folder: write_index(
+            folder / "model.safetensors.index.json",
+            json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+            | {"model.layers.2.self_attn.k_proj.weight": "model-00002-of-00002.safetensors"},
+        ),
+        (
+            "HERE/model.safetensors.index.json lists tensor 'model.layers.2.self_attn.k_proj.weight' in model-00002-of-00002.safetensors, "
+            "which does not hold it: download or copy both again"
+        ),
+    ),
+    "a tokenizer that is a Git LFS pointer": (
+        lambda folder: (folder / "tokenizer.model").write_text(POINTER),
+        (
+            "HERE/tokenizer.model is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download the repository "
+            "with `hf download`"
+        ),
+    ),
+    "a snapshot in the Hub's cache of which a shard is still on its way": (
+        lambda folder: (folder / "model-00002-of-00002.safetensors").rename(
+            folder.parent.parent / "blobs" / "4d7a.incomplete"
+        ),
+        (
+            "HERE/model-00002-of-00002.safetensors is missing, although model.safetensors.index.json names it, because a download was "
+            "interrupted, which left a file such as 4d7a.incomplete: repeat it (`hf download` resumes), and convert HERE then"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_line_about_a_damaged_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "snapshots" / "main", arrays=llama_arrays(), shards=2)
+    (tmp_path / "blobs").mkdir()
+    change, line = CHANGED[name]
+    change(folder)
+    assert message(folder) == line
+
+
+def test_pictures_may_be_pointers(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "source")
+    (folder / "figure.png").write_text(POINTER)
+    assert "figure.png" in open_checkpoint(folder).carried

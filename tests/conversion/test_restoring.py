@@ -1,0 +1,104 @@
+"""Quantised checkpoints that `restate` writes dequantised."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gqa_convert.checkpoint import quantised
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.restating.restate import restate_checkpoint
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import MissingExtraError, UnsupportedFormatError
+from gqa_convert.families import dequantising
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.tiny import make_config, make_model
+from tests.helpers.verification import failed
+
+BLOCK = 32
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+
+
+def fp8_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and its scales, one for each block, as DeepSeek and Qwen store them."""
+    rows, columns = matrix.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.zeros(down * BLOCK, across * BLOCK)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / 448
+    stored = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return stored.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A Qwen3 in FP8 with scales per block, as Qwen/Qwen3-8B-FP8 is."""
+    folder = tmp_path / "source"
+    make_model(make_config("qwen3", head_dim=8)).save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "_proj.weight" in name:
+            tensors[name], tensors[f"{name}_scale_inv"] = fp8_blocks(tensor)
+        else:
+            tensors[name] = tensor.bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": FP8, "torch_dtype": "bfloat16", "own_key": 1})
+    )
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_scales_per_block(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="gqa-convert restate"):
+        convert_checkpoint(source, tmp_path / "out", 3)
+    plain = tmp_path / "plain"
+    made = restate_checkpoint(source, plain)
+    assert made.notes[0].startswith("the weights were quantised (fp8) and are written in bfloat16")
+    config = json.loads((plain / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["own_key"], config["torch_dtype"]) == (1, "bfloat16")
+    assert (plain / "chat_template.jinja").read_text() == "{{ messages }}"
+    stored, found = load_file(source / "model.safetensors"), load_file(plain / "model.safetensors")
+    assert found.keys() == {name for name in stored if not name.endswith("_scale_inv")}
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16
+        if (scale := stored.get(f"{name}_scale_inv")) is None:
+            assert torch.equal(tensor, stored[name])
+            continue
+        each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
+        torch.testing.assert_close(tensor.float(), stored[name].float() * each, rtol=2.0**-7, atol=0)
+    open_checkpoint(plain)
+    convert_checkpoint(plain, tmp_path / "out", 3, method="mean")
+    assert failed(verify_checkpoint(tmp_path / "out", plain)) == {}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "source"]
+
+
+def test_what_cannot_be_loaded_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantising, "find_spec", lambda _: None)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MissingExtraError, match="pip install compressed-tensors"):
+        restate_checkpoint(source, tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"text_config": {"quantization_config": FP8}}, "fp8"),
+        ({"quantization_config": {"load_in_4bit": True, "load_in_8bit": False}}, "bitsandbytes"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx"),
+        ({"quantization_config": None, "quantization": "none"}, None),
+    ],
+)
+def test_the_method_in_a_config(config: dict[str, Any], method: str | None) -> None:
+    assert quantised.quantisation_method(config) == method
