@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], int, str]] 
             "transformer.h.0.self_attention.dense.weight": (96, 96),
         },
         5,
-        "--groups 5 does not divide 12 query heads: choose a divisor: 1, 2, 3, 4, 6, 12",
+        "--groups 5 does not fit this falcon checkpoint with 1 K/V heads and 12 query heads: choose one of 1; or, to repeat heads for tensor parallelism, 2, 3, 4, 6, 12",
     ),
     "mosaicml/mpt-7b-8k with grouped heads": (
         {
