@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -282,9 +283,17 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, monkey
     assert [case for case, reduced in found.items() if reduced] == [(256, torch.bfloat16)]
 
 
+@pytest.mark.parametrize("reduced", [False, True])
 def test_weights_on_the_disk_and_spilled_activations_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[str] = []
+
+    def precision(_: Any, device: torch.device) -> Any:
+        asked.append(device.type)
+        return partial(torch.autocast, "cpu", torch.bfloat16) if reduced else nullcontext
+
+    monkeypatch.setattr(layer_walk, "precision_of", precision)
     source = folded.build("qwen2").save(tmp_path / "source")
     fitted(source, tmp_path / "memory")
     monkeypatch.setattr(layer_walk, "KEPT_BYTES", 1 << 60)
@@ -299,6 +308,7 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
         tmp_path / "disk" / "model.safetensors"
     ).read_bytes()
+    assert set(asked) == {"cpu"}, "weights on the disk are on the device `meta`, which multiplies nothing"
 
 
 class TestCommand:

@@ -17,7 +17,7 @@ from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.calibrated import KEPT_BYTES, STEPS
 from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting, judging_batches
-from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model
+from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model, running_device
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import precision_of
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
@@ -101,7 +101,7 @@ def fit_checkpoint(
                 on_layer,
                 steps=together,
                 seed=plan.seed,
-                precision=precision_of(plan, model.device),
+                precision=precision_of(plan, running_device(model)),
                 requested=requested,
             )
         trained = store.finished()
@@ -163,7 +163,7 @@ def fit_layers(
     """
     finder = attention_of(plan)
     numbers = {layer.module: number for number, (layer, _) in enumerate(plan.merged_layers)}
-    precision = precision_of(plan, model.device)
+    precision = precision_of(plan, running_device(model))
     errors: dict[str, float] = {}
     done = 0  # layers
 

@@ -8,7 +8,7 @@ from gqa_convert.conversion.fit.lockstep.captured_module import Call, CapturedMo
 from gqa_convert.conversion.fit.lockstep.forward_pass import Batch
 from gqa_convert.conversion.fit.lockstep.model import open_model
 from gqa_convert.conversion.fit.lockstep.module_names import find_modules
-from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
+from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights, running_device
 from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
 from gqa_convert.conversion.fit.lockstep.spilling import mapped_file
 from gqa_convert.conversion.fit.lockstep.substitution import replaced
@@ -23,4 +23,5 @@ __all__ = [
     "offloaded_weights",
     "open_model",
     "replaced",
+    "running_device",
 ]

@@ -137,3 +137,9 @@ def offloaded_weights(model: Any) -> OffloadedWeights | None:
     found = getattr(model, "_gqa_offloaded", None)
     assert found is None or isinstance(found, OffloadedWeights)
     return found
+
+
+def running_device(model: Any) -> torch.device:
+    """The device on which a model computes, wherever its weights are: `model.device` is `meta` where they are offloaded."""
+    offloaded = offloaded_weights(model)
+    return torch.device(model.device if offloaded is None else offloaded.device)

@@ -19,7 +19,7 @@ from gqa_convert.conversion.fit.lockstep.captured_module import Call, CapturedMo
 from gqa_convert.conversion.fit.lockstep.forward_pass import Arrival, Batch, ForwardPass
 from gqa_convert.conversion.fit.lockstep.greenlets import Paused, current, pause
 from gqa_convert.conversion.fit.lockstep.module_names import encoder_of, find_modules, layers_without
-from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights
+from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights, running_device
 from gqa_convert.conversion.fit.lockstep.padding import as_counted, masks_of
 from gqa_convert.conversion.fit.lockstep.residual_stream import Observer, Route
 from gqa_convert.conversion.fit.lockstep.spilling import Spill
@@ -112,7 +112,7 @@ class LockstepRunner:
         self._stack.enter_context(wrapped_forward(module, wrapper(module, module.forward)))
 
     def _open(self, batch: Batch, twin: ForwardPass | None = None) -> ForwardPass:
-        device = self._model.device if self._offloaded is None else self._offloaded.device
+        device = running_device(self._model)
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         paused = Paused(lambda: self._model(**moved, use_cache=False))
         forward = ForwardPass(moved, paused, twin)
