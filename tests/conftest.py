@@ -1,5 +1,6 @@
 """Settings and fixtures of the whole suite."""
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -38,6 +39,11 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
             report.outcome = "failed"
             report.longrepr = f"add the reason to EXPECTED_SKIPS in tests/conftest.py, or do not skip: {reason}"
     return report
+
+
+def pytest_collection_finish() -> None:
+    """Evaluations and benchmarks collect garbage, which need not be sought among all modules and tests each time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,15 @@ part by a hash of its path alone, so that training and evaluation agree on every
 """
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
 HELD_OUT_SHARE = 20
 """One in this many files is held out."""
+
+_FOREIGN = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_TESTS = frozenset({"test", "tests", "idle_test"})
 
 
 def is_held_out(relative_path: str, share: int = HELD_OUT_SHARE) -> bool:
@@ -19,17 +23,14 @@ def is_held_out(relative_path: str, share: int = HELD_OUT_SHARE) -> bool:
 
 def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
     """The `.py` files of one part of the standard library, in a fixed order; its test suites are optional."""
-    root = Path(sysconfig.get_path("stdlib"))
-    chosen = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if "site-packages" in parts or "dist-packages" in parts or "__pycache__" in parts:
-            continue
-        if not with_tests and any(part in ("test", "tests", "idle_test") for part in parts):
-            continue
-        if is_held_out("/".join(parts)) == held_out:
-            chosen.append(path)
-    return chosen
+    root = sysconfig.get_path("stdlib")
+    skipped = _FOREIGN if with_tests else _FOREIGN | _TESTS
+    found: list[tuple[str, ...]] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        above = Path(folder).relative_to(root).parts
+        found += [(*above, name) for name in files if name.endswith(".py")]
+    return [Path(root, *parts) for parts in sorted(found) if is_held_out("/".join(parts)) == held_out]
 
 
 def read_texts(paths: list[Path]) -> list[str]:

@@ -42,9 +42,9 @@ NOT_RUN = {
 """Commands that the tests only parse, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
-    "convert": {"--calibration-tokens": "600", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "2"},
-    "inspect": {"--calibration-tokens": "600"},
-    "recommend": {"--calibration-tokens": "600"},
+    "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "2"},
+    "inspect": {"--calibration-tokens": "300"},
+    "recommend": {"--calibration-tokens": "300"},
     "evaluate": {"--tokens": "400", "--context": "32"},
     "benchmark": {
         "--batch": "1",

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import processors
 
 from gqa_convert.errors import DataError
-from gqa_convert.text import text_files, token_files
+from gqa_convert.text import stdlib_text, text_files, token_files
 from gqa_convert.text.samples import open_samples
 from gqa_convert.text.sources import Source, as_source, open_source
 from gqa_convert.text.text_files import FileText
@@ -103,6 +103,26 @@ def test_the_standard_library_is_there() -> None:
     assert len(train.files) > 10 * len(held_out.files) > 0
     assert not set(train.files) & set(held_out.files)
     assert sum(len(piece.text) for piece in held_out) > 10**5
+
+
+def test_the_standard_library_is_listed_in_order_without_what_is_installed_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a/b.py", "a/sub/c.py", "a-b.py", "a.py"]
+    tests = ["a/sub/tests/e.py", "test/d.py"]
+    for name in (*names, *tests, "site-packages/f.py", "a/__pycache__/g.py", "a/h.txt", "tests.txt/i"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        written(tmp_path, name, "x")
+    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))
+
+    def listed(**options: bool) -> list[str]:
+        parts = [stdlib_text.source_files(held_out, **options) for held_out in (False, True)]
+        assert all(stdlib_text.is_held_out(path.relative_to(tmp_path).as_posix()) for path in parts[1])
+        assert all(part == sorted(part) for part in parts)
+        return sorted(path.relative_to(tmp_path).as_posix() for part in parts for path in part)
+
+    assert listed() == sorted(names)
+    assert listed(with_tests=True) == sorted([*names, *tests])
 
 
 def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path: Path) -> None:

@@ -39,12 +39,14 @@ def fitted_errors(
     query_moment, key_moment = (moments.queries, moments.keys) if moments else (None, None)
     size = source.groups // merged.groups
     scores, outputs = _Loss(), _Loss()
+    without_positions = np.setdiff1d(np.arange(source.keys.shape[1]), np.concatenate(constraints.pairs))
     for group in range(merged.groups):
         new_key, new_value = _Rows(merged.keys[group], key_moment), _Rows(merged.values[group], key_moment)
         for head in range(group * size, (group + 1) * size):
             keys = _Rows(source.keys[head], key_moment), new_key
             for pair in zip(source.queries[head], merged.queries[head], strict=True):
-                _add_scores(scores, (_Rows(pair[0], query_moment), _Rows(pair[1], query_moment)), keys, constraints)
+                queries = _Rows(pair[0], query_moment), _Rows(pair[1], query_moment)
+                _add_scores(scores, queries, keys, constraints, without_positions)
             values = _Rows(source.values[head], key_moment), new_value
             inner = [[values[a].inner(values[b]) for b in (0, 1)] for a in (0, 1)]
             for columns in zip(source.outputs[head], merged.outputs[head], strict=True):
@@ -84,10 +86,6 @@ class _Rows:
         self._seen = rows if moment is None else rows @ moment
         self._mean: Array | None = None if moment is None else self._seen[:, -1] / np.sqrt(moment[-1, -1])
 
-    @property
-    def count(self) -> int:
-        return len(self._rows)
-
     def inner(self, other: "_Rows", which: Array | slice = slice(None), *, centred: bool = False) -> Array:
         """[n, n] of the rows `which`; with `centred`, the inputs' mean is removed."""
         product = self._seen[which] @ other._rows[which].T
@@ -106,11 +104,16 @@ def _dots(a: Array, b: Array) -> Array:
 
 
 def _add_scores(
-    loss: _Loss, queries: tuple[_Rows, _Rows], keys: tuple[_Rows, _Rows], constraints: FoldingConstraints
+    loss: _Loss,
+    queries: tuple[_Rows, _Rows],
+    keys: tuple[_Rows, _Rows],
+    constraints: FoldingConstraints,
+    rest: Array,
 ) -> None:
-    """Add the scores of one query head, of the source and of the merged layer."""
+    """Add the scores of one query head, of the source and of the merged layer; `rest` are the rows without rotary
+    positions.
+    """
     real, imaginary = constraints.pairs
-    rest = np.setdiff1d(np.arange(keys[0].count), np.concatenate([real, imaginary]))
     combinations = ((0, 0), (1, 1), (0, 1))
     if len(rest):
         loss.add(
