@@ -343,6 +343,8 @@ class Run:
                 self._round_teacher(teacher, samples)
         if self.recipe.compile:
             self.model.compile()
+            if teacher is not None:
+                teacher.compile()
         return teacher
 
     def _round_teacher(self, teacher: Any, samples: Samples) -> None:

@@ -31,7 +31,7 @@ NOT_RUN = {
     r"^(\S*/)?python -m pytest": "this suite",
     r"^(\S*/)?gqa-convert demo$": "takes six minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
-    r"^sbatch ": "needs Slurm",
+    r"^sbatch |^kubectl ": "needs a cluster",
     r"^hf download": "fetches a model from the Hub",
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
@@ -203,8 +203,8 @@ def shortened(command: Command) -> list[str]:
     instead = dict(INSTEAD.get(name, {}))
     if name in ("uptrain", "tokenize"):
         recipe = words[0]
-        options = [] if name == "uptrain" else words[1:]
-        words, instead = words[: len(words) - len(options)], dict(INSTEAD["uptrain"])
+        first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        words, options, instead = words[:first], words[first:], dict(INSTEAD["uptrain"])
         if recipe.startswith("recipes/"):
             instead |= HUB_RECIPES
         stated = dict(word.split("=", 1) for word in words[1:])

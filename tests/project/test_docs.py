@@ -187,7 +187,7 @@ class Session:
         self.prepare([word for word in arguments if word != made])
         if arguments[0] == "uptrain":
             recipe = yaml.safe_load(Path(arguments[1]).read_text(encoding="utf-8"))
-            recipe |= dict(word.split("=", 1) for word in arguments[2:])
+            recipe |= dict(word.split("=", 1) for word in arguments[2:] if "=" in word)
             self.prepare([str(recipe.get(key)) for key in ("model", "teacher", "data", "evaluation_data")])
         code, out, err = self.run(arguments)
         mistake = command.shown is not None and "gqa-convert: " in command.shown

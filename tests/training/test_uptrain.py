@@ -285,6 +285,15 @@ def test_an_encoder_decoder_learns_from_its_source(home: Path, t5: Path, tmp_pat
     assert all(line["kl"] > 0 and line["attention"] > 0 for line in metrics(tmp_path / "run"))
 
 
+def test_compile_reaches_student_and_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bool] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self: compiled.append(any(each.requires_grad for each in self.parameters()))
+    )
+    run(home, tmp_path / "run", teacher=str(DEMO), compile=True, tokens=64)
+    assert compiled == [True, False]
+
+
 def test_the_cost_of_a_rounded_teacher_is_reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr("gqa_convert.training.run.rounds_teacher", lambda *_: True)

@@ -266,7 +266,7 @@ class Recipe:
         aliases=("run_name",),
     )
     tracker_tags: tuple[str, ...] = key("Tags of the run for the trackers.", default=(), change="bookkeeping")
-    compile: bool = key("Use torch.compile.", default=False, change="execution")
+    compile: bool = key("Use torch.compile, for the teacher too.", default=False, change="execution")
     log_every: int = key("The interval between lines of the log.", default=1, unit="steps", change="bookkeeping")
 
     @property
