@@ -17,6 +17,10 @@ from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLangua
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.families.wrappers import is_wrapper
 
+TEXT_AS_SUFFIX = frozenset({"paligemma"})
+"""Types whose attention is causal on the suffix of a prompt alone. Without token types, tokens of a text would see those
+behind them, or not, depending on the attention function."""
+
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText")
 """transformers' auto classes of models with logits over a vocabulary."""
 
@@ -240,7 +244,23 @@ def _load(task: str, folder: Path, dtype: Any, *, run_code: bool, **options: Any
             ignore_mismatched_sizes=True,
             **options,
         )
-    return model.eval(), [*sorted(info["missing_keys"]), *sorted(map(_mismatch, info["mismatched_keys"]))]
+    return _prepared(model), [*sorted(info["missing_keys"]), *sorted(map(_mismatch, info["mismatched_keys"]))]
+
+
+def _prepared(model: Any) -> Any:
+    """The model in evaluation mode, in which text is causal."""
+    if model.config.model_type in TEXT_AS_SUFFIX:
+        model.register_forward_pre_hook(_read_text_as_suffix, with_kwargs=True)
+    return model.eval()
+
+
+def _read_text_as_suffix(model: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the token types of a suffix to inputs without an image that state none."""
+    del model
+    ids = options.get("input_ids")
+    if ids is not None and options.get("token_type_ids") is None and options.get("pixel_values") is None:
+        options = options | {"token_type_ids": ids.new_ones(ids.shape)}
+    return args, options
 
 
 def _mismatch(entry: tuple[str, Any, Any]) -> str:
@@ -359,7 +379,7 @@ def outline_model(folder: Path, dtype: Any) -> Any:
                     tensors[name] = made.setdefault(
                         id(tensor), torch.nn.Parameter(empty, tensor.requires_grad) if kind else empty
                     )
-    return model.eval()
+    return _prepared(model)
 
 
 def load_tokenizer(folder: Path) -> Any:

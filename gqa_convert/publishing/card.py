@@ -319,6 +319,8 @@ def _preprocessor(facts: Facts) -> tuple[str, str]:
 
 
 def _auto_class(facts: Facts) -> str:
+    if facts.plan.family.wrapped:
+        return "AutoModelForImageTextToText"
     classes = facts.checkpoint.config.get("architectures") or [""]
     own = facts.checkpoint.config.get("auto_map")
     named = (

@@ -56,6 +56,8 @@ def pipeline_tag(facts: Facts, stated: dict[str, Any]) -> str | None:
     tag = stated.get("pipeline_tag")
     if isinstance(tag, str) and tag.replace("-", "").isalnum() and tag.isascii():
         return tag
+    if facts.plan.family.wrapped:
+        return "image-text-to-text"
     classes = facts.checkpoint.config.get("architectures") or [""]
     return "text-generation" if str(classes[0]).endswith(("ForCausalLM", "LMHeadModel")) else None
 

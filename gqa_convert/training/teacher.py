@@ -10,6 +10,7 @@ from torch import Tensor
 from gqa_convert.errors import ConfigError, OptionError, RecipeError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.loading import check_complete, load_tokenizer, read_config
+from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.text.losses import kl_loss
 from gqa_convert.training import sharding
 
@@ -104,7 +105,7 @@ def shared_vocabulary(student: Path, teacher: Path) -> int:
 
 
 def _vocabulary_size(folder: Path) -> int:
-    config = read_config(folder)
+    config = decoder_config(read_config(folder))
     for key in VOCABULARY_KEYS:
         size = config.get(key)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:

@@ -7,6 +7,7 @@ from typing import Any
 from gqa_convert.text.scoring.text_loss import text_loss
 from gqa_convert.verify.behaviour.caches import judge_caches
 from gqa_convert.verify.behaviour.divergence import divergence, judge_divergence
+from gqa_convert.verify.behaviour.image import ImageRun, logits_of
 from gqa_convert.verify.behaviour.out_run import OutRun, Progress, loss_finding
 from gqa_convert.verify.behaviour.probe import HALF_TOLERANCE, STEPS
 from gqa_convert.verify.behaviour.replacing import pool_heads, replace_heads, smallest_distance
@@ -52,6 +53,9 @@ class Comparison:
         if proof_of(self._stored.method) is Proof.MEASURED:
             runner.check("better than mean", self._better_than_mean)
         runner.check(out.outputs, lambda: self._same_outputs(step))
+        if out.image is not None:
+            image = out.image
+            runner.check("image", lambda: self._same_of_image(image))
         own = 0.0
         if not out.decoding_error <= out.probe.tolerance:
             # unless SOURCE with the same merged heads is off by as much, OUT is at fault
@@ -101,6 +105,20 @@ class Comparison:
         if not error <= tolerance:
             raise Failure(f"{difference}, over the tolerance of {tolerance:g}: {out.probe.describe()}{note}", numbers)
         return Finding(f"{difference}: {out.probe.describe()}, {replaced} parameters of SOURCE replaced{note}", numbers)
+
+    def _same_of_image(self, image: ImageRun) -> Finding:
+        """SOURCE, which has OUT's heads by now, computes of an image what OUT computes."""
+        if image.inputs is None:
+            return Finding(f"not compared: {image.reason}")
+        theirs = logits_of(self._model, image.inputs)
+        if image.output is None:
+            raise Failure(f"OUT cannot be run on an image ({image.reason})")
+        tolerance, error = self._out.probe.tolerance, self._out.probe.difference(image.output, theirs)
+        numbers = {"error": error, "tolerance": tolerance}
+        difference, tokens = _difference(error, "logits"), theirs.shape[1]
+        if not error <= tolerance:
+            raise Failure(f"{difference}, over the tolerance of {tolerance:g}: a random image and a question", numbers)
+        return Finding(f"{difference}: a random image and a question, {tokens} tokens", numbers)
 
     def _replace(self) -> tuple[int, str]:
         """Give SOURCE's model OUT's heads.

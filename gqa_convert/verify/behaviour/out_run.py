@@ -7,6 +7,7 @@ from typing import Any
 from gqa_convert.text.scoring.text_loss import text_loss
 from gqa_convert.verify.behaviour.caches import Caches
 from gqa_convert.verify.behaviour.divergence import Predictions
+from gqa_convert.verify.behaviour.image import ImageRun, run_on_image
 from gqa_convert.verify.behaviour.model_loading import load_model
 from gqa_convert.verify.behaviour.probe import Probe
 from gqa_convert.verify.behaviour.replacing import folds_maps, holds_heads
@@ -60,6 +61,8 @@ class OutRun:
     """For `fit`: what OUT's predictions are compared on."""
     predicted: Any = None
     """OUT's logits on these."""
+    image: ImageRun | None = None
+    """What OUT computed of an image; None for a model that sees none."""
     prediction_problem: str | None = None
     """Why OUT has no logits, if it has none."""
 
@@ -109,6 +112,8 @@ def run_out(
     step()
     error, problem = probe.decoding_error(model, step)
     found = OutRun(loaded.headed, probe, loaded.output, caches, no_cache, error, problem, _kept(model, inputs, stored))
+    if inputs.family.wrapped and loaded.headed:
+        found.image = run_on_image(model, inputs.out, seed)
     if inputs.text is not None:
         _score(runner, found, model, inputs, max_text_tokens, text_progress)
     if proof_of(stored.method) is Proof.MEASURED:

@@ -1,0 +1,113 @@
+"""What the commands besides convert do with a vision-language model: an image is verified too, and text is causal."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.families.loading import load_model, outline_model
+from gqa_convert.publishing import card, metadata
+from gqa_convert.serving.checking import check_serving
+from gqa_convert.training.teacher import shared_vocabulary
+from gqa_convert.verify.behaviour import comparison
+from gqa_convert.verify.run import verify_checkpoint
+from tests.helpers.processors import save_llava_processor
+from tests.helpers.verification import details, failed, save_tokenizer
+from tests.helpers.wrappers import make_wrapper
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tiny wrapper of a type, once, with a processor where there is one for it."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = make_wrapper(model_type, tmp_path_factory.mktemp(model_type) / "source")
+            if model_type == "llava":
+                save_llava_processor(made[model_type])
+        return made[model_type]
+
+    return make
+
+
+def converted(folder: Path) -> Path:
+    out = folder.parent / "out"
+    if not out.exists():
+        convert_checkpoint(folder, out, 3, method="mean")
+    return out
+
+
+def test_verify_compares_an_image(source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = source("llava")
+    out = converted(folder)
+    report = verify_checkpoint(out, folder)
+    assert failed(report) == {}
+    assert details(report)["image"].startswith("largest difference ")
+    assert "a random image and a question" in details(report)["image"]
+    true = comparison.logits_of
+    monkeypatch.setattr(comparison, "logits_of", lambda model, inputs: true(model, inputs).flip(1))
+    assert set(failed(verify_checkpoint(out, folder))) == {"image"}
+
+
+def test_verify_says_why_no_image_was_compared(source: Callable[[str], Path]) -> None:
+    folder = source("qwen2_vl")
+    out = converted(folder)
+    assert details(verify_checkpoint(out, folder))["image"].startswith("not compared: OUT has no processor (")
+    (out / "preprocessor_config.json").write_text("{}")
+    found = details(verify_checkpoint(out, folder))["image"]
+    assert found.startswith("not compared: its processor cannot prepare one (")
+
+
+@pytest.mark.parametrize("load", [load_model, outline_model])
+@pytest.mark.parametrize("model_type", ["llava", "paligemma"])
+def test_text_is_causal(model_type: str, load: Any, source: Callable[[str], Path]) -> None:
+    """PaliGemma's prompts are not, and transformers takes text without token types for one with some attention functions."""
+    loaded = load(source(model_type), torch.float32)
+    model = loaded[0] if load is load_model else loaded
+    if load is outline_model:
+        model.load_state_dict(load_model(source(model_type), torch.float32)[0].state_dict())
+        for module, other in zip(
+            model.modules(), load_model(source(model_type), torch.float32)[0].modules(), strict=True
+        ):
+            module._buffers.update(other._buffers)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    changed = ids.clone()
+    changed[0, -1] = 20
+    with torch.no_grad():
+        one, other = (
+            model(input_ids=each, attention_mask=torch.ones_like(each)).logits[:, :-1] for each in (ids, changed)
+        )
+    torch.testing.assert_close(one, other)
+
+
+def test_engines_are_refused_for_what_they_lack(source: Callable[[str], Path]) -> None:
+    report = check_serving(converted(source("llava")))
+    assert {client.status for client in report.clients} == {"not supported"}
+    assert {client.detail for client in report.clients} == {
+        "llava reads images too, and the engines are compared on language models alone"
+    }
+    assert report.tensor_parallel is not None
+    assert "encoder-decoder" not in str(report)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])
+def test_the_card_names_the_class_and_the_task(model_type: str, source: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(converted(source(model_type)))
+    facts: Any = SimpleNamespace(plan=make_plan(checkpoint, 3), checkpoint=checkpoint)
+    assert card._auto_class(facts) == "AutoModelForImageTextToText"
+    assert metadata.pipeline_tag(facts, {}) == "image-text-to-text"
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])
+def test_distillation_finds_the_vocabulary(model_type: str, source: Callable[[str], Path]) -> None:
+    folder = source(model_type)
+    if not (folder / "tokenizer.json").is_file():
+        save_tokenizer(folder)
+    assert shared_vocabulary(folder, folder) == 128
