@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from gqa_convert.families import decilm
 from gqa_convert.families.engines import listed_in
 from gqa_convert.families.records.wrappers import WRAPPERS
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
@@ -89,11 +90,19 @@ these types. All have the config keys `num_key_value_heads` and, with an encoder
 In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count,
 nothing changes except the two `multi_query` keys, and stock classes load the copy.
 
-A Llama, a Mistral or a Qwen2 whose layers [differ in their number of K/V heads](method.md#a-number-for-each-layer) becomes a DeciLM, `nemotron-nas`, with the file
-`gqa_decilm.py`. vLLM and llama.cpp [run it](serving.md#layers-that-differ) with code of their own. The config key is `block_configs`.
-
 - Fused projections have the layout `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), `4 x [q | v | k]` or
   `[q | k | v]` in the source; the result always has `[q | k | v]`.
+"""
+
+LAYERWISE = """
+## Layers that differ
+
+These {types} types may have [a number of K/V heads for each layer](method.md#a-number-for-each-layer). The result has the type `gqa_...` and carries the file
+`gqa_by_layer.py`, by which transformers 5 loads it with `trust_remote_code=True`; `num_key_value_heads` is a list. No other engine runs it. {decilm} become a DeciLM
+where they can: `nemotron-nas`, with the file `gqa_decilm.py` and the config key `block_configs`, which vLLM and llama.cpp [run](serving.md#layers-that-differ) with code of their own.
+Each type is tested against its stock class with the merged heads repeated: logits, and decoding with a cache.
+
+{names}
 """
 
 CODE = """
@@ -176,6 +185,8 @@ def document() -> str:
         assert family.modeling
         what = "decoder; the encoder with `--encoder`" if family.encoder else "all layers"
         lines.append(f"| {name} | {family.modeling.file}.py | {projections(family)} | {what} | {family.rotary} |")
+    listed = sorted(each.stock_type for each in FAMILIES.values() if each.kv_heads == "listed")
+    lines.append(LAYERWISE.format(types=len(listed), decilm=", ".join(decilm.SOURCES), names=", ".join(listed)))
     lines += [CODE, *table(code)]
     lines += [RESTATED_HEAD, "| type | becomes |", "|---|---|"]
     lines += [f"| {name} | {stock} |" for name, stock in sorted(RESTATED.items(), key=lambda pair: pair[0].lower())]

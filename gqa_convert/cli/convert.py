@@ -95,8 +95,8 @@ def convert(
       gqa-convert convert ./model-Q4_K_M.gguf ./model-gqa8 --groups 8
       gqa-convert convert org/model-GGUF/model-Q8_0.gguf ./model-gqa8 --groups 8
 
-    Layers of a Llama, a Mistral or a Qwen2 may differ: list a number for each. The result is a DeciLM, which loads with
-    trust_remote_code=True.
+    Layers of most decoders may differ: list a number for each. The result loads with trust_remote_code=True; that of a
+    Llama, a Mistral or a Qwen2 is a DeciLM where it can be, which vLLM and llama.cpp run too.
 
       gqa-convert convert ./model ./model-by-layer --groups 8,8,4,4,2,2,4,8 --calibration text.txt
       gqa-convert convert ./model ./model-by-layer --groups-file counts.json --calibration text.txt

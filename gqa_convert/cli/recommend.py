@@ -91,7 +91,7 @@ def recommend(
             "--kv-budget",
             metavar="SHARE,...",
             show_default=False,
-            help="In place of limits: the K/V cache to keep, as shares of that of SOURCE (50%,25%) or in bytes per token. Recommends a number for each layer of a Llama, Mistral or Qwen2.",
+            help="In place of limits: the K/V cache to keep, as shares of that of SOURCE (50%,25%) or in bytes per token. Recommends a number for each layer, for the types whose layers may differ.",
         ),
     ] = None,
     revision: Revision = None,

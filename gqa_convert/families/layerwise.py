@@ -26,14 +26,30 @@ def find_form(family: Family, config: Config) -> Modeling | str:
     """
     reason = f"all layers of a {family.model_type} have one number"
     for form in family.layerwise:
-        found = decilm.why_not(config) if _is_decilm(form) else _why_not(form, config)
+        found = _why_not(form, config)
         if found is None:
             return form
         reason = found
     return reason
 
 
+def why_not_decilm(form: Modeling, family: Family, config: Config) -> str | None:
+    """Why a result does not have the form of a DeciLM, a clause that can follow "since"; None if it has it, or if no
+    source of the family can have it.
+
+    Args:
+        form: of the result.
+        family: of the source.
+        config: of the source.
+    """
+    others = [each for each in family.layerwise if _is_decilm(each)]
+    return None if _is_decilm(form) or not others else _why_not(others[0], config)
+
+
 def _why_not(form: Modeling, config: Config) -> str | None:
+    """Why a result of the config can't have a form, in the same words; None if it can."""
+    if _is_decilm(form):
+        return decilm.why_not(config)
     stated = config.get("architectures")
     names = {name.removeprefix("GQA") for _, name in form.classes}
     if isinstance(stated, list) and stated and str(stated[0]).removeprefix("GQA") not in names:

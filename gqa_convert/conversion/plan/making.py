@@ -12,7 +12,7 @@ from gqa_convert.conversion.plan.model import OutputShard, Plan, TensorChange
 from gqa_convert.conversion.plan.tensors import plan_tensors, plan_translation, reshard, safetensors_name
 from gqa_convert.errors import OptionError
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.layerwise import find_form, restate
+from gqa_convert.families.layerwise import find_form, restate, why_not_decilm
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import Family, Modeling, family_of
@@ -66,6 +66,7 @@ def make_plan(
     counts = layer_groups(finder, groups)
     target_architecture = _target(checkpoint, finder, counts[0], native)
     unchanged = all(layer.kv_heads == count for layer, count in zip(finder.layers, counts, strict=True))
+    reasons: tuple[str, ...] = ()
     modeling = None if target_architecture or (unchanged and not family.is_converted) else family.modeling
     if target_architecture:
         shards, changes = plan_translation(checkpoint, finder, target_architecture, counts[0], chosen)
@@ -77,12 +78,13 @@ def make_plan(
             assert not isinstance(form, str), form  # layer_groups has refused it
             modeling = form
             config = _layerwise_config(checkpoint.config, modeling, finder, counts)
+            if reason := why_not_decilm(form, family, finder.config):
+                reasons = (f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}",)
         else:
             config = _converted_config(checkpoint.config, family, modeling, counts[0], encoder=encoder)
-    reasons: tuple[str, ...] = ()
     if chosen.merges_layers:
         changes = list(_folded(changes, checkpoint, finder, counts, chosen, shards if target_architecture else None))
-        reasons = tuple(_constraints(finder, counts, chosen))
+        reasons += tuple(_constraints(finder, counts, chosen))
     if checkpoint.weights_format == "torch":
         shards = [replace(shard, file=safetensors_name(shard.file), whole_copy_of=None) for shard in shards]
     if max_shard_size is not None:
