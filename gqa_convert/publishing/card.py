@@ -225,7 +225,9 @@ def _change(facts: Facts) -> str:
     heads = f"{in_words(facts.groups)} key/value heads per layer"
     heads += f" in place of {before}" if before and before != facts.groups else ""
     tokens = sum(each.tokens or 0 for each in facts.trainings)
-    return heads + (f", uptrained on {tokens:,} tokens" if facts.trainings else ", not uptrained")
+    adapters = dict.fromkeys(plain(each.adapters) for each in facts.trainings if each.adapters)
+    ways = f" with {' and '.join(adapters)}, merged" if adapters else ""
+    return heads + (f", uptrained on {tokens:,} tokens{ways}" if facts.trainings else ", not uptrained")
 
 
 def _sizes(facts: Facts) -> list[tuple[str, ...]]:

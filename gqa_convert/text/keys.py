@@ -155,7 +155,8 @@ class Key:
 
     def _read_choice(self, where: str, value: Any) -> str:
         if value not in self.choices:
-            allowed = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            choices = (*self.choices, "null") if len(self.choices) == 1 else self.choices
+            allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
             raise RecipeError(f"{where} is {shown(value)}: it must be {allowed}")
         return str(value)
 

@@ -22,6 +22,7 @@ from gqa_convert.training.communication import Collective, Traffic, collectives,
 from gqa_convert.training.flops import Flops, sample_flops
 from gqa_convert.training.gpus import Gpu
 from gqa_convert.training.recipe import Recipe, read_recipe
+from gqa_convert.training.recipe.lora import check_lora
 from gqa_convert.training.sharding import Layout, layout_of
 from gqa_convert.training.tokenizing import text_settings
 from gqa_convert.training.uptrain import naming_conversion
@@ -140,6 +141,7 @@ def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> D
     recipe = read_recipe(path, list(overrides))
     machine = min(_MACHINE, hardware.gpus)
     layout = layout_of(recipe.sharding, recipe.shard_size, hardware.gpus, machine)
+    check_lora(recipe.lora, sharded=layout.sharded, installed=False)
     with no_bars(), naming_conversion(path, recipe.model):
         settings = text_settings(recipe)
         objective = settings.pop("objective")
@@ -213,11 +215,12 @@ def _traffic(
     taught: Architecture | None,
     setting: memory.Setting,
 ) -> Traffic:
-    shapes = {name: entry.shape for _, name, entry in student.tensors()}
+    adapters = memory.adapter_shapes(student, recipe)
+    shapes = {name: entry.shape for _, name, entry in student.tensors()} | adapters
     return Traffic(
         layout=layout,
         shapes=shapes,
-        trained=frozenset(memory.trained_of(student, recipe)),
+        trained=frozenset(adapters or memory.trained_of(student, recipe)),
         outer=outer_names(shapes),
         layers=architecture.layers + architecture.encoder_layers,
         micro_batches=micro_batches,

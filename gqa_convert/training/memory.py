@@ -12,6 +12,8 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import RecipeError, UnsupportedFamilyError
+from gqa_convert.families.config_sizes import VOCABULARY_KEYS
+from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
@@ -20,6 +22,8 @@ from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
 
 GB = 1e9
+_NF4 = 0.6
+"""The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """The number of logits that the loss processes at a time."""
 
@@ -42,6 +46,10 @@ class Setting:
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
+    weight_bytes: float = 4.0
+    """Bytes per parameter of the model; fewer than 4 if only adapters are trained."""
+    adapters: int = 0
+    """Parameters of the adapters, which are trained in float32."""
     shards: int = 1
     """Over how many processes parameters, gradients and moments are sharded."""
     device: str = "cuda"
@@ -53,12 +61,15 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
     tokens, decoded = _tokens(architecture, setting)
     logits = decoded * architecture.vocabulary
     parts = {
-        "weights": 4 * setting.parameters / split,
+        "weights": setting.weight_bytes * setting.parameters / split,
+        "adapters": 4 * setting.adapters / split,
         # DDP's gradients are views into its buckets (gradient_as_bucket_view), which need no extra memory
         "gradients": 4 * setting.trained / split,
         "moments": _moments(architecture, setting) / split,
         "gathered layers": _gathered(architecture, setting),
-        "weights in bf16": 0.0 if setting.shards > 1 or not setting.bf16 else _copies(architecture, setting),
+        "weights in bf16": _copies(architecture, setting)
+        if setting.shards == 1 and setting.bf16 and setting.weight_bytes == 4
+        else 0.0,
         "activations": _activations(architecture, setting, tokens - decoded, decoded),
         # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
         "logits": (4 if setting.bf16 else 8) * logits
@@ -188,6 +199,9 @@ def parameters_of(
     sizes = {name: entry.elements for _, name, entry in student.tensors()}
     names = trained_of(student, recipe)
     counts = {"parameters": sum(sizes.values()), "trained": sum(sizes[name] for name in names)}
+    if recipe.lora is not None:
+        adapters = sum(rows * columns for rows, columns in adapter_shapes(student, recipe).values())
+        counts |= {"trained": adapters, "adapters": adapters}
     if teacher is not None:
         count = sum(entry.elements for _, _, entry in teacher.tensors())
         size = {"bf16": 2, "float32": 4}.get(recipe.teacher_dtype) or bytes_each(teacher)
@@ -198,16 +212,34 @@ def parameters_of(
 
 
 def trained_of(student: Checkpoint, recipe: Recipe) -> list[str]:
-    """The names of the tensors in a checkpoint that the recipe trains; all of them if its type is unknown."""
+    """The names of the tensors in a checkpoint that the recipe trains or gives adapters; all of them if its type is
+    unknown.
+    """
     from gqa_convert.training.optimizers import trained_names
 
     names = [name for _, name, _ in student.tensors()]
-    if recipe.trainable != "all":
+    chosen = recipe.trainable if recipe.lora is None else "attention" if recipe.lora.targets == "attention" else "all"
+    if chosen != "all":
         with suppress(UnsupportedFamilyError):
-            names = trained_names(family_of(student.config), names, recipe.trainable)
+            names = trained_names(family_of(student.config), names, chosen)
+    elif recipe.lora is not None:
+        vocabulary = stated_count(student.config, VOCABULARY_KEYS)
+        names = [name for _, name, entry in student.tensors() if vocabulary not in entry.shape]
     with suppress(RecipeError):  # names in files may differ from those of parameters, by which patterns are checked
         return [name for name, multiplier in multipliers(names, recipe.learning_rates).items() if multiplier]
     return names
+
+
+def adapter_shapes(student: Checkpoint, recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """The shapes of the adapters' matrices by name: two for each matrix that gets an adapter."""
+    if recipe.lora is None:
+        return {}
+    rank, names = recipe.lora.rank, set(trained_of(student, recipe))
+    found: dict[str, tuple[int, int]] = {}
+    for _, name, entry in student.tensors():
+        if name in names and len(entry.shape) == 2:
+            found |= {f"{name}.lora_A": (rank, entry.shape[1]), f"{name}.lora_B": (entry.shape[0], rank)}
+    return found
 
 
 def bytes_each(checkpoint: Checkpoint) -> int:
@@ -223,8 +255,15 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         bf16=recipe.precision == "bf16",
         gradient_checkpointing=recipe.gradient_checkpointing,
         checkpointing_interval=recipe.checkpointing_interval,
+        weight_bytes=_weight_bytes(recipe),
         **known,
     )
+
+
+def _weight_bytes(recipe: Recipe) -> float:
+    if recipe.lora is None or recipe.precision == "no":
+        return 4.0
+    return 2.0 if recipe.lora.quantize is None else _NF4
 
 
 def shown(parts: Mapping[str, int], free: int | None) -> str:

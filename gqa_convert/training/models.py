@@ -6,28 +6,36 @@ from typing import Any
 import torch
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.families.loading import check_complete
+from gqa_convert.families.loading import check_complete, load_model
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
+from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD, explained
 from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import Recipe
 
 
 def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
-    """The model to train, in float32 on the CPU, with the recipe's dropout and trained parameters.
+    """The model to train, in float32 on the CPU, with the recipe's dropout and trained parameters; or with adapters, the
+    only trained parameters, on weights in the type that `lora.loading_options` states.
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        model, missing = sharding.load(folder, torch.float32, by_first=layout.sharded)
+        if recipe.lora is None:
+            model, missing = sharding.load(folder, torch.float32, by_first=layout.sharded)
+        else:
+            model, missing = load_model(folder, **loading_options(recipe))
     check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model, recipe.checkpointing_interval)
-    choose_trained(model, recipe.trainable, recipe.learning_rates)
     set_dropout(model, recipe.dropout)
+    if recipe.lora is None:
+        choose_trained(model, recipe.trainable, recipe.learning_rates)
+    else:
+        add_adapters(model, recipe.lora)
     return model.train()
 
 

@@ -35,6 +35,7 @@ from gqa_convert.training.distributed import (
 from gqa_convert.training.documents import check_apart
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import Batch, StepResult, Trainer
+from gqa_convert.training.lora import merged_model
 from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.metrics import MetricsLine, read_metrics
 from gqa_convert.training.models import load_student, place_fixed, place_student
@@ -42,6 +43,7 @@ from gqa_convert.training.opening import Opened, check_trackers, explained, open
 from gqa_convert.training.optimizers import build_optimizer
 from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recipe.lora import check_lora
 from gqa_convert.training.resuming import look_back, take_up
 from gqa_convert.training.retention import Keeping
 from gqa_convert.training.run_folder import RunFolder
@@ -103,6 +105,7 @@ class Run:
         with self.together():
             processes = self.accelerator.num_processes
             self.layout = sharding.layout_of(recipe.sharding, recipe.shard_size, processes, local_processes())
+            check_lora(recipe.lora, sharded=self.layout.sharded)
         self.say = on_message if self.main else lambda _: None
         self.on_step, self.on_tokenize, self.command = on_step, on_tokenize, command
         self.checkpoints = self._checkpoints(waiting_group)
@@ -499,7 +502,7 @@ class Run:
     def _save(self, progress: Progress, log: RunLog) -> None:
         log.sync()
         self.saver.save(
-            state_of(self.model, self.optimizer),
+            state_of(self.model, self.optimizer, trained_only=self.recipe.lora is not None),
             progress,
             recipe=self.recipe.resolved(),
             processes=self.accelerator.num_processes,
@@ -512,14 +515,15 @@ class Run:
             self.folder.diverged.unlink(missing_ok=True)
 
     def _restore(self, step: int) -> None:
-        state = state_of(self.model, self.optimizer)
+        only = self.recipe.lora is not None
+        state = state_of(self.model, self.optimizer, trained_only=only)
         self.checkpoints.load(step, state, self.accelerator.num_processes)
-        set_state(self.model, self.optimizer, state)
+        set_state(self.model, self.optimizer, state, trained_only=only)
 
     # After training
 
     def _finish(self, progress: Progress, pace: Pace) -> RunSummary | None:
-        state = whole_model(self.model)
+        state = whole_model(self.model) if self.recipe.lora is None else {}
         summary = None
         with self.together():
             if self.main:
@@ -541,7 +545,10 @@ class Run:
             model=str(self.folder.model),
             plot=str(self.folder.plot),
         )
-        export_model(self.inner, state, self.opened.student, self.folder.model, summary.provenance(self.pinned))
+        model = self.inner
+        if self.recipe.lora is not None:
+            model, state = merged_model(self.inner, self.opened.student_folder)
+        export_model(model, state, self.opened.student, self.folder.model, summary.provenance(self.pinned))
         picture = draw_curve(lines, progress.evaluations)
         if picture is None:
             summary = replace(summary, plot=None)

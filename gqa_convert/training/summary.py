@@ -60,6 +60,7 @@ class RunSummary(Result):
         evaluation: losses on the held-out text, if they were measured.
         steps_since_resumption, seconds_since_resumption, tokens_per_second: the pace.
         plot: the file of the loss curve; None without matplotlib.
+        adapters: the adapters that were trained and merged, in words; None if the weights were trained.
     """
 
     head: JsonObject
@@ -76,6 +77,7 @@ class RunSummary(Result):
     seconds_since_resumption: float
     tokens_per_second: int
     plot: str | None
+    adapters: str | None = None
 
     def as_json(self) -> JsonObject:
         """The summary as plain data."""
@@ -100,7 +102,8 @@ class RunSummary(Result):
         """The entry for the trained model's provenance."""
         values = self.as_json()
         kept = (*self.head, "processes", "tokens", "evaluation", "changes")
-        return {name: values[name] for name in kept} | {"recipe": recipe.resolved()}
+        adapters = {} if self.adapters is None else {"adapters": self.adapters}
+        return {name: values[name] for name in kept} | adapters | {"recipe": recipe.resolved()}
 
 
 def recovery(evaluations: dict[str, float], final: float | None) -> Recovery | None:
@@ -155,4 +158,5 @@ def summarise(
         seconds_since_resumption=round(pace.seconds, 1),
         tokens_per_second=round(pace.tokens / max(pace.seconds, 1e-3)),
         plot=plot,
+        adapters=None if recipe.lora is None else str(recipe.lora),
     )

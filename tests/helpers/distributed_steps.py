@@ -43,8 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
     "t5": {"model": "t5"},
     "t5 with adafactor": {"model": "t5", "optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
     "bf16": {"precision": "bf16"},
+    "lora": {"lora": {"rank": 4}},
 }
 
+
+SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES if (kind, case) != ("fsdp", "lora")]
+SHARED += [("hybrid", case) for case in HYBRID_CASES]
+"""The kinds and cases that are compared with a single process. Models with adapters are not sharded."""
 
 BASE: dict[str, Any] = {
     "model": "m",
@@ -180,7 +185,7 @@ def run_cases(target: str) -> None:
             layout = {"sharding": SHARDING[kind]} | ({"shard_size": 2} if kind == "hybrid" else {})
             found: dict[str, Any] = {}
             for name, keys in CASES.items():
-                if kind != "hybrid" or name in HYBRID_CASES:
+                if (kind, name) in SHARED or kind == "single":
                     steps = take_steps(accelerator, keys | layout)
                     found |= {f"{name}/{key}": value for key, value in steps.items()}
             if kind == "ddp":
@@ -200,6 +205,17 @@ def late_data(accelerator: Any) -> dict[str, Any]:
         _set_pg_timeout(timedelta(minutes=10))
 
 
+def choose_parameters(model: Any, recipe: Any) -> None:
+    """Let the recipe's parameters or adapters learn."""
+    from gqa_convert.training.lora import add_adapters
+    from gqa_convert.training.optimizers import choose_trained
+
+    if recipe.lora is None:
+        choose_trained(model, recipe.trainable)
+    else:
+        add_adapters(model, recipe.lora)
+
+
 def take_steps(
     accelerator: Any, keys: dict[str, Any], steps: int = 2, samples: RaggedSamples | None = None
 ) -> dict[str, Any]:
@@ -208,7 +224,7 @@ def take_steps(
     from gqa_convert.training import sharding
     from gqa_convert.training.checkpoints import Progress
     from gqa_convert.training.loop import Trainer
-    from gqa_convert.training.optimizers import build_optimizer, choose_trained
+    from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
 
     kind = keys.pop("model", "llama")
@@ -216,7 +232,7 @@ def take_steps(
     model = small_model(kind).train()
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    choose_trained(model, recipe.trainable)
+    choose_parameters(model, recipe)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
     layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
     if layout.sharded:

@@ -9,7 +9,6 @@ import pytest
 
 from gqa_convert.training.architecture import read_architecture
 from gqa_convert.training.communication import Traffic, collectives, outer_names
-from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.sharding import layout_of
 from tests.helpers.distributed_steps import (
@@ -19,13 +18,13 @@ from tests.helpers.distributed_steps import (
     KINDS,
     LENGTH,
     SHARDING,
+    SHARED,
+    choose_parameters,
     read,
     run_cases,
     small_model,
 )
 from tests.helpers.ranks import Job
-
-SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES] + [("hybrid", case) for case in HYBRID_CASES]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +87,7 @@ def test_a_dry_run_counts_the_collectives_and_their_bytes(
     keys = {"sharding": SHARDING[kind], "shard_size": 2 if kind == "hybrid" else None}
     recipe = make_recipe(BASE | {key: value for key, value in CASES[case].items() if key != "model"} | keys)
     model = small_model(CASES[case].get("model", "llama"))
+    choose_parameters(model, recipe)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     sizes = read_architecture(model.config.to_dict())
     assert sizes is not None
@@ -95,7 +95,7 @@ def test_a_dry_run_counts_the_collectives_and_their_bytes(
     traffic = Traffic(
         layout=layout,
         shapes=shapes,
-        trained=frozenset(choose_trained(model, recipe.trainable)),
+        trained=frozenset(name for name, each in model.named_parameters() if each.requires_grad),
         outer=outer_names(shapes),
         layers=sizes.layers + sizes.encoder_layers,
         micro_batches=ceil(ceil(recipe.samples_per_step(LENGTH) / layout.processes) / recipe.micro_batch_size),

@@ -41,6 +41,7 @@ _T5: dict[str, Any] = {
 # the models' own papers and configs; then the parameters that they are known to have, and the processes of the recipe
 KNOWN: dict[str, tuple[Architecture, float, int]] = {
     "llama-2-7b-gqa8": (Architecture(layers=32, hidden_size=4096, heads=32, inner=11008, **_LLAMA_2), 6.74e9, 8),
+    "llama-2-7b-gqa8-qlora": (Architecture(layers=32, hidden_size=4096, heads=32, inner=11008, **_LLAMA_2), 6.74e9, 1),
     "llama-2-13b-gqa8": (Architecture(layers=40, hidden_size=5120, heads=40, inner=13824, **_LLAMA_2), 13.02e9, 8),
     "pythia-1.4b-gqa4": (
         Architecture(heads=16, kv_heads=4, head_dim=128, vocabulary=50304, activation="gelu", **_PLAIN),
@@ -96,10 +97,16 @@ def test_recipes_state_the_memory_and_the_time_that_are_planned(path: Path) -> N
     count = parameters(sizes, sizes.kv_heads)
     objective = read.objective if read.objective != "auto" else "span_corruption" if sizes.encoder_layers else "causal"
     assert read.sequence_length is not None
+    trained = count
+    if read.lora is not None:  # on every linear layer of a Llama
+        query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        sides = 2 * (sizes.hidden_size + query) + 2 * (sizes.hidden_size + key) + 3 * (sizes.hidden_size + sizes.inner)
+        trained = sizes.layers * read.lora.rank * sides
     setting = memory.setting_of(
         read,
         parameters=count,
-        trained=count,
+        trained=trained,
+        adapters=0 if read.lora is None else trained,
         sequence_length=read.sequence_length,
         shards=processes if "fsdp2.yaml" in text else 1,
         target_length=OBJECTIVES[objective].target_length(read.sequence_length),

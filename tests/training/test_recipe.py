@@ -28,6 +28,7 @@ from gqa_convert.training.recipe import (
     make_recipe,
     read_recipe,
 )
+from gqa_convert.training.recipe.lora import Lora
 from gqa_convert.training.spikes import SpikeRule
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
@@ -77,7 +78,7 @@ def test_every_field_is_a_declared_key() -> None:
     names = [field.name for field in dataclasses.fields(Recipe)]
     assert names == list(KEYS)
     assert {*BUDGET, *BOOKKEEPING, *EXECUTION, *AGAINST_DIVERGENCE} < {*names}
-    for declared in (Recipe, Source, SpikeRule):
+    for declared in (Recipe, Source, SpikeRule, Lora):
         for name, each in keys_of(declared).items():
             assert each.help.endswith("."), name
             if each.default is not REQUIRED and each.default not in (None, ()):
@@ -533,6 +534,7 @@ HEADS = {
     "t5-xxl-gqa8": (64, 8),
     "flan-t5-xl-gqa8": (32, 8),
     "llama-2-7b-gqa8": (32, 8),
+    "llama-2-7b-gqa8-qlora": (32, 8),
     "llama-2-13b-gqa8": (40, 8),
     "pythia-1.4b-gqa4": (16, 4),
     "opt-1.3b-gqa8": (32, 8),
@@ -623,7 +625,7 @@ def test_accelerate_reads_the_launch_configurations(path: Path) -> None:
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
-    for declared in (Recipe, Source, SpikeRule):
+    for declared in (Recipe, Source, SpikeRule, Lora):
         assert keys_table(declared) in page, "run docs/make_recipe_keys.py"
 
 

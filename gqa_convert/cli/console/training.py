@@ -13,6 +13,8 @@ def show_training(summary: "RunSummary") -> None:
     console = stdout_console()
     alpha = "" if summary.alpha is None else f", alpha {summary.alpha:.2g}"
     console.print(styled(("done", "green"), f"  {summary.tokens:,} tokens in {summary.steps:,} steps{alpha}"))
+    if summary.adapters:
+        console.print(f"      trained          {summary.adapters}, merged into the model", soft_wrap=True)
     evaluation = summary.evaluation
     if evaluation:
         change = f"{evaluation.start:.4f} -> {evaluation.final:.4f} nats per token"

@@ -373,6 +373,7 @@ class TrainingRecord(Head):
     tokens: Count = None
     recipe: RecordedRecipe | None = None
     evaluation: RecoveredLoss | None = None
+    adapters: Text = None
     versions: dict[str, Text] | None = None
 
     @property

@@ -31,6 +31,14 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
     _check_folders(recipe)
     _check_teacher(recipe)
     check_pairs(recipe)
+    if recipe.lora is not None and recipe.learning_rates:
+        raise RecipeError(
+            "lora trains adapters alone, all at one rate, and learning_rates names parameters: remove one of them"
+        )
+    if recipe.lora is not None and recipe.trainable != "all":
+        raise RecipeError(
+            f"lora trains adapters alone, and trainable is {recipe.trainable}: remove trainable, and choose with lora.targets"
+        )
     if recipe.document_mask and recipe.objective != "auto" and not OBJECTIVES[recipe.objective].masks_documents:
         raise RecipeError(
             f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"

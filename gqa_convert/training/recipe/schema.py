@@ -15,6 +15,7 @@ from gqa_convert.text.packing import SHUFFLE_WINDOW
 from gqa_convert.text.scalars import shown
 from gqa_convert.text.sources import Source, read_sources
 from gqa_convert.training.learning_rates import RateRule, read_rate_rules
+from gqa_convert.training.recipe.lora import Lora, read_lora
 from gqa_convert.training.spikes import SpikeRule, read_spike_rule
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
@@ -167,6 +168,13 @@ class Recipe:
     )
     trainable: Trainable = key(
         "Which parameters are trained; see [trained parameters](#what-is-trained).", default="all"
+    )
+    lora: Lora | None = key(
+        "Train low-rank adapters instead of the weights; see [adapters](#adapters).",
+        default=None,
+        reader=read_lora,
+        reads="mapping",
+        aliases=("peft", "adapter", "qlora"),
     )
     dropout: float = key(
         "The probability of every dropout of the model, in place of its config's. Uptraining continues pretraining, "
@@ -375,6 +383,8 @@ def _brief(value: Any) -> Any:
         return f"[{', '.join(str(_brief(item)) for item in value)}]" if len(value) != 1 else _brief(value[0])
     if not isinstance(value, dict) or "source" not in value:
         return value
+    if "source" not in value:
+        return f"{{{', '.join(f'{name}: {item}' for name, item in value.items())}}}"
     stated = {name: value[name] for name, each in keys_of(Source).items() if value[name] != each.default}
     return (
         value["source"] if len(stated) == 1 else f"{{{', '.join(f'{name}: {item}' for name, item in stated.items())}}}"

@@ -1,0 +1,115 @@
+"""Trains low-rank adapters on fixed weights, with PEFT, and merges them for the export."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gqa_convert.errors import RecipeError, UnsupportedFamilyError
+from gqa_convert.families.loading import load_model
+from gqa_convert.families.table import family_of
+from gqa_convert.training.optimizers import trained_names
+from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recipe.lora import Lora
+from gqa_convert.training.state import StateDict
+
+_ADAPTER = "default"
+"""PEFT's name of the adapter, as in the names of its parameters."""
+
+
+def loading_options(recipe: Recipe) -> dict[str, Any]:
+    """How the fixed weights are loaded: in bfloat16, in 4 bits, or with `precision: no` in float32."""
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    if recipe.lora is None or recipe.lora.quantize is None:
+        return {"dtype": dtype}
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=recipe.lora.quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"dtype": dtype, "quantization_config": quantization}
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> list[str]:
+    """Fix the model's parameters, and add float32 adapters that change nothing yet.
+
+    Returns:
+        The names of the modules with adapters.
+
+    Raises:
+        RecipeError: the attention modules of the model's type are unknown, or no module can have an adapter.
+    """
+    # where bitsandbytes is installed, PEFT imports it, and it reports kernels that it does without
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = target_modules(model, lora)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),  # GPT-2's Conv1D
+    )
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        is_adapter = f".{_ADAPTER}." in name and ".lora_" in name
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            parameter.data = parameter.data.float()
+    return targets
+
+
+def target_modules(model: Any, lora: Lora) -> list[str]:
+    """The names of the modules that get an adapter.
+
+    Raises:
+        RecipeError: see `add_adapters`.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not output
+    ]
+    if lora.targets == "attention":
+        try:
+            family = family_of(model.config.to_dict())
+        except UnsupportedFamilyError:
+            raise RecipeError(
+                f"lora.targets is attention, and the attention modules of model type {model.config.model_type!r} are unknown: use all-linear"
+            ) from None
+        weights = trained_names(family, [f"{name}.weight" for name in linear], "attention")
+        linear = [name.removesuffix(".weight") for name in weights]
+    if not linear:
+        raise RecipeError(
+            f"model type {model.config.model_type!r} has no linear layer for lora.targets {lora.targets}: remove lora"
+        )
+    return linear
+
+
+def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
+    """The checkpoint's model with the adapters' products added to its weights, and its tensors, on the CPU.
+
+    The products are added to the weights of the checkpoint itself, not to those that were rounded to bfloat16 or 4 bits
+    for training.
+
+    Args:
+        trained: the model with adapters.
+        folder: the checkpoint that training began with.
+    """
+    model, _ = load_model(folder, "auto")
+    for name, module in trained.named_modules():
+        if _ADAPTER in getattr(module, "lora_A", {}):
+            weight = model.get_submodule(name).weight
+            with torch.no_grad():
+                delta = module.get_delta_weight(_ADAPTER).to("cpu", torch.float32)
+                weight.copy_(weight.float() + delta)
+    return model, dict(model.state_dict())

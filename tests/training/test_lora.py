@@ -1,0 +1,226 @@
+"""Adapters: what they train, what a checkpoint holds, how a run resumes, and that merging changes nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
+from gqa_convert.training import lora as adapters
+from gqa_convert.training import memory
+from gqa_convert.training import run as run_module
+from gqa_convert.training.architecture import read_architecture
+from gqa_convert.training.models import load_student
+from gqa_convert.training.recipe import make_recipe, read_recipe
+from gqa_convert.training.recipe.lora import Lora, check_lora
+from gqa_convert.training.sharding import layout_of
+from tests.helpers.distributed_steps import small_model
+from tests.helpers.uptrain_runs import leftovers, losses, make_student, recipe, run, weights
+
+IDS = torch.arange(24).reshape(2, 12)
+KEYS: dict[str, Any] = {"lora": {"rank": 4, "dropout": 0.1}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
+"""Four steps."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = make_student(tmp_path_factory.mktemp("home"))
+    in_float32(folder / "student")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield folder
+
+
+def in_float32(folder: Path) -> None:
+    """Store a checkpoint in float32, so that merging rounds nothing."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: each.float() for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+
+
+class Trained:
+    """A finished run, and the model with adapters at its end."""
+
+    def __init__(self, home: Path, output: Path, **keys: Any) -> None:
+        self.output = output
+        merge = adapters.merged_model
+
+        def keeping(model: Any, folder: Path) -> Any:
+            self.model = model
+            return merge(model, folder)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "merged_model", keeping)
+            self.summary = run(home, output, **KEYS | keys)
+
+    def saved(self) -> set[str]:
+        """The names of the tensors in the newest checkpoint."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        newest = max((self.output / "checkpoints").glob("step-*"))
+        return {name.removeprefix("model.") for name in FileSystemReader(newest).read_metadata().state_dict_metadata}
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(home, tmp_path_factory.mktemp("trained") / "run")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def start_of(home: Path) -> dict[str, torch.Tensor]:
+    return load_file(home / "student" / "model.safetensors")
+
+
+def test_training_begins_at_the_converted_model(home: Path, tmp_path: Path) -> None:
+    """Its logits are the same, and adapters alone are trained."""
+    stated = read_recipe(recipe(home, tmp_path / "run", **KEYS))
+    model = load_student(stated, home / "student", layout_of("auto", None, 1, 1))
+    torch.testing.assert_close(
+        logits(model), logits(AutoModelForCausalLM.from_pretrained(home / "student")), rtol=0, atol=0
+    )
+    learning = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert learning
+    assert all(".lora_A." in name or ".lora_B." in name for name in learning)
+
+
+def test_only_adapters_change_and_are_saved(home: Path, trained: Trained) -> None:
+    before = start_of(home)
+    for name, parameter in trained.model.named_parameters():
+        if "lora_" not in name:
+            torch.testing.assert_close(parameter, before[name.replace(".base_layer", "")], rtol=0, atol=0)
+    own = {name for name, each in trained.model.named_parameters() if each.requires_grad}
+    tensors = trained.saved()
+    assert own <= tensors
+    assert all("lora_" in name or "param_groups" in name for name in tensors)
+
+
+def test_the_merged_checkpoint_computes_the_same(home: Path, trained: Trained) -> None:
+    merged = AutoModelForCausalLM.from_pretrained(trained.output / "model")
+    torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-4)
+    before, after = start_of(home), load_file(trained.output / "model" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name}
+    assert {name: each.dtype for name, each in before.items()} == {name: each.dtype for name, each in after.items()}
+    record = json.loads((trained.output / "model" / "gqa_conversion.json").read_text())["uptraining"][-1]
+    assert trained.summary["adapters"] == record["adapters"] == "LoRA of rank 4 (all-linear)"
+
+
+def test_a_resumed_run_is_the_unbroken_one(home: Path, trained: Trained, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run(home, output, **KEYS | {"tokens": 128})
+    run(home, output, **KEYS)
+    assert weights(output) == weights(trained.output)
+    assert losses(output) == losses(trained.output)
+    assert leftovers(output) == []
+
+
+def test_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
+    """The adapters are merged into the weights as they were before they were rounded, and a run resumes."""
+    keys = {"lora": {"rank": 4, "targets": "attention", "quantize": "nf4"}, "tokens": 128, "teacher": None}
+    whole = Trained(home, tmp_path / "whole", **keys)
+    assert any(type(module).__name__ == "Linear4bit" for module in whole.model.modules())
+    assert all("lora_" in name or "param_groups" in name for name in whole.saved())
+    before, after = start_of(home), load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    for name, tensor in before.items():
+        module = name.removesuffix(".weight")
+        expected = tensor
+        if "self_attn" in name:
+            expected = tensor + whole.model.get_submodule(module).get_delta_weight("default")
+        torch.testing.assert_close(after[name], expected.detach(), rtol=0, atol=0 if expected is tensor else 1e-6)
+    Trained(home, tmp_path / "parts", **keys | {"tokens": 64})
+    Trained(home, tmp_path / "parts", **keys)
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+def test_merging_changes_no_logits(kind: str, targets: Any, tmp_path: Path) -> None:
+    """Also of GPT-2, whose matrices are transposed, and of T5, where some matrices belong to the encoder."""
+    small_model(kind).save_pretrained(tmp_path)
+    model = small_model(kind).eval()
+    names = adapters.add_adapters(model, Lora(rank=3, alpha=6.0, targets=targets))
+    assert all("attn" in name or "Attention" in name for name in names) == (targets == "attention")
+    assert not any("head" in name or "shared" in name for name in names)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :5]} if kind == "t5" else {})
+    merged, state = adapters.merged_model(model, tmp_path)
+    assert not any("lora" in name for name in state)
+    with torch.no_grad():
+        found, expected = merged.eval()(**inputs).logits, model(**inputs).logits
+        assert (expected - small_model(kind).eval()(**inputs).logits).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+def test_the_estimate_counts_the_states_of_adapters_alone(home: Path, targets: str, tmp_path: Path) -> None:
+    stated = read_recipe(recipe(home, tmp_path / "run", **KEYS | {"lora": {"rank": 4, "targets": targets}}))
+    checkpoint = open_checkpoint(str(home / "student"))
+    counts = memory.parameters_of(checkpoint, None, stated)
+    model = load_student(stated, home / "student", layout_of("auto", None, 1, 1))
+    own = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert counts["trained"] == counts["adapters"] == own
+    architecture = read_architecture(checkpoint.config)
+    assert architecture is not None
+    parts = memory.plan(architecture, memory.setting_of(stated, **counts, sequence_length=32))
+    assert parts["moments"] == 8 * own
+    assert parts["gradients"] == parts["adapters"] == 4 * own
+    quantized = {"lora": {"rank": 4, "targets": targets, "quantize": "nf4"}, "precision": "bf16"}
+    in_bits = memory.setting_of(make_recipe(stated.resolved() | quantized), **counts, sequence_length=32)
+    assert memory.plan(architecture, in_bits)["weights"] < parts["weights"] / 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora": 8}, "must be a mapping such as"),
+        ({"lora": {"rank": 0}}, "lora.rank is 0"),
+        ({"lora": {"r": 8}}, "did you mean 'rank'"),
+        ({"lora": {"targets": "mlp"}}, "must be attention or all-linear"),
+        ({"lora": {"quantize": "int8"}}, "must be nf4 or null"),
+        ({"lora": {}, "trainable": "kv"}, "remove trainable"),
+        ({"lora": {}, "learning_rates": {"proj": 0.5}}, "names parameters: remove one"),
+    ],
+)
+def test_contradicting_keys(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_recipe({"model": "m", "output": "o", "data": "d", "tokens": 10**6} | keys)
+
+
+@pytest.mark.parametrize(
+    ("missing", "sharded", "error", "message"),
+    [
+        ("peft", False, MissingExtraError, r"gqa-convert\[lora\]"),
+        ("bitsandbytes", False, MissingExtraError, r"gqa-convert\[qlora\]"),
+        (None, True, LaunchError, "multi_gpu.yaml"),
+    ],
+)
+def test_what_adapters_need(
+    missing: str | None, sharded: bool, error: type[GQAConvertError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(error, match=message):
+        check_lora(Lora(quantize="nf4"), sharded=sharded)
+
+
+def test_the_attention_of_an_unknown_type_needs_all_linear() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(RecipeError, match="use all-linear"):
+        adapters.target_modules(model, Lora(targets="attention"))
