@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, UnsupportedFormatError
+from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, SourceNotFoundError, UnsupportedFormatError
 
 SUFFIX: Final = ".gguf"
 _MAGIC = b"GGUF"
@@ -82,6 +82,8 @@ def locate_gguf(found: GGUFSourceError, revision: str | None) -> "GGUFModel":
     """
     check_gguf_installed()
     path = local_path(found.source)
+    if path.exists() and revision is not None:
+        raise SourceNotFoundError(f"{found.source} is local and has no revision {revision!r}: omit --revision")
     if path.is_file():
         return read_gguf(path, found.source, None)
     if path.is_dir():
@@ -93,8 +95,13 @@ def locate_gguf(found: GGUFSourceError, revision: str | None) -> "GGUFModel":
         repository, name = match["repository"], match["file"]
     else:
         repository, name = found.source, choose_gguf(found.source, found.names)
-    file = download_file(repository, name, revision)
-    return read_gguf(file, f"{repository}/{name}", revision)
+    try:
+        file = download_file(repository, name, revision)
+    except SourceNotFoundError as problem:
+        raise SourceNotFoundError(f"there is no local file {repository}/{name}, and {problem}") from None
+    places = file.parts  # in the Hub's cache: .../snapshots/COMMIT/name
+    commit = places[places.index("snapshots") + 1] if "snapshots" in places else revision
+    return read_gguf(file, f"{repository}/{name}", commit)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         return read_checkpoint(LocalFiles(path), expanded(source), None)
     if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
         raise GGUFSourceError(expanded(source))
+    if path is None and str(source).endswith(SUFFIX):
+        raise SourceNotFoundError(f"there is no file {source}: check the path")
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
     from gqa_convert.checkpoint.hub import HubFiles, open_hub_files

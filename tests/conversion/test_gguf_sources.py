@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gqa_convert.checkpoint import gguf_files
+from gqa_convert.checkpoint import gguf_files, hub
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import run
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.opening import plan_source, planner_for
 from gqa_convert.conversion.restating.restate import restate_checkpoint
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import GQAConvertError, InterruptedRunError, NoSpaceError
+from gqa_convert.errors import GQAConvertError, InterruptedRunError, NoSpaceError, SourceNotFoundError
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.gguf_files import write_gguf_llama
 from tests.helpers.tiny import make_config, make_model
@@ -114,6 +114,28 @@ def test_the_plan_is_that_of_the_conversion(gguf: Callable[[str], Path], tmp_pat
     assert different <= {"disk_bytes"}
 
 
+def test_a_file_on_the_hub(gguf: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "snapshots" / "4d7a"
+    snapshot.mkdir(parents=True)
+    shutil.copy(gguf("F16"), snapshot / "q.gguf")
+    asked: list[tuple[str, str, str | None]] = []
+
+    def download(repository: str, name: str, revision: str | None) -> Path:
+        asked.append((repository, name, revision))
+        if name == "none.gguf":
+            raise SourceNotFoundError("the Hub has none")
+        return snapshot / name
+
+    monkeypatch.setattr(hub, "download_file", download)
+    convert_checkpoint("org/name/q.gguf", tmp_path / "out", 3, method="mean", revision="main")
+    assert asked == [("org/name", "q.gguf", "main")]
+    record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["source"]
+    assert (record["id"], record["revision"]) == ("org/name/q.gguf", "4d7a")
+    assert line(Path("org/name/none.gguf"), tmp_path / "other") == (
+        "there is no local file org/name/none.gguf, and the Hub has none"
+    )
+
+
 def test_restate_writes_the_checkpoint_alone(gguf: Callable[[str], Path], tmp_path: Path) -> None:
     file = gguf("Q8_0")
     made = restate_checkpoint(file, tmp_path / "plain")
@@ -191,6 +213,9 @@ def test_mistakes(gguf: Callable[[str], Path], tmp_path: Path, monkeypatch: pyte
     damaged.write_bytes(b"<html>" * 100)
     assert "does not begin with GGUF's mark" in line(damaged, out)
     assert "heads" in line_of_groups(file, out)
+    assert line(folder / "none.gguf", out) == f"there is no file {folder}/none.gguf: check the path"
+    with pytest.raises(GQAConvertError, match="is local and has no revision 'main': omit --revision"):
+        convert_checkpoint(file, out, 3, revision="main")
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
     with pytest.raises(GQAConvertError, match=r"gqa-convert restate .*Q8_0.gguf PLAIN"):
         open_checkpoint(file)
