@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import layer_walk
+from gqa_convert.conversion.fit import layer_walk, statistics
 from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
 from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.lockstep import open_model
@@ -187,8 +187,12 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     assert regression.error(None) == pytest.approx(np.square(targets[kept]).sum())
 
 
+@pytest.mark.parametrize("sampled", [512, 4])
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])
-def test_held_out_text_decides_how_much_is_repaired(noise: float) -> None:
+def test_held_out_text_decides_how_much_is_repaired(
+    noise: float, sampled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "_SAMPLED", sampled)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -205,7 +209,11 @@ def test_held_out_text_decides_how_much_is_repaired(noise: float) -> None:
     else:
         assert change is not None
         assert texts[1].error(change) < (0.02 if noise == 0 else 0.2) * texts[1].error(None)
-    assert texts[1].error(change) <= texts[1].error(None)
+    columns = texts[0].sample()
+    assert columns.step == (1 if sampled == 512 else 2)
+    judged = None if change is None else change[:, columns]
+    assert texts[1].error(judged, columns) <= texts[1].error(None, columns)
+    assert change is None or change.shape == weight.shape
 
 
 def test_least_finds_the_bottom() -> None:

@@ -18,6 +18,12 @@ STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 MOST_DOUBLE_COLUMNS = 1024
 """Products of up to this many columns are made in float64; those of more in float32, and summed in float64."""
 
+_ALL = slice(None)
+_SAMPLED = 512
+"""Columns of a projection's output, of more than twice as many, on which strengths are compared: each strength solves
+equations for every column.
+"""
+
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right in float64, [a, b], of [n, a] and [n, b]."""
@@ -85,7 +91,8 @@ class Regression:
     biased: bool
     _gram: Tensor | None = None
     _cross: Tensor | None = None
-    _power: float = 0.0
+    _power: Tensor | None = None
+    """[t], the squares of each column of what is missed."""
 
     def add(self, inputs: Tensor, missed: Tensor, counted: Tensor | None) -> None:
         """Add inputs of the projection [B, L, z] and what its output misses [B, L, t]; `counted` [B, L] leaves padding
@@ -100,27 +107,45 @@ class Regression:
         gram, cross = product(rows, rows), product(rows, wanted)
         self._gram = gram if self._gram is None else self._gram.add_(gram)
         self._cross = cross if self._cross is None else self._cross.add_(cross)
-        self._power += float(wanted.double().square().sum())
+        power = wanted.double().square().sum(0)
+        self._power = power if self._power is None else self._power.add_(power)
 
-    def change(self, strength: float) -> Tensor:
+    def sample(self) -> slice:
+        """Evenly spaced columns, or all if they are few."""
+        assert self._cross is not None
+        return slice(None, None, max(1, self._cross.shape[1] // _SAMPLED))
+
+    def change(self, strength: float, columns: slice = _ALL) -> Tensor:
         """The change of the weight [z, t], a last row for the bias, that minimises |Z change - missed|^2 +
         strength * mean diagonal of Z^T Z * |change|^2.
+
+        Args:
+            strength: of the ridge.
+            columns: the columns to compute.
         """
         assert self._gram is not None
         assert self._cross is not None
+        cross = self._cross[:, columns]
         mean = float(self._gram.diagonal()[: len(self._gram) - self.biased].mean())
         matrix = self._gram.clone()
         matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        return torch.linalg.solve(matrix, self._cross) if failed else torch.cholesky_solve(self._cross, factor)
+        return torch.linalg.solve(matrix, cross) if failed else torch.cholesky_solve(cross, factor)
 
-    def error(self, change: Tensor | None) -> float:
-        """The squared error that remains after a change; None for no change."""
+    def error(self, change: Tensor | None, columns: slice = _ALL) -> float:
+        """The squared error that remains after a change; None for no change.
+
+        Args:
+            change: of these columns.
+            columns: the columns that count.
+        """
+        assert self._power is not None
+        whole = float(self._power[columns].sum())
         if change is None:
-            return self._power
+            return whole
         assert self._gram is not None
         assert self._cross is not None
-        return self._power - float((change * (2 * self._cross - self._gram @ change)).sum())
+        return whole - float((change * (2 * self._cross[:, columns] - self._gram @ change)).sum())
 
 
 def best_change(fitted: Regression, judged: Regression) -> Tensor | None:
@@ -133,5 +158,10 @@ def best_change(fitted: Regression, judged: Regression) -> Tensor | None:
     Returns:
         The change of the weight [z, t]; None where every strength in `STRENGTHS` does harm.
     """
-    changes = [None, *(fitted.change(strength) for strength in STRENGTHS)]
-    return min(changes, key=judged.error)
+    columns = fitted.sample()
+    errors = {
+        strength: judged.error(None if strength is None else fitted.change(strength, columns), columns)
+        for strength in (None, *STRENGTHS)
+    }
+    best = min(errors, key=errors.__getitem__)
+    return None if best is None else fitted.change(best)
