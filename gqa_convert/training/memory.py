@@ -43,6 +43,7 @@ class Setting:
     gradient_checkpointing: bool = False
     checkpointing_interval: int = 1
     """Every how-manieth layer is recomputed."""
+    document_mask: bool = False
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
@@ -71,6 +72,7 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
         if setting.shards == 1 and setting.bf16 and setting.weight_bytes == 4
         else 0.0,
         "activations": _activations(architecture, setting, tokens - decoded, decoded),
+        "document masks": _masks(architecture, setting),
         # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
         "logits": (4 if setting.bf16 else 8) * logits
         + 4 * 4 * min(logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])),
@@ -151,6 +153,19 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     inputs = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
     share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
     return share * inputs + (1 - share) * everything + max(decoder, encoder)
+
+
+def _masks(architecture: Architecture, setting: Setting) -> float:
+    """The masks that keep documents of a row apart: one of booleans, and for each layer what torch's attention keeps for
+    the backward pass, which is the mask in the type of its inputs, and keys and values repeated for every query head.
+    """
+    if not setting.document_mask:
+        return 0.0
+    recomputed = recomputed_layers(architecture, setting)
+    kept = architecture.layers - recomputed + bool(recomputed)
+    size, length = 2 if setting.bf16 else 4, setting.sequence_length
+    repeated = 2 * (architecture.heads - architecture.kv_heads) * architecture.head_dim
+    return setting.micro_batch_size * length * (length + size * kept * (length + repeated))
 
 
 def recomputed_layers(architecture: Architecture, setting: Setting) -> int:
@@ -256,6 +271,7 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         gradient_checkpointing=recipe.gradient_checkpointing,
         checkpointing_interval=recipe.checkpointing_interval,
         weight_bytes=_weight_bytes(recipe),
+        document_mask=recipe.document_mask,
         **known,
     )
 

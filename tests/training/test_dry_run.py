@@ -17,6 +17,7 @@ from gqa_convert.training.communication import Collective
 from gqa_convert.training.dry_run import Hardware, dry_run
 from gqa_convert.training.flops import sample_flops
 from gqa_convert.training.gpus import find_gpu, named_gpu
+from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.models import recompute
 from gqa_convert.training.optimizers import build_optimizer, choose_trained
 from gqa_convert.training.recipe import make_recipe
@@ -97,6 +98,31 @@ def test_every_second_layer_is_recomputed_with_the_same_gradients() -> None:
         none, half, every = (each[place] for each in found)
         assert none > half > every
     assert memory.recomputed_layers(sizes, planned) == 3
+
+
+def test_masks_of_documents_are_counted() -> None:
+    """Every layer keeps one, which torch's attention converts, and its keys and values repeated."""
+    model = small_model("llama").train()
+    document, kept = LENGTH // 2, []
+    batch = {"input_ids": torch.randint(2, VOCABULARY, (2, LENGTH))}
+    places = torch.arange(LENGTH).repeat(2, 1)
+    for extra in ({}, {"position_ids": places % document, "document_ids": places // document}):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = model(**model_inputs(model, batch | extra), use_cache=False).logits
+        kept.append(sum(storages.values()))
+        del logits
+    sizes = read_architecture(model.config.to_dict())
+    assert sizes is not None
+    planned = memory.plan(sizes, setting(model, "llama", document_mask=True, micro_batch_size=2))
+    booleans, tables = 2 * LENGTH**2, 2 * LENGTH * sizes.head_dim * 4  # rotary tables of the second row
+    assert kept[1] - kept[0] == planned["document masks"] - booleans + tables
+    assert "document masks" not in memory.plan(sizes, setting(model, "llama"))
 
 
 def test_an_interval_needs_recomputation_and_layers() -> None:
