@@ -219,8 +219,20 @@ def with_kv_heads(config: Any, family: Family, kv_heads: int) -> Any:
 def counted_parameters(config: Any, family: Family) -> set[str]:
     """Names of the parameters that follow the K/V-head count: those that the class shapes otherwise for one K/V head.
 
-    The class itself is asked, so that no table of names can hide the mistake of another.
+    The class itself is asked, so that no table of names can hide the mistake of another; once for each config.
     """
+    stated = config.to_dict()
+    stated.pop("_name_or_path", None)
+    key = f"{type(config).__qualname__} {stated}"
+    if key not in _COUNTED:
+        _COUNTED[key] = _counted_parameters(config, family)
+    return _COUNTED[key]
+
+
+_COUNTED: dict[str, set[str]] = {}
+
+
+def _counted_parameters(config: Any, family: Family) -> set[str]:
     shapes = []
     for each in (config, with_kv_heads(config, family, 1)):
         with torch.device("meta"):
