@@ -41,6 +41,14 @@ def test_numbers_in_words() -> None:
     assert heads_in(ModelConfig(config)) == (12, 3)
     assert heads_in(ModelConfig(config | {"block_configs": blocks[:1]})) == 12
     assert heads_in(ModelConfig(config | {"block_configs": [{}]})) is None
+    listed = {
+        "model_type": "gqa_gemma",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": [12, 3],
+    }
+    assert heads_in(ModelConfig(listed)) == (12, 3)
+    assert heads_in(ModelConfig(listed | {"num_key_value_heads": [12]})) is None
 
 
 def test_a_report_joins_the_list_with_its_quality_time_and_bytes(base: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from gqa_convert.serving.prompts import make_prompts, places
 from gqa_convert.serving.worker import read_request, write_answer, write_request
 from tests.helpers.checkpoints import VOCABULARY, write_llama
 from tests.helpers.command_line import run
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny import HEADS, make_checkpoint
 
 INDEX = "model.safetensors.index.json"
 FAKE = Client("fake", "tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",), listed_as=None)
@@ -283,6 +283,9 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     own = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
     report = check_serving(own).as_json()
     assert {entry["status"] for entry in report["clients"]} == {"not supported"}
+    listed = write_llama(tmp_path / "listed", config={"model_type": "gqa_qwen3", "num_key_value_heads": [HEADS, 1]})
+    assert {entry.status for entry in check_serving(listed).clients} == {"not supported"}
+    assert "only transformers 5 has code for a qwen3 of that kind" in check_serving(listed).clients[0].detail
     assert len(report["clients"]) == len(CLIENTS)
     assert not report["passed"]
 
