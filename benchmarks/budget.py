@@ -74,13 +74,16 @@ def main() -> None:
         plain = converted(arguments.model, folder / f"{name}uniform", ("--groups", each_layer), options)
         for kind, made in (("list", layered), ("uniform", plain)):
             cell: dict[str, Any] = {"model": arguments.name, "budget": budget, "kind": kind, "minutes": made["minutes"]}
+            cell["options"] = arguments.options
             cell["groups"] = choice["groups"] if kind == "list" else uniform["groups"]
             for data in arguments.data:
                 found = run(
                     *("evaluate", str(folder / f"{name}{kind}"), "--reference", arguments.model),
                     *("--data", data, "--tokens", str(arguments.tokens)),
                 )
-                cell.setdefault("scores", {})[Path(data).name] = found
+                (score,) = found["results"]
+                kept = {"loss": score["loss"], "kl": score["kl"], "loss_added": score["difference"]["loss"]}
+                cell.setdefault("scores", {})[Path(data).name] = kept
             keys = ("model", "budget", "kind")
             file["cells"] = [other for other in file["cells"] if any(other[key] != cell[key] for key in keys)] + [cell]
             file["versions"] = versions()

@@ -305,6 +305,16 @@ def test_a_copy_that_is_not_finite_is_never_chosen() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kl", "margin", "chosen"), [(0.3, 1.0, [3, 1]), (0.3, 0.75, [3, 1]), (0.4, 0.75, 2), (0.4, 1.0, [3, 1])]
+)
+def test_for_fit_a_list_must_win_by_a_margin(kl: float, margin: float, chosen: Any) -> None:
+    candidates = (Candidate(Rule.UNIFORM, (2, 2), 8, 0.5), Candidate(Rule.SUM, (3, 1), 8, kl))
+    choice = BudgetChoice("50%", 8, 16, candidates, {}, "text", 10, margin=margin)
+    assert choice.groups == chosen
+    assert choice.as_json()["margin"] == margin
+
+
+@pytest.mark.parametrize(
     ("stated", "limit"),
     [("50%", 500), ("0.5", 500), (".5", 500), ("29%", 290), ("12.55 %", 125), ("500", 500), ("0.5kB", 500)],
 )

@@ -85,6 +85,13 @@ def _show_numbers(choice: "BudgetChoice", console: "Console") -> None:
         f"({chosen.kv_bytes_per_token / choice.source_bytes:.1%})",
         console,
     )
+    best = min(choice.candidates, key=lambda candidate: candidate.kl)
+    if best is not chosen and best.kl < chosen.kl:
+        print_note(
+            f"one number for all layers, since the best list's divergence, {best.kl:.4f}, is not below {choice.margin:g} "
+            f"of its {chosen.kl:.4f}, and fit repairs lists by different factors",
+            console,
+        )
     shown = (console.encoding or "").lower().startswith("utf")
     for line in picture(chosen.groups, choice.source_groups, _BARS if shown else _LETTERS):
         console.print(line, soft_wrap=True)

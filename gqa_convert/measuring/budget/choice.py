@@ -4,8 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from gqa_convert.checkpoint.strict_json import JsonObject
+
+FIT_MARGIN: Final = 0.75
+"""What a list's divergence must be, as a share of the uniform number's, to be chosen for `fit`. The closed form, by which
+candidates are compared, does not say which layers `fit` repairs well: on the bundled model a list with a share of 0.83
+had one of 1.10 after `fit` (docs/method.md).
+"""
 
 
 class Rule(StrEnum):
@@ -48,6 +55,7 @@ class BudgetChoice:
         held_out_tokens: on which candidates were compared.
         source_groups: the source's K/V heads, in the order of the layers.
         warning: about the text, or None.
+        margin: the share of the uniform number's divergence below which another candidate is chosen.
     """
 
     stated: str
@@ -59,11 +67,14 @@ class BudgetChoice:
     held_out_tokens: int
     source_groups: tuple[int, ...] = (1,)
     warning: str | None = None
+    margin: float = 1.0
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate that diverges least; the uniform number where several diverge equally."""
-        return min(self.candidates, key=lambda candidate: candidate.kl)
+        """The candidate that diverges least; the uniform number unless another diverges less by the margin."""
+        uniform = next((each for each in self.candidates if each.rule is Rule.UNIFORM), None)
+        best = min(self.candidates, key=lambda candidate: candidate.kl)
+        return best if uniform is None or best.kl < self.margin * uniform.kl else uniform
 
     @property
     def groups(self) -> int | list[int]:
@@ -80,6 +91,7 @@ class BudgetChoice:
             "kv_bytes_per_token": self.chosen.kv_bytes_per_token,
             "groups": self.groups,
             "chosen": str(self.chosen.rule),
+            "margin": self.margin,
             "candidates": [
                 {
                     "rule": str(each.rule),

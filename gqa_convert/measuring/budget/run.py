@@ -22,7 +22,7 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.budget.allocation import LayerCosts, largest_uniform, least_sum, least_sum_of_roots
 from gqa_convert.measuring.budget.amount import KVBudget
-from gqa_convert.measuring.budget.choice import BudgetChoice, Candidate, Rule
+from gqa_convert.measuring.budget.choice import FIT_MARGIN, BudgetChoice, Candidate, Rule
 from gqa_convert.measuring.budget.kept import KeptDivergences
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.merging.methods import DEFAULT
@@ -157,6 +157,7 @@ def choose_for_each(
             held_out_tokens=held_out_tokens,
             source_groups=tuple(layer.kv_heads for layer in layers),
             warning=calibration.warning,
+            margin=FIT_MARGIN if plan.merge_method.trains else 1.0,
         )
         for budget, limit, each in zip(budgets, limits, rules, strict=True)
     ]
