@@ -76,7 +76,7 @@ def text_on_disk(
 def _found(source: Source, opener: Opener, length: int) -> tuple[TextOnDisk, TokenSource | None]:
     size: int | None = None
     if not is_on_hub(source):
-        text = open_source(source, default_cache(), ask=False)
+        text = open_source(source, default_cache(), ask=False, chats=True)
         assert isinstance(text, FileText)
         size = text.total_bytes
     try:
