@@ -47,10 +47,10 @@ class OutputHead:
         with self._one_position() as caught:
             self._run(inputs)
         states = caught[0].flatten(0, 1)
-        return lambda rows: self._head(states[rows.to(states.device)])  # type: ignore[no-any-return]
+        return lambda rows: self._head(states[rows.to(states.device)])
 
     def _run(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self._model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        return self._model(**inputs, use_cache=False).logits
 
     @contextmanager
     def _one_position(self) -> Iterator[list[Tensor]]:
@@ -80,4 +80,4 @@ class OutputHead:
         if further or states is None or states.shape[:2] != whole.shape[:2]:
             return False
         made = self._head(states)
-        return first.shape[:2] == (whole.shape[0], 1) and torch.equal(made.to(whole.dtype), whole)
+        return bool(first.shape[:2] == (whole.shape[0], 1) and torch.equal(made.to(whole.dtype), whole))
