@@ -80,6 +80,35 @@ def test_scales_per_block(source: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "source"]
 
 
+def test_mxfp4(tmp_path: Path) -> None:
+    """Two numbers of four bits in a byte, and one power of two for each 32 numbers, as openai/gpt-oss-20b has them."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    source, expected = tmp_path / "source", {}
+    make_model(make_config("gpt_oss", intermediate_size=64)).bfloat16().save_pretrained(source)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+        scaled = pairs * torch.exp2(scales.float() - 127)[..., None]
+        expected[name] = scaled.reshape(experts, outputs, inputs).transpose(1, 2)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    restate_checkpoint(source, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert len(expected) == 4
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor), name
+    open_checkpoint(tmp_path / "plain")
+
+
 def test_what_cannot_be_loaded_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantising, "find_spec", lambda _: None)
     config = json.loads((source / "config.json").read_text())
