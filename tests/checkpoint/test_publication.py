@@ -24,6 +24,7 @@ from gqa_convert.conversion import writing
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, InterruptedRunError, NoSpaceError, OutputError
 from tests.helpers.checkpoints import digests, llama_arrays, write_llama
+from tests.helpers.command_line import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -547,13 +548,8 @@ class TestStopped:
     ) -> None:
         """Both signals together stop at every second or so line, half of them each."""
         first = 1 if kind == "SIGKILL" else 1 + stride // 2
-        result = subprocess.run(
-            [sys.executable, "-c", HARNESS, source, out, kind, str(overwrite), module, str(first), str(stride)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        arguments = (source, out, kind, str(overwrite), module, str(first), str(stride))
+        result = run_python("-c", HARNESS, *arguments, models=False)
         assert result.returncode == 0, result.stderr
         assert int(result.stdout.split()[0]) > 10
 

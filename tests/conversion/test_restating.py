@@ -2,8 +2,6 @@
 written down in tests/helpers/remote_types.py, and every way in which a checkpoint may not be what its type says."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from gqa_convert.conversion.restating.restate import restate_checkpoint
 from gqa_convert.errors import ConfigError, GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, find_family
 from tests.helpers.checkpoints import digests
+from tests.helpers.command_line import run
 from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
 from tests.helpers.tiny import randomise
 
@@ -209,19 +208,20 @@ def test_stock_types_need_no_rewriting(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     source = REFERENCES["qwen"]().save(tmp_path / "source")
-    words = [sys.executable, "-m", "gqa_convert", "restate", str(source), str(tmp_path / "stock")]
-    plain = subprocess.run([*words[:-1], str(tmp_path / "other")], capture_output=True, text=True, check=True)
+    plain = run("restate", source, tmp_path / "other")
+    assert plain.returncode == 0, plain.stderr
     assert "qwen -> qwen2" in plain.stdout
     assert "the same up to 48 tokens" in plain.stderr
-    words += ["--json", "-q"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    words = ("restate", source, tmp_path / "stock", "--json", "-q")
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result_model_type"] == "qwen2"
-    again = subprocess.run(words, capture_output=True, text=True, check=False)
+    again = run(*words)
     assert again.returncode == 2
     assert "exists already" in again.stderr
     (tmp_path / "stock" / "thesis.tex").write_text("mine")
-    refused = subprocess.run([*words, "--overwrite"], capture_output=True, text=True, check=False)
+    refused = run(*words, "--overwrite")
     assert (refused.returncode, (tmp_path / "stock" / "thesis.tex").read_text()) == (2, "mine")
     assert "thesis.tex" in refused.stderr
     (tmp_path / "stock" / "thesis.tex").unlink()
-    assert subprocess.run([*words, "--overwrite"], capture_output=True, text=True, check=False).returncode == 0
+    assert run(*words, "--overwrite").returncode == 0

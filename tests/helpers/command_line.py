@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.helpers.fork_server import ForkServer, libraries_for
+from tests.helpers.fork_server import SMALL, ForkServer, libraries_for
 
 COMMAND = [sys.executable, "-m", "gqa_convert"]
 
@@ -24,7 +24,10 @@ def run(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedPro
 
 
 def run_python(
-    *arguments: str | Path, timeout: float = 120, environment: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    timeout: float = 120,
+    environment: Mapping[str, str] | None = None,
+    models: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`, in a fork of a process that imported the large
     libraries.
@@ -36,10 +39,14 @@ def run_python(
         arguments: what follows `python`.
         timeout: the seconds after which the program is killed.
         environment: the program's variables; by default those of this process.
+        models: whether the program loads models. If not, it runs in a fork of the process without torch, which is
+            smaller, and so are forks that the program makes.
     """
     words = [str(argument) for argument in arguments]
     given = os.environ if environment is None else environment
     libraries = libraries_for(given)
+    if libraries is not None and not models:
+        libraries = SMALL
     if libraries is not None:
         return server(libraries).run(words, given, timeout)
     command = [sys.executable, *words]

@@ -1,7 +1,6 @@
 """What `inspect` states is what direct computations give, and heads that were planted equal are found."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -504,8 +503,6 @@ def test_the_command_for_people_and_for_scripts(
 
 
 def test_the_help_has_examples() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "gqa_convert", "inspect", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    shown = run("inspect", "--help").stdout
     assert "gqa-convert inspect ./Llama-2-7b --calibration text.txt" in shown
     assert "predicts the loss that remains after convert --calibration" in " ".join(shown.split())

@@ -30,6 +30,7 @@ from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 from gqa_convert.merging.folding.rotary import rotary_pairs
 from tests.helpers.checkpoints import HEADS, Arrays, digests, llama_arrays, read_weights, same_weights, write_llama
+from tests.helpers.command_line import run_python
 
 Array = np.ndarray[Any, Any]
 K, R, WIDTH, VALUE, INPUTS, ASKED, OUTPUTS = 6, 2, 10, 7, 23, 19, 9
@@ -299,7 +300,7 @@ class TestStore:
             write_llama(tmp_path / "source", arrays=llama_arrays(layers=3), config={"num_hidden_layers": 3}),
             tmp_path / "out",
         )
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out)], check=False, env=here())
+        ended = run_python("-c", KILLED, source, out, models=False)
         assert ended.returncode == -signal.SIGKILL
         assert not out.exists()
         assert {path.name for path in (tmp_path / ".out.gqa-merging").glob("layer-*")} == {
@@ -319,7 +320,7 @@ class TestStore:
             write_llama(tmp_path / "source", arrays=llama_arrays(layers=3), config={"num_hidden_layers": 3}),
             tmp_path / "out",
         )
-        subprocess.run([sys.executable, "-c", KILLED, str(source), str(out)], check=False, env=here())
+        run_python("-c", KILLED, source, out, models=False)
         write_llama(source, arrays=llama_arrays(layers=3, seed=1), config={"num_hidden_layers": 3})
         convert_checkpoint(source, out, 3, method="factor")
         convert_checkpoint(source, tmp_path / "fresh", 3, method="factor")
