@@ -16,7 +16,7 @@ from gqa_convert.demo.files import CHECKPOINT, GROUPS, PLOT, RESULTS, check_fold
 from gqa_convert.demo.run import run_demo
 from gqa_convert.errors import OutputError
 from gqa_convert.families.loading import load_causal_lm
-from gqa_convert.text import sources, stdlib_text
+from gqa_convert.text import calibration, sources, stdlib_text
 from gqa_convert.text.scoring.text_loss import text_loss
 
 
@@ -34,6 +34,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict,
         patch.setattr(demo_run, "_TOKENS", 2048)
         patch.setattr(demo_uptraining, "_EVALUATION_TOKENS", 2048)
         patch.setattr(sources, "source_files", some_files)
+        patch.setattr(calibration, "LENGTH", 128)
         yield (
             out,
             run_demo(
