@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from gqa_convert.families import decilm
-from gqa_convert.families.engines import listed_in
+from gqa_convert.families.engines import ENGINES, listed_in
 from gqa_convert.families.records.wrappers import WRAPPERS
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, Family
 from gqa_convert.families.target_architectures import TARGETS, engines_of
@@ -15,22 +15,32 @@ from gqa_convert.families.target_architectures import TARGETS, engines_of
 DOCUMENT = Path(__file__).with_name("families.md")
 
 HEAD = """\
+<!-- Written by docs/make_families.py: change that script or the records in gqa_convert/families/, and run it. -->
+
 # Model families
 
-`docs/make_families.py` writes this page from `records/`, `refusals.py`, `engines.py` and `target_architectures.py` in `gqa_convert/families/`.
-To change it, edit the records there and run the script.
+Look for the `model_type` that your checkpoint's `config.json` states. `gqa-convert plan SOURCE --groups N` gives the same answer for the checkpoint itself, before anything is
+written.
 
-{native} model types (`model_type` in `config.json`) have a grouped-query form that stock classes of their own type load, {own} get a
-modelling file, and one carries its own code. `gqa-convert plan` says which route a checkpoint takes and what loads the result. Each type
-is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache.
+| the type stands under | the result | it loads with |
+|---|---|---|
+| [Native](#native): {native} types, among them Llama, Mistral, Qwen and Gemma | keeps its type | transformers, and the engines in the table |
+| [Wrappers](#wrappers): vision-language models | keeps its type; the decoder inside is converted | transformers |
+| [Translated](#translated): GPT-NeoX, GPT-J, CodeGen, GPT-2 | becomes another stock type | transformers, and the engines in the table |
+| [Modelling file](#modelling-file): {own} types, among them T5, BART, Whisper and OPT | carries one Python file | transformers 5 with `trust_remote_code=True` |
+| [Layers that differ](#layers-that-differ): a number of K/V heads for each layer | a type with that number in its config | transformers 5 with `trust_remote_code=True` |
+| [Code in the checkpoint](#code-in-the-checkpoint): ChatGLM | keeps the source's own code | transformers with `trust_remote_code=True` |
+| [Rewritten first](#rewritten-first): Baichuan, InternLM, Yi and others | is the stock type that `restate` writes | as that type |
+| [Refused](#refused) | none, with the reason | |
 
-- Projections: the names inside the attention module, in files. `[q | k | v]` is one fused projection; `q (2x)` also yields a gate.
-- Key norm: `shared` normalises each head separately, with one gain for all or none; `per head` has a gain for each head, in one
-  tensor or in a list of them; `full` runs over all heads at once. Some types have the norm only if their config says so.
-- Rotary: the numbers of a head that form a pair, `half` (j, j + n/2) or `interleaved` (2j, 2j + 1). Some types have layers without rotary positions.
-- Engines: transformers is tested for every type. vLLM and llama.cpp are listed if a tiny random checkpoint of the type, converted from 12 to 3
-  K/V heads, gave transformers' tokens and logits, and *in italics* if only their lists of architectures name the type. `gqa-convert plan` says
-  "yes" and "untested (it lists the type)"; "not known" means that the type failed or was not tried. To test an engine on your result, run `gqa-convert check-serving`.
+Each type is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache. transformers loads every result.
+The columns of the engines say:
+
+- **yes**: a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits in the engine.
+- **listed**: the engine's list of architectures names the type, but it was not run here. `plan` says "untested".
+- an empty cell: it failed, or was not tried. `plan` says "not known".
+
+`gqa-convert check-serving OUT` tests your own result in the engines that you have installed ([serving](serving.md)).
 
 ## Where engines differ from transformers
 
@@ -55,7 +65,7 @@ same files.
 
 ## Native
 
-The result keeps its type; the config key states the number of K/V heads.
+The result keeps its type, and the config key states its number of K/V heads.
 """
 
 WRAPPED = """
@@ -89,9 +99,6 @@ being installed. Where it is installed, `gqa_convert.register_modeling()` makes 
 these types. All have the config keys `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`).
 In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count,
 nothing changes except the two `multi_query` keys, and stock classes load the copy.
-
-- Fused projections have the layout `[q k v] per head` (Falcon: per K/V head, `[queries k v]`), `4 x [q | v | k]` or
-  `[q | k | v]` in the source; the result always has `[q | k | v]`.
 """
 
 LAYERWISE = """
@@ -132,38 +139,19 @@ These model types are known and cannot be converted, for the reason given.
 """
 
 
-def projections(family: Family) -> str:
-    """The attention modules with the projections in them."""
-    query = family.query + (f" ({family.query_outputs}x)" if family.query_outputs > 1 else "")
-    layout = {"blocks": "[q | k | v]", "grouped": "[q k v] per head", "quarters": "4 x [q | v | k]"}[
-        family.fused_layout
-    ]
-    inside = f"{family.fused} {layout}" if family.fused else f"{query}, {family.key}, {family.value}"
-    return f"{' or '.join(family.attention)}: {inside}, {family.output}".replace("|", "\\|")
-
-
-def key_norm(family: Family) -> str:
-    """The kind of norm, and its name."""
-    if family.key_norm == "none":
-        return "none"
-    return f"{family.key_norm.replace('_', ' ')} ({family.key_norm_name})"
-
-
 def _engines(run: frozenset[str], listed: frozenset[str] = frozenset()) -> str:
-    return ", ".join(f"*{name}*" if name in listed else name for name in sorted(run | listed, key=str.lower))
+    """A cell for each engine besides transformers."""
+    return " | ".join("yes" if name in run else "listed" if name in listed else "" for name in ENGINES[1:])
 
 
 def table(families: dict[str, Family]) -> list[str]:
     """A row for each of several families."""
-    lines = ["| type | projections | key norm | rotary | K/V-head count | engines |", "|---|---|---|---|---|---|"]
+    lines = [f"| type | {' | '.join(ENGINES[1:])} | config key |", f"|---{'|---' * len(ENGINES)}|"]
     for model_type, family in sorted(families.items()):
         keys = ", ".join(f"`{key}`" for key in family.kv_heads_keys)
         keys += "".join(f"; not with `{key}`" for key, _ in family.refused_when)
         keys += "".join(f"; only with `{key}`" for key, _ in family.refused_unless)
-        engines = _engines(family.engines, listed_in(model_type))
-        lines.append(
-            f"| {model_type} | {projections(family)} | {key_norm(family)} | {family.rotary} | {keys} | {engines} |"
-        )
+        lines.append(f"| {model_type} | {_engines(family.engines, listed_in(model_type))} | {keys} |")
     return lines
 
 
@@ -176,15 +164,15 @@ def document() -> str:
     lines += [WRAPPED, "| type | decoder inside |", "|---|---|"]
     lines += [f"| {name} | {decoder} |" for name, decoder in sorted(WRAPPERS.items())]
     lines.append(TRANSLATED)
-    lines += ["| type | becomes | where | engines |", "|---|---|---|---|"]
+    lines += [f"| type | becomes | where | {' | '.join(ENGINES[1:])} |", f"|---|---|---{'|---' * len(ENGINES[1:])}|"]
     for target in TARGETS:
         engines = _engines(engines_of(target))
         lines.append(f"| {target.source_type} | {target.model_type} | {target.condition} | {engines} |")
-    lines += [OWN, "| type | file | projections | converted | rotary |", "|---|---|---|---|---|"]
+    lines += [OWN, "| type | file | converted |", "|---|---|---|"]
     for name, family in sorted(own.items()):
         assert family.modeling
         what = "decoder; the encoder with `--encoder`" if family.encoder else "all layers"
-        lines.append(f"| {name} | {family.modeling.file}.py | {projections(family)} | {what} | {family.rotary} |")
+        lines.append(f"| {name} | {family.modeling.file}.py | {what} |")
     listed = sorted(each.stock_type for each in FAMILIES.values() if each.kv_heads == "listed")
     lines.append(LAYERWISE.format(types=len(listed), decilm=", ".join(decilm.SOURCES), names=", ".join(listed)))
     lines += [CODE, *table(code)]

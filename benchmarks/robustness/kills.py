@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,12 @@ _RECIPE = (
     "learning_rate=1e-3",
 )
 _POOL = ("convert", "model", "pooled", "-n", "2", "-m", "mean", "-q")
-_FIT = ("--calibration", "text.txt", "--calibration-tokens", "512", "--calibration-length", "32", "--fit-steps", "4")
+_FIT = ("--calibration", "text.txt", "--calibration-tokens", "256", "--calibration-length", "32", "--fit-steps", "4")
 
 COMMANDS = (
     Command("convert, mean", ("convert", "model", "out", "-n", "2", "-m", "mean"), "out/**/*"),
     Command("convert, factor", ("convert", "model", "out", "-n", "2", *_FIT[:6], "-m", "factor"), "out/**/*"),
-    Command("convert, fit", ("convert", "model", "out", "-n", "2", *_FIT, "--kl-steps", "2"), "out/**/*"),
+    Command("convert, fit", ("convert", "model", "out", "-n", "2", *_FIT, "--kl-steps", "0"), "out/**/*"),
     Command("restate", ("restate", "yi", "out"), "out/**/*", inputs=("yi",)),
     Command("tokenize", ("tokenize", "recipe.yaml", "--processes", "1"), "cache/**/*.tokens", prepared_by=_POOL),
     Command("uptrain", ("uptrain", "recipe.yaml"), "run/model/*", ("model", "text.txt", "pooled"), prepared_by=_POOL),
@@ -78,16 +79,17 @@ def run_kills(number: int, seed: int, folder: Path, only: str | None = None) -> 
     os.environ["XDG_CACHE_HOME"] = "cache"  # relative to each working folder
     for command in COMMANDS:
         if only in (None, command.name):
-            template = _template(folder / command.name.replace(" ", ""), command)
-            whole, seconds = _reference(template, command)
+            original = template(folder / "template", command.prepared_by)
+            whole, hidden, seconds = _reference(original, command)
             dice = random.Random(f"{seed} {command.name}")
+            print(f"{command.name}: {seconds:.1f} s undisturbed", file=sys.stderr, flush=True)
             for _ in range(number):
-                yield _killed(template, command, whole, dice.uniform(0, 1.1 * seconds))
-            shutil.rmtree(template)
+                yield _killed(original, command, whole, hidden, dice.uniform(0, 1.1 * seconds))
+            shutil.rmtree(original)
 
 
-def _template(folder: Path, command: Command) -> Path:
-    """A folder with all that the command reads."""
+def template(folder: Path, prepared_by: tuple[str, ...]) -> Path:
+    """A folder with all that commands read, and what another command prepares."""
     write_checkpoint(folder / "model", layers=2)
     shutil.copytree(folder / "model", folder / "yi")
     yi = CONFIG | {"model_type": "Yi", "architectures": ["YiForCausalLM"], "num_hidden_layers": 2}
@@ -95,40 +97,41 @@ def _template(folder: Path, command: Command) -> Path:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     lines = [each.replace("=", ": ", 1) for each in _RECIPE]
     (folder / "recipe.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if command.prepared_by:
-        ended = run_process(command.prepared_by, folder)
+    if prepared_by:
+        ended = run_process(prepared_by, folder)
         assert ended.code == 0, ended.printed
     return folder
 
 
-def _reference(template: Path, command: Command) -> tuple[dict[str, str], float]:
-    """The results of a run that nothing disturbs, and how long it takes once all modules are imported."""
+def _reference(original: Path, command: Command) -> tuple[dict[str, str], set[str], float]:
+    """The results of a run that nothing disturbs, the hidden files that it leaves, and how long it takes once all modules are imported."""
     for first in (True, False):
-        work = Path(shutil.copytree(template, template.with_name("work")))
+        work = Path(shutil.copytree(original, original.with_name("work")))
         ended = run_process(command.arguments, work, list_modules=first)
         assert ended.code == 0, ended.printed
         if first:
             import_modules_of(work)
         found = _results(work, command)
         assert found
+        hidden = _hidden(work)
         shutil.rmtree(work)
-    return found, ended.seconds
+    return found, hidden, ended.seconds
 
 
-def _killed(template: Path, command: Command, whole: dict[str, str], moment: float) -> Case:
-    work = Path(shutil.copytree(template, template.with_name("work")))
+def _killed(original: Path, command: Command, whole: dict[str, str], hidden: set[str], moment: float) -> Case:
+    work = Path(shutil.copytree(original, original.with_name("work")))
     try:
-        outcome, detail = _outcome(work, template, command, whole, moment)
+        outcome, detail = _outcome(work, original, command, whole, hidden, moment)
     finally:
         shutil.rmtree(work)
     return Case(command.name, f"killed after {moment:.3f} s", outcome, detail)
 
 
 def _outcome(
-    work: Path, template: Path, command: Command, whole: dict[str, str], moment: float
+    work: Path, original: Path, command: Command, whole: dict[str, str], hidden: set[str], moment: float
 ) -> tuple[KillOutcome, str]:
     first = run_process(command.arguments, work, kill_after=moment)
-    if _inputs(work, command) != _inputs(template, command):
+    if _inputs(work, command) != _inputs(original, command):
         return KillOutcome.SOURCE_CHANGED, first.printed
     left = _results(work, command)
     if left and (left != whole if command.together else not left.items() <= whole.items()):
@@ -139,10 +142,15 @@ def _outcome(
     found = _results(work, command)
     if again.code != 0 or found != whole:
         return KillOutcome.WRONG, f"{again.code} {again.printed} {_difference(found, whole)}"
-    if _inputs(work, command) != _inputs(template, command):
+    if _inputs(work, command) != _inputs(original, command):
         return KillOutcome.SOURCE_CHANGED, again.printed
-    hidden = [path.name for path in work.rglob(".*") if path.name != ".printed"]
-    return (KillOutcome.WRONG, f"left {hidden}") if hidden else (KillOutcome.NOTHING, "")
+    left_over = sorted(_hidden(work) - hidden)
+    return (KillOutcome.WRONG, f"left {left_over}") if left_over else (KillOutcome.NOTHING, "")
+
+
+def _hidden(work: Path) -> set[str]:
+    """The hidden files and folders, which hold unfinished work; `uptrain` keeps some of its own."""
+    return {path.relative_to(work).as_posix() for path in work.rglob(".*")}
 
 
 def _difference(found: dict[str, str], whole: dict[str, str]) -> str:

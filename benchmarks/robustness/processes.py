@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,12 @@ def import_modules_of(folder: Path) -> None:
 
 
 def run_process(
-    arguments: Sequence[str], folder: Path, kill_after: float | None = None, *, list_modules: bool = False
+    arguments: Sequence[str],
+    folder: Path,
+    kill_after: float | None = None,
+    *,
+    prepare: Callable[[], None] = lambda: None,
+    list_modules: bool = False,
 ) -> Ended:
     """Run `gqa-convert ARGUMENTS` in a folder.
 
@@ -42,13 +47,14 @@ def run_process(
         arguments: of the command line.
         folder: the working directory, in which `.printed` receives stdout and stderr.
         kill_after: seconds until the process is killed with SIGKILL, if it still runs then.
+        prepare: called in the process before the command.
         list_modules: leave a list for `import_modules_of`.
     """
     log = folder / ".printed"
     began = time.monotonic()
     pid = os.fork()
     if not pid:
-        _become(arguments, folder, log, list_modules)
+        _become(arguments, folder, log, prepare, list_modules=list_modules)
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)  # a process that has ended keeps its id until it is waited for
@@ -59,7 +65,9 @@ def run_process(
     return Ended(os.waitstatus_to_exitcode(status), printed, seconds)
 
 
-def _become(arguments: Sequence[str], folder: Path, log: Path, list_modules: bool) -> None:
+def _become(
+    arguments: Sequence[str], folder: Path, log: Path, prepare: Callable[[], None], *, list_modules: bool
+) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
@@ -68,6 +76,9 @@ def _become(arguments: Sequence[str], folder: Path, log: Path, list_modules: boo
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.argv = ["gqa-convert", *arguments]
+        prepare()
+        for name, number in (("stdout", 1), ("stderr", 2)):  # of the new files
+            setattr(sys, name, open(number, "w", encoding=os.environ.get("PYTHONIOENCODING"), closefd=False))  # noqa: SIM115
         from gqa_convert.cli import main
 
         main()
@@ -79,7 +90,8 @@ def _become(arguments: Sequence[str], folder: Path, log: Path, list_modules: boo
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         if list_modules:
             (folder / _MODULES).write_text("\n".join(sys.modules), encoding="utf-8")
         os._exit(code)

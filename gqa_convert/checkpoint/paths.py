@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from gqa_convert.errors import OptionError
+
 
 def local_path(given: str | os.PathLike[str]) -> Path:
     """Return the path with `~` and `~name` replaced by a home folder.
@@ -22,3 +24,16 @@ def expanded(name: str | os.PathLike[str]) -> str:
     """
     text = str(name)
     return str(local_path(text)) if text.startswith("~") else text
+
+
+def cache_folder() -> Path:
+    """Return the folder of everything that this package can make again: `gqa-convert` in `$XDG_CACHE_HOME` or `~/.cache`.
+
+    Raises:
+        OptionError: there is neither, as for a user without an entry in a container.
+    """
+    stated = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(stated) if stated else Path.home() / ".cache") / "gqa-convert"
+    except RuntimeError:
+        raise OptionError("there is no home folder for the cache: set XDG_CACHE_HOME to a folder") from None

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from types import FrameType
 from typing import Any, Never
 
@@ -23,6 +24,7 @@ def run(app: Any) -> Never:
         signal.signal(number, _stop)
     try:
         _refuse_non_utf8(sys.argv[1:])
+        _refuse_deleted_folder()
         code = app(prog_name="gqa-convert", standalone_mode=False)
     except GQAConvertError as mistake:
         sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
@@ -43,6 +45,14 @@ def _refuse_non_utf8(arguments: list[str]) -> None:
             raise OptionError(
                 f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
             )
+
+
+def _refuse_deleted_folder() -> None:
+    """Raise OptionError if the working directory is gone, where transformers cannot be imported."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise OptionError("the current folder was deleted: change to another folder and repeat the command") from None
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

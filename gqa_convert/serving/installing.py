@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.paths import cache_folder, local_path
 from gqa_convert.errors import MissingExtraError
 
 from .client import Client
@@ -46,13 +46,8 @@ class Place:
 
 def client_folder(client: Client) -> Path:
     """The folder into which `--install` puts a client."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (
-        Path(cache).absolute()
-        / "gqa-convert"
-        / "clients"
-        / f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
-    )
+    name = f"{client.name}-python{sys.version_info.major}.{sys.version_info.minor}"
+    return cache_folder().absolute() / "clients" / name
 
 
 def find_place(client: Client, python: str | None = None) -> Place | None:

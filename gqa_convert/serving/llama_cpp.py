@@ -9,7 +9,7 @@ from typing import Any
 from .client import LLAMA_CPP, NEW_TOKENS, AbsentError, Answer, NotSupportedError, Request
 
 _SCRIPT = "convert_hf_to_gguf.py"
-_NO_TOKENIZER = """
+CONVERT_WITHOUT_TOKENIZER = """
 import runpy, sys
 script, size = sys.argv[1], int(sys.argv[2])
 sys.argv = [script, *sys.argv[3:]]
@@ -87,7 +87,11 @@ def _script(package: Path) -> Path:
 
 
 def _convert(request: Request, script: Path, file: Path) -> None:
-    command = [str(script)] if request.text else ["-c", _NO_TOKENIZER, str(script), str(request.config["vocab_size"])]
+    command = (
+        [str(script)]
+        if request.text
+        else ["-c", CONVERT_WITHOUT_TOKENIZER, str(script), str(request.config["vocab_size"])]
+    )
     command = [sys.executable, *command, str(request.folder), "--outtype", "f32", "--outfile", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

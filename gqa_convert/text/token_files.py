@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.locks import try_lock, wait_for_lock
+from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import DataError
 from gqa_convert.text.text_files import FileText
@@ -35,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 def default_cache() -> Path:
     """The default folder of token files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert" / "tokens"
+    return cache_folder() / "tokens"
 
 
 class TokenSource(Protocol):

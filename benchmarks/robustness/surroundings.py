@@ -1,0 +1,200 @@
+"""Commands in surroundings that are not as they should be: full disks, closed pipes, folders that are gone."""
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.robustness.kills import COMMANDS, template
+from benchmarks.robustness.outcomes import Case, Outcome
+from benchmarks.robustness.processes import import_modules_of, run_process
+from benchmarks.robustness.sources import digests
+
+NOBODY = 54_321
+"""A user without an entry in the list of users, as in a container."""
+
+READING: dict[str, tuple[str, ...]] = {
+    "plan": ("plan", "model", "-n", "2"),
+    "plan --json": ("plan", "model", "-n", "2", "--json"),
+    "inspect": ("inspect", "model"),
+    "verify": ("verify", "pooled", "--source", "model", "--no-logits"),
+    "evaluate": (
+        "evaluate",
+        "pooled",
+        "--reference",
+        "model",
+        "--data",
+        "text.txt",
+        "--tokens",
+        "256",
+        "--context",
+        "32",
+    ),
+    "recommend": ("recommend", "model", "--memory", "1GB", "--context", "64"),
+    "benchmark": (
+        "benchmark",
+        "model",
+        "-n",
+        "2,4",
+        "--context",
+        "16",
+        "--steps",
+        "1",
+        "--repetitions",
+        "1",
+        "--batch",
+        "1",
+    ),
+}
+"""Commands that write no file, whose stdout is the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounding:
+    """One surrounding.
+
+    Attributes:
+        name: its row of the table.
+        prepare: called in the process before the command, with the working folder.
+        codes: exit codes that are right.
+        absolute: whether paths are absolute.
+        reading: whether commands that write no file are tried too.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    codes: tuple[int, ...] = (0,)
+    absolute: bool = False
+    reading: bool = True
+
+
+def _environment(**values: str | None) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        del folder
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    return prepare
+
+
+def _no_home(folder: Path) -> None:
+    _environment(HOME=None, XDG_CACHE_HOME=None)(folder)
+    os.setuid(NOBODY)
+
+
+def _read_only(folder: Path) -> None:
+    """Root may write anywhere, so another user runs the command in a folder of root's."""
+    _environment(XDG_CACHE_HOME=None, HOME="/nonexistent")(folder)
+    os.setuid(NOBODY)
+
+
+def _gone(folder: Path) -> None:
+    place = folder.with_name("gone")
+    place.mkdir()
+    os.chdir(place)
+    place.rmdir()
+
+
+def _small_files(folder: Path) -> None:
+    del folder
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+
+def _full_stdout(folder: Path) -> None:
+    del folder
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def _closed_pipe(folder: Path) -> None:
+    """A reader that ends at once is what `head -1` is to a command with long output."""
+    del folder
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+
+SURROUNDINGS = (
+    Surrounding("spaces, unicode, trailing slash", lambda folder: None),
+    Surrounding("LC_ALL=C, ascii streams", _environment(LC_ALL="C", PYTHONIOENCODING="ascii")),
+    Surrounding("COLUMNS=40", _environment(COLUMNS="40")),
+    Surrounding("no HOME, unknown user", _no_home, (0, 2)),
+    Surrounding("unwritable HOME", _environment(HOME="/proc", XDG_CACHE_HOME=None), (0, 2)),
+    Surrounding("read-only folder", _read_only, (1, 2), reading=False),
+    Surrounding("deleted working directory", _gone, (2,), absolute=True),
+    Surrounding("files of 1,000 bytes at most", _small_files, (1, 2), reading=False),
+    Surrounding("stdout on a full disk", _full_stdout, (1,)),
+    Surrounding("stdout closed, as by head", _closed_pipe),
+)
+
+
+def run_surroundings(folder: Path, only: str | None = None) -> Iterator[Case]:
+    """Yield a case for each command in each surrounding."""
+    os.environ["XDG_CACHE_HOME"] = "cache"  # relative to each working folder
+    for command in COMMANDS:
+        yield from _tried(folder, command.name, command.arguments, command.prepared_by, writes=True, only=only)
+    for name, arguments in READING.items():
+        prepared = ("convert", "model", "pooled", "-n", "2", "-m", "mean", "-q") if "pooled" in arguments else ()
+        yield from _tried(folder, name, arguments, prepared, writes=False, only=only)
+
+
+def _tried(
+    folder: Path, name: str, arguments: Sequence[str], prepared: tuple[str, ...], *, writes: bool, only: str | None
+) -> Iterator[Case]:
+    chosen = [each for each in SURROUNDINGS if (writes or each.reading) and only in (None, name, each.name)]
+    if not chosen:
+        return
+    folder.chmod(0o755)  # for another user
+    original = template(folder / "template", prepared)
+    work = Path(shutil.copytree(original, folder / "warm"))
+    run_process(arguments, work, list_modules=True)
+    import_modules_of(work)
+    shutil.rmtree(work)
+    for each in chosen:
+        yield _case(folder, original, name, arguments, each, writes=writes)
+    shutil.rmtree(original)
+
+
+def _case(
+    folder: Path, original: Path, name: str, arguments: Sequence[str], each: Surrounding, *, writes: bool
+) -> Case:
+    work = Path(shutil.copytree(original, folder / "with spaces, ümläute and 漢字"))
+    if each.prepare is _no_home:
+        for path in (work, *work.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    before = digests(work)
+    given = [_placed(argument, work, absolute=each.absolute) for argument in arguments]
+    ended = run_process(given, work, prepare=lambda: each.prepare(work))
+    after = digests(work)
+    shutil.rmtree(work)
+    label = f"{name}: {' '.join(arguments)}"
+    detail = f"{ended.code}\n{ended.printed}"
+    if "Traceback" in ended.printed or ended.code < 0:
+        return Case(each.name, label, Outcome.TRACEBACK, detail)
+    if {path: digest for path, digest in after.items() if path in before and path != "pooled/README.md"} != {
+        path: digest for path, digest in before.items() if path != "pooled/README.md"
+    }:
+        return Case(each.name, label, Outcome.SOURCE_CHANGED, detail)
+    if ended.code not in each.codes or (ended.code == 0 and writes and before == after and "tokenize" not in name):
+        return Case(each.name, label, Outcome.OTHER, detail)
+    if ended.code == 0:
+        return Case(each.name, label, Outcome.RIGHT)
+    if not any(line.startswith("gqa-convert: ") for line in ended.printed.splitlines()[-2:]):
+        return Case(each.name, label, Outcome.OTHER, detail)
+    if each.prepare is _full_stdout:
+        return Case(each.name, label, Outcome.REFUSED, detail)  # the work is done, and its message is lost
+    left = sorted(path for path in after.keys() - before.keys() if not path.startswith(("run/", "cache/")))
+    if left:
+        return Case(each.name, label, Outcome.HALF_WRITTEN, f"{left} {detail}")
+    return Case(each.name, label, Outcome.REFUSED, detail)
+
+
+def _placed(argument: str, work: Path, *, absolute: bool) -> str:
+    """A path with a trailing slash if it is a folder."""
+    if not (work / argument).exists() and argument not in ("out", "page"):
+        return argument
+    path = str(work / argument) if absolute else argument
+    return f"{path}/" if (work / argument).is_dir() else path
