@@ -56,12 +56,11 @@ def _prepare(folder: Path, seed: int) -> dict[str, Any]:
     """The inputs of a model, by name."""
     import numpy as np
     import torch
-    from PIL import Image
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (_HEIGHT, _WIDTH, 3), np.uint8)
-    prepared = processor(images=[Image.fromarray(pixels)], text=[_prompt(processor)], return_tensors="pt")
+    prepared = processor(images=[pixels], text=[_prompt(processor)], return_tensors="pt")
     return {name: each for name, each in prepared.items() if isinstance(each, torch.Tensor)}
 
 
