@@ -223,7 +223,7 @@ def child(options: argparse.Namespace) -> None:
         "rates": rates,
         "threads": torch.get_num_threads(),
         "records": records,
-        "calibration": summary.calibration,
+        "calibration": {"tokens": summary.calibration.tokens},
         "memory": {
             "VmHWM": resident()["VmHWM"],
             "anonymous": watch.anonymous,
