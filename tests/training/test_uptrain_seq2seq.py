@@ -278,7 +278,7 @@ def test_decoders_are_told_what_they_can_do() -> None:
     fields = {"source": "d", "source_field": "a", "target_field": "b"}
     with pytest.raises(
         RecipeError,
-        match="names source_field and target_field, and m is a decoder-only model: name the text with text_field",
+        match="names source_field and target_field, and m is a decoder-only model: add `format: chat` if they are a prompt and its response, or name the text with text_field",
     ):
         choose_objective(make_recipe(base | {"data": fields}), config, tokenizer)
 
