@@ -47,7 +47,11 @@ def recompute(model: Any, interval: int = 1) -> None:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # older transformers
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if interval > 1 and not layers:
         raise RecipeError(
