@@ -29,8 +29,8 @@ OUTPUT = Path("docs/results/real-decoding.json")
 CELLS = ((512, 1), (4096, 1), (8000, 1), (2048, 8))
 """Tokens in the cache of a sequence, and sequences."""
 WORKER = Path(__file__).with_name("engine_worker.py")
-ROUNDS = 2
-"""Processes of vLLM for each version."""
+ROUNDS = 1
+"""Processes of vLLM for each version; one takes four minutes."""
 Times = list[dict[str, Any]]
 
 
