@@ -75,13 +75,18 @@ def worker_times(
     return [json.loads(line) | {"engine": engine} for line in marked]
 
 
-def transformers_times(source: Path, groups: tuple[int, ...], cells: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    """Times of transformers with this package's attention, and the memory's bandwidth."""
+def transformers_times(source: Path, paths: dict[int, Path], cells: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    """Times of transformers with this package's attention, the bytes of weights and cache, and the memory's bandwidth."""
+    weights = {
+        groups: sum(file.stat().st_size for file in path.glob("*.safetensors")) for groups, path in paths.items()
+    }
     times: Times = []
     bandwidths: list[float] = []
     bytes_ = {}
     for context, batch in cells:
-        options = BenchmarkOptions(groups=groups, context=(context,), batch=(batch,), prefill=False, breakdown=True)
+        options = BenchmarkOptions(
+            groups=tuple(paths), context=(context,), batch=(batch,), prefill=False, breakdown=True
+        )
         measured = benchmark_model(source, options=options)
         for cell in measured.results:
             middle = [cell.decode_ms_low, cell.decode_ms_per_token, cell.decode_ms_high]
@@ -89,7 +94,7 @@ def transformers_times(source: Path, groups: tuple[int, ...], cells: tuple[tuple
                 {"engine": "transformers", "groups": cell.groups, "context": context, "batch": batch, "ms": middle}
             )
             bandwidths.append(cell.memory_bytes_per_second or 0.0)
-            bytes_[f"{cell.groups}-{context}-{batch}"] = [cell.weight_bytes, cell.kv_bytes]
+            bytes_[f"{cell.groups}-{context}-{batch}"] = [weights[int(cell.groups)], cell.kv_bytes]
     return {"times": times, "memory_bytes_per_second": statistics.median(bandwidths), "bytes": bytes_}
 
 
@@ -104,9 +109,7 @@ def main() -> None:
     cells = ((64, 2),) if arguments.quick else CELLS
     clients = {client.name: client for client in CLIENTS}
     found = checkpoints(folder)
-    data = {"versions": versions(), "not_measured": {}} | transformers_times(
-        found[KV_HEADS[SMOLLM2]], tuple(found), cells
-    )
+    data = {"versions": versions(), "not_measured": {}} | transformers_times(found[KV_HEADS[SMOLLM2]], found, cells)
     llama = find_place(clients["llama.cpp"])
     if llama is None or llama.folder is None:
         data["not_measured"]["llama.cpp"] = "not installed"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gqa_convert.attention.masks import split_mask
+from gqa_convert.attention.row_times import ASSUMED, RowTimes, bfloat16_times
 from gqa_convert.errors import GroupsError, OptionError
 
 SHORT: Final = 16
@@ -113,7 +114,16 @@ def _attend(
         ):  # [b|1, H|1, q|1, k] -> [b|1, rows|1, packing * q, k]
             scores = scores.unsqueeze(2) if scores.shape[1] == 1 else scores.unflatten(1, (rows, packing))
             scores = scores.expand(-1, -1, packing, queries, -1).flatten(2, 3)
-    out = _kernel(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scale)
+    repeated = query.is_cpu and query.dtype == torch.bfloat16 and query.shape[2] == 1 and _one_row_is_slow()
+    out = _kernel(
+        query.expand(-1, -1, 2, -1) if repeated else query,
+        key,
+        value,
+        attn_mask=scores,
+        dropout_p=dropout,
+        scale=scale,
+    )
+    out = out[:, :, :1] if repeated else out
     return out if packing == 1 else out.reshape(batch, heads, queries, value.shape[3])
 
 
@@ -159,27 +169,36 @@ def _packing_on_cpu(heads: int, ratio: int, queries: int, bfloat16: bool) -> int
     Packing reads keys once; packing less makes more work to share out where there are fewer heads than threads.
     """
     threads = 1 if torch.compiler.is_compiling() else torch.get_num_threads()  # the call cannot be traced
-    best, least = ratio, 0
+    times = _bfloat16_times() if bfloat16 else None
+    best, least = ratio, 0.0
     for packing in range(ratio, 0, -1):
         if ratio % packing == 0:
             rows = packing * queries
             blocks = -(-rows // _BLOCK)
             turns = -(-heads * (ratio // packing) * blocks // threads)
-            time = turns * _block_time(-(-rows // blocks), bfloat16)
-            if least == 0 or time < least:
+            longest = -(-rows // blocks)
+            time = turns * (_float32_time(longest) if times is None else times.block(longest))
+            if least == 0.0 or time < least:
                 best, least = packing, time
     return best
 
 
-def _block_time(rows: int, bfloat16: bool) -> int:
-    """Time of the CPU kernel for a block of rows, in hundredths of that for one row of float32.
+def _float32_time(rows: int) -> float:
+    """Time of the CPU kernel for a block of rows of float32, in hundredths of that for one row.
 
-    Measured with 4096 keys of head_dim 128, one thread, 1 to 32 rows: float32 0.60 to 2.1 ms, bfloat16 0.7 to 1.3 ms, but
-    0.2 ms for one row (a matrix-vector product): three such rows are faster than one block of three.
+    Measured with 4096 keys of head_dim 128, one thread, 1 to 32 rows: 0.60 to 2.1 ms.
     """
-    if bfloat16:
-        return 32 if rows == 1 else 107 + 3 * rows
     return 92 + 8 * rows
+
+
+def _one_row_is_slow() -> bool:
+    """Whether the CPU kernel takes longer for one row of bfloat16 than for the same row twice."""
+    times = _bfloat16_times()
+    return times.one > times.two
+
+
+def _bfloat16_times() -> RowTimes:
+    return ASSUMED if torch.compiler.is_compiling() else bfloat16_times()
 
 
 def _score_mask(

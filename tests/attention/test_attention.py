@@ -37,6 +37,7 @@ from gqa_convert.attention import (
 from gqa_convert.attention import core as core_module
 from gqa_convert.attention.interface import attention_forward
 from gqa_convert.attention.multihead import merge_heads
+from gqa_convert.attention.row_times import RowTimes, bfloat16_times
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
 from tests.helpers.attention import numbers
 
@@ -133,6 +134,44 @@ def test_any_packing_computes_the_same(
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
 
 
+ONE_ROW_IS_FAST, ONE_ROW_IS_SLOW = RowTimes(32, 113, 131), RowTimes(887, 242, 373)
+
+
+@pytest.mark.parametrize("times", [ONE_ROW_IS_FAST, ONE_ROW_IS_SLOW])
+@pytest.mark.parametrize("groups", [3, 4, 12])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_single_row_of_bfloat16(times: RowTimes, groups: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated where two rows are faster, with the same result and gradients."""
+    monkeypatch.setattr(core_module, "bfloat16_times", lambda: times)
+    seen: list[int] = []
+    kernel = core_module.scaled_dot_product_attention
+    monkeypatch.setattr(
+        core_module,
+        "scaled_dot_product_attention",
+        lambda query, *rest, **options: seen.append(query.shape[2]) or kernel(query, *rest, **options),
+    )
+    tensors = [numbers(2, heads, length, 8).bfloat16() for heads, length in ((12, 1), (groups, 50), (groups, 50))]
+    mask = torch.rand(2, 1, 1, 50) < 0.7 if masked else None
+    query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
+    result = grouped_query_attention(query, key, value, mask=mask)
+    result.sum().backward()
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    expected = oracle(*exact, torch.ones(1, 50, dtype=torch.bool) if mask is None else mask)
+    expected.sum().backward()
+    assert result.shape == (2, 12, 1, 8)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=0.02)
+    for found, wanted in zip((query, key, value), exact, strict=True):
+        torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=0.05, atol=0.05)
+    if groups == 12:
+        assert seen == [1 if times is ONE_ROW_IS_FAST else 2]
+
+
+def test_times_are_those_of_this_processor() -> None:
+    times = bfloat16_times()
+    assert 0 < times.two <= times.block(5) <= max(times.eight, times.two)
+    assert times.block(1) == times.one > 0
+
+
 def test_fewer_heads_than_threads_are_packed_less() -> None:
     packing = core_module._packing_on_cpu
     with pytest.MonkeyPatch.context() as patch:
@@ -140,8 +179,10 @@ def test_fewer_heads_than_threads_are_packed_less() -> None:
             patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             assert packing(1, 32, 1, bfloat16=False) == expected
         patch.setattr(torch, "get_num_threads", lambda: 1)
-        # one row of bfloat16 is a matrix-vector product, which is fast
-        assert [packing(8, ratio, 1, bfloat16=True) for ratio in (2, 3, 4, 8)] == [1, 1, 4, 8]
+        # one row of bfloat16 is a matrix-vector product, which is fast on some processors alone
+        for times, expected in ((ONE_ROW_IS_FAST, [1, 1, 4, 8]), (ONE_ROW_IS_SLOW, [2, 3, 4, 8])):
+            patch.setattr(core_module, "bfloat16_times", lambda times=times: times)
+            assert [packing(8, ratio, 1, bfloat16=True) for ratio in (2, 3, 4, 8)] == expected
         assert [packing(8, ratio, 1, bfloat16=False) for ratio in (2, 3, 4, 8)] == [2, 3, 4, 8]
 
 
