@@ -211,6 +211,7 @@ def child(options: argparse.Namespace) -> None:
     )
     watch.stop()
     rates.append(gigaflops(options.width))
+    assert summary.calibration is not None
     stages = [
         {
             name: (after[0][name] - before[0].get(name, 0.0), after[1][name] - before[1].get(name, 0.0))

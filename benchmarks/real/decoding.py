@@ -89,12 +89,13 @@ def transformers_times(source: Path, paths: dict[int, Path], cells: tuple[tuple[
         )
         measured = benchmark_model(source, options=options)
         for cell in measured.results:
+            assert isinstance(cell.groups, int)
             middle = [cell.decode_ms_low, cell.decode_ms_per_token, cell.decode_ms_high]
             times.append(
                 {"engine": "transformers", "groups": cell.groups, "context": context, "batch": batch, "ms": middle}
             )
             bandwidths.append(cell.memory_bytes_per_second or 0.0)
-            bytes_[f"{cell.groups}-{context}-{batch}"] = [weights[int(cell.groups)], cell.kv_bytes]
+            bytes_[f"{cell.groups}-{context}-{batch}"] = [weights[cell.groups], cell.kv_bytes]
     return {"times": times, "memory_bytes_per_second": statistics.median(bandwidths), "bytes": bytes_}
 
 
