@@ -182,8 +182,7 @@ def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path
     assert len(said) == 1
     stated = re.search(r": (\d+) MB", said[0])
     assert stated is not None
-    # resident memory contains what the allocator has not given back: 1.1 to 1.5 times the estimate, more beside other work
-    assert 1 / 1.5 < growth / 1e6 / int(stated[1]) < 1.8
+    assert 1 / 1.5 < growth / 1e6 / int(stated[1]) < 1.5
 
 
 SIZES = KNOWN["llama-2-7b-gqa8"][0]
