@@ -17,6 +17,7 @@ from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
+from gqa_convert.training.block_masks import mask_bytes, repeats_heads, uses_block_masks
 from gqa_convert.training.learning_rates import multipliers
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
@@ -44,6 +45,8 @@ class Setting:
     checkpointing_interval: int = 1
     """Every how-manieth layer is recomputed."""
     document_mask: bool = False
+    block_masks: bool = False
+    """Whether masks of blocks keep documents apart, instead of dense ones."""
     teacher_parameters: int = 0
     teacher_bytes: int = 2
     """Bytes per parameter of the teacher."""
@@ -158,6 +161,8 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
 def _masks(architecture: Architecture, setting: Setting) -> float:
     """The masks that keep documents of a row apart: one of booleans, and for each layer what torch's attention keeps for
     the backward pass, which is the mask in the type of its inputs, and keys and values repeated for every query head.
+    flex_attention keeps one mask of blocks for all layers, and repeats keys and values only for numbers of heads that are
+    no power of two.
     """
     if not setting.document_mask:
         return 0.0
@@ -165,6 +170,10 @@ def _masks(architecture: Architecture, setting: Setting) -> float:
     kept = architecture.layers - recomputed + bool(recomputed)
     size, length = 2 if setting.bf16 else 4, setting.sequence_length
     repeated = 2 * (architecture.heads - architecture.kv_heads) * architecture.head_dim
+    if setting.block_masks:
+        kept = kept if repeats_heads(architecture.heads) else 0
+        rows = setting.micro_batch_size
+        return mask_bytes(rows, length) + size * kept * rows * length * repeated
     return setting.micro_batch_size * length * (length + size * kept * (length + repeated))
 
 
@@ -210,7 +219,9 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
 def parameters_of(
     student: Checkpoint, teacher: Checkpoint | None, recipe: Recipe, device: str = "cpu"
 ) -> dict[str, int]:
-    """The number of parameters, from the headers of the files, and the bytes of one of the teacher on a type of device."""
+    """What `Setting` needs of the models, from their configs and the headers of their files: the numbers of parameters,
+    and on a type of device the bytes of one of the teacher, and whether documents are kept apart by masks of blocks.
+    """
     sizes = {name: entry.elements for _, name, entry in student.tensors()}
     names = trained_of(student, recipe)
     counts = {"parameters": sum(sizes.values()), "trained": sum(sizes[name] for name in names)}
@@ -223,6 +234,8 @@ def parameters_of(
         if rounds_teacher(recipe.teacher_dtype, size, device):
             size = 2
         counts |= {"teacher_parameters": count, "teacher_bytes": size}
+    if recipe.document_mask and uses_block_masks(student.config, device, recipe.dropout):
+        counts["block_masks"] = True
     return counts
 
 

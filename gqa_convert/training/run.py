@@ -32,7 +32,7 @@ from gqa_convert.training.distributed import (
     wait,
     waiting_group,
 )
-from gqa_convert.training.documents import check_apart
+from gqa_convert.training.documents import keep_apart
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import Batch, StepResult, Trainer
 from gqa_convert.training.lora import merged_model
@@ -373,8 +373,11 @@ class Run:
     def _check_apart(self, name: str, model: Any) -> None:
         """If `document_mask` is set, refuse a model in which documents in one row affect each other."""
         if self.recipe.document_mask:
+            autocast = model is self.inner and self.recipe.precision == "bf16" and not self.layout.sharded
             with self.together():
-                check_apart(name, model)
+                note = keep_apart(name, model, self.recipe.dropout, autocast=autocast)
+            if note is not None:
+                self.say(note)
             sharding.reshard(model)
 
     # Training
