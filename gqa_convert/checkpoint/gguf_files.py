@@ -104,6 +104,11 @@ def locate_gguf(found: GGUFSourceError, revision: str | None) -> "GGUFModel":
     return read_gguf(file, f"{repository}/{name}", commit)
 
 
+def is_quantised(tensor_type: str) -> bool:
+    """Whether a type of GGUF's tensors, such as `Q4_K` or `F16`, is a quantised one."""
+    return tensor_type not in _FLOATS
+
+
 @dataclass(frozen=True)
 class GGUFModel:
     """What the header of a GGUF file says of its tensors."""
@@ -131,6 +136,11 @@ class GGUFModel:
     def dtype(self) -> str:
         """The type that its weights are written in: its own where they are not quantised, else bfloat16."""
         return _FLOATS.get(self.quantisation, "bfloat16")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether most numbers are quantised."""
+        return is_quantised(self.quantisation)
 
     @property
     def record(self) -> JsonObject:

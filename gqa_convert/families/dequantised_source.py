@@ -30,8 +30,7 @@ def hidden_folder(out: Path) -> Path:
 def describe_gguf(model: GGUFModel) -> str:
     """What is read and what becomes of it, as a sentence."""
     stored, plain = model.file.stat().st_size, model.plain_bytes
-    quantised = model.quantisation not in ("F32", "F16", "BF16")
-    lost = f", and what {model.quantisation} lost stays lost" if quantised else ""
+    lost = f", and what {model.quantisation} lost stays lost" if model.is_quantised else ""
     return f"the source is a GGUF file ({model.quantisation}, {size(stored)}): its weights are written in {model.dtype} ({size(plain)}){lost}"
 
 
