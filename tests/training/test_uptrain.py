@@ -296,7 +296,7 @@ def test_compile_reaches_student_and_teacher(home: Path, tmp_path: Path, monkeyp
 
 def test_the_cost_of_a_rounded_teacher_is_reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr("gqa_convert.training.run.rounds_teacher", lambda *_: True)
+    monkeypatch.setattr("gqa_convert.training.run_models.rounds_teacher", lambda *_: True)
     said: list[str] = []
     path = recipe(home, tmp_path / "run", teacher=str(DEMO), tokens=64)
     uptrain_checkpoint(path, [], on_message=said.append)

@@ -148,7 +148,7 @@ def test_signals_before_and_between_the_steps(
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("_open_samples", "_publish"):
+    for name in ("_open_text", "_publish"):
         with monkeypatch.context() as patch:
             patch.setattr(Run, name, during(Run, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
