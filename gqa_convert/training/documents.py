@@ -73,7 +73,6 @@ def keep_apart(name: str, model: Any, dropout: float, *, autocast: bool) -> str 
             model.set_attn_implementation(FLEX)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
                 check_apart(name, model)
-            return None
         except RecipeError:
             raise
         except Exception as problem:  # whatever torch's compiler raises for sizes or a GPU that it can't serve
@@ -83,6 +82,8 @@ def keep_apart(name: str, model: Any, dropout: float, *, autocast: bool) -> str 
                 f"{name} keeps documents apart by dense masks, because flex_attention failed ({type(problem).__name__}: {first}): "
                 "expect more memory than was estimated"
             )
+        else:
+            return None
     check_apart(name, model)
     return note
 

@@ -95,6 +95,16 @@ def target_modules(model: Any, lora: Lora) -> list[str]:
     return linear
 
 
+def gather_adapters(model: nn.Module) -> None:
+    """Replace sharded adapters by whole ones on the CPU, after training; all processes must call this."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad and isinstance(parameter, DTensor):
+                setattr(module, name, nn.Parameter(parameter.detach().full_tensor().cpu()))
+
+
 def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     """The checkpoint's model with the adapters' products added to its weights, and its tensors, on the CPU.
 
@@ -102,7 +112,7 @@ def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     for training.
 
     Args:
-        trained: the model with adapters.
+        trained: the model with adapters, each of which is whole; see `gather_adapters`.
         folder: the checkpoint that training began with.
     """
     model, _ = load_model(folder, "auto")

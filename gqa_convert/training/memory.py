@@ -115,16 +115,17 @@ def _layer_parameters(architecture: Architecture, parameters: int) -> float:
 def _gathered(architecture: Architecture, setting: Setting) -> float:
     """What FSDP2 (Zhao et al. 2023) gathers: the current layer and the next one, the parameters outside the layers, and
     the gradients of a layer and of these parameters before they are scattered, additionally in float32 if they were
-    computed in bfloat16.
+    computed in bfloat16. If only a part is trained, it is taken to lie in the layers.
     """
     if setting.shards == 1:
         return 0.0
-    size = 2 if setting.bf16 else 4
+    size, layers = 2 if setting.bf16 else 4, max(1, architecture.layers + architecture.encoder_layers)
     layer, outer = (
         _layer_parameters(architecture, setting.parameters),
         min(architecture.outer_parameters, setting.parameters),
     )
-    return size * (2 * layer + outer) + (6 if setting.bf16 else 4) * (layer + outer)
+    learning = layer + outer if setting.trained == setting.parameters else setting.trained / layers
+    return size * (2 * (layer + setting.adapters / layers) + outer) + (6 if setting.bf16 else 4) * learning
 
 
 def _copies(architecture: Architecture, setting: Setting) -> float:

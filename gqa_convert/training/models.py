@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.families.loading import check_complete, load_model
+from gqa_convert.families.loading import check_complete
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
 from gqa_convert.training.lora import add_adapters, loading_options
@@ -24,10 +24,8 @@ def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        if recipe.lora is None:
-            model, missing = sharding.load(folder, torch.float32, by_first=layout.sharded)
-        else:
-            model, missing = load_model(folder, **loading_options(recipe))
+        options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
+        model, missing = sharding.load(folder, **options, by_first=layout.sharded)
     check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model, recipe.checkpointing_interval)

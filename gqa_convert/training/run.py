@@ -25,7 +25,7 @@ from gqa_convert.training.curve import draw_curve
 from gqa_convert.training.distributed import gathered, local_processes, saving_group, waiting_group
 from gqa_convert.training.export import export_model
 from gqa_convert.training.loop import Trainer
-from gqa_convert.training.lora import merged_model
+from gqa_convert.training.lora import gather_adapters, merged_model
 from gqa_convert.training.metrics import MetricsLine, read_metrics
 from gqa_convert.training.opening import Opened, check_trackers, open_recipe
 from gqa_convert.training.output_lock import OutputLock
@@ -273,7 +273,11 @@ class Run:
     # After training
 
     def _finish(self, progress: Progress, pace: Pace) -> RunSummary | None:
-        state = whole_model(self.models.student) if self.recipe.lora is None else {}
+        state: StateDict = {}
+        if self.recipe.lora is None:
+            state = whole_model(self.models.student)
+        else:
+            gather_adapters(self.models.inner)
         summary = None
         with self.together():
             if self.main:

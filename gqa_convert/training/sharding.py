@@ -77,7 +77,7 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def load(folder: Path, dtype: Any, *, by_first: bool = False) -> tuple[Any, list[str]]:
+def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """Load a model as `loading.load_model` does.
 
     Args:
@@ -85,6 +85,7 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False) -> tuple[Any, list
         dtype: a torch dtype, or `auto`.
         by_first: only the first process reads weights, for a model that `shard` will send to the others. Otherwise a
             machine with eight GPUs would hold eight whole copies before sharding.
+        options: further options of `from_pretrained`, for models that are not sharded.
     """
     import torch
 
@@ -98,7 +99,7 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False) -> tuple[Any, list
                 Exception
             ):  # a class that can't be built without its weights, or an error that the first process reports
                 return outline_model(folder, stated), []
-    return load_model(folder, dtype)
+    return load_model(folder, dtype, **options)
 
 
 def replicate(model: Any, device: Any) -> Any:

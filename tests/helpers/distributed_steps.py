@@ -47,9 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES if (kind, case) != ("fsdp", "lora")]
+SHARED = [(kind, case) for kind in ("ddp", "fsdp") for case in CASES]
 SHARED += [("hybrid", case) for case in HYBRID_CASES]
-"""The kinds and cases that are compared with a single process. Models with adapters are not sharded."""
+"""The kinds and cases that are compared with a single process."""
+ADAPTED: dict[str, dict[str, Any]] = {"exact": {}, "rounded": {"precision": "bf16"}}
+"""The runs with adapters that load, train, save, restore and merge; with fixed weights in bfloat16 if rounded."""
 
 BASE: dict[str, Any] = {
     "model": "m",
@@ -190,8 +192,57 @@ def run_cases(target: str) -> None:
                     found |= {f"{name}/{key}": value for key, value in steps.items()}
             if kind == "ddp":
                 found |= {f"late data/{key}": value for key, value in late_data(accelerator).items()}
+            if kind in ("single", "fsdp"):
+                for name, keys in ADAPTED.items():
+                    tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
+                    found |= {f"adapted {name}/{key}": value for key, value in tensors.items()}
             if accelerator.is_main_process:
                 np.savez(f"{target}-{kind}.npz", **found)
+
+
+def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """Losses of two steps with adapters, and the merged weights after a checkpoint was saved and restored."""
+    import torch.distributed.checkpoint as dcp
+
+    from gqa_convert.training import sharding
+    from gqa_convert.training.checkpoints import Progress
+    from gqa_convert.training.loop import Trainer
+    from gqa_convert.training.lora import gather_adapters, merged_model
+    from gqa_convert.training.models import load_student, place_student
+    from gqa_convert.training.optimizers import build_optimizer
+    from gqa_convert.training.recipe import make_recipe
+    from gqa_convert.training.state import set_state, state_of
+
+    recipe = make_recipe(BASE | {"lora": {"rank": 3}, "learning_rate": 1e-2} | keys)
+    if accelerator.is_main_process:
+        small_model("llama").save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
+    torch.manual_seed(0)
+    model = load_student(recipe, folder, layout)
+    placed = place_student(model, accelerator, layout, bf16=recipe.precision == "bf16")
+    optimizer = build_optimizer(model, recipe)
+    types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
+    options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), accelerator, **options)
+    found: dict[str, Any] = {"loss": np.array([result.loss for result in trainer.run(lambda: False)])}
+    alone = accelerator.num_processes == 1
+    dcp.save(state_of(placed, optimizer, trained_only=True), checkpoint_id=folder / "saved", no_dist=alone)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    for moments in optimizer.state.values():
+        moments["exp_avg"].zero_()
+    state = state_of(placed, optimizer, trained_only=True)
+    dcp.load(state, checkpoint_id=folder / "saved", no_dist=alone)
+    set_state(placed, optimizer, state, trained_only=True)
+    found["moment"] = np.array(sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values()))
+    gather_adapters(model)
+    if accelerator.is_main_process:
+        _, tensors = merged_model(model, folder)
+        found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}
+    return found | {"types": np.array(sorted(types))}
 
 
 def late_data(accelerator: Any) -> dict[str, Any]:

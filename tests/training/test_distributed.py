@@ -12,6 +12,7 @@ from gqa_convert.training.communication import Traffic, collectives, outer_names
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.sharding import layout_of
 from tests.helpers.distributed_steps import (
+    ADAPTED,
     BASE,
     CASES,
     HYBRID_CASES,
@@ -60,6 +61,27 @@ def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, 
             assert off <= (1e-2 if case == "bf16" else 1e-4), name
         else:  # sharding rounds activations between layers to bfloat16 as well
             assert off <= (5e-2 if case == "bf16" else 2e-5 if case == "muon" else 2e-6) * np.abs(value).max(), name
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_sharded_adapters_are_merged_as_whole_ones(found: dict[str, dict[str, Any]], name: str) -> None:
+    """After two steps from a checkpoint that one process reads, saving and restoring: losses, moments and the merged
+    weights. Adapters are float32 beside fixed weights in bfloat16.
+    """
+    prefix = f"adapted {name}/"
+    alone, shared = (
+        {key.removeprefix(prefix): value for key, value in found[kind].items() if key.startswith(prefix)}
+        for kind in ("single", "fsdp")
+    )
+    assert alone.keys() == shared.keys()
+    assert list(alone.pop("types")) == list(shared.pop("types")) == ["torch.float32"]
+    assert abs(alone["moment"]) > 1e-4
+    before = {key: value.numpy() for key, value in small_model("llama").state_dict().items()}
+    changed = {key for key, value in before.items() if np.abs(value - alone[f"merged {key}"]).max() > 1e-5}
+    assert changed == {key for key in before if "proj" in key}
+    for key, value in alone.items():
+        tolerance = 1e-6 if name == "exact" else 2e-2
+        np.testing.assert_allclose(shared[key], value, rtol=tolerance, atol=tolerance, err_msg=key)
 
 
 def test_a_process_whose_text_is_late_ends_no_collective(found: dict[str, dict[str, Any]]) -> None:

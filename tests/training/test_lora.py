@@ -180,6 +180,14 @@ def test_the_estimate_counts_the_states_of_adapters_alone(home: Path, targets: s
     parts = memory.plan(architecture, memory.setting_of(stated, **counts, sequence_length=32))
     assert parts["moments"] == 8 * own
     assert parts["gradients"] == parts["adapters"] == 4 * own
+    sharded = memory.plan(architecture, memory.setting_of(stated, **counts, sequence_length=32, shards=2))
+    assert sharded["moments"] == parts["moments"] / 2
+    everything = counts | {"trained": counts["parameters"], "adapters": 0}
+    whole = memory.plan(architecture, memory.setting_of(stated, **everything, sequence_length=32, shards=2))
+    # gradients of the embedding and of a layer do without, and the adapters of two layers are gathered
+    layer = (counts["parameters"] - architecture.outer_parameters) / architecture.layers
+    less = 4 * (architecture.outer_parameters + layer) - 4 * own / architecture.layers * (1 + 2)
+    assert whole["gathered layers"] - sharded["gathered layers"] == pytest.approx(less, abs=1)
     quantized = {"lora": {"rank": 4, "targets": targets, "quantize": "nf4"}, "precision": "bf16"}
     in_bits = memory.setting_of(make_recipe(stated.resolved() | quantized), **counts, sequence_length=32)
     assert memory.plan(architecture, in_bits)["weights"] < parts["weights"] / 6

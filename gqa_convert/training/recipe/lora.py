@@ -72,7 +72,7 @@ def check_lora(lora: Lora | None, *, sharded: bool, installed: bool = True) -> N
 
     Raises:
         MissingExtraError: PEFT or bitsandbytes is not installed.
-        LaunchError: the model would be sharded.
+        LaunchError: weights in 4 bits would be sharded.
     """
     if lora is None:
         return
@@ -82,7 +82,8 @@ def check_lora(lora: Lora | None, *, sharded: bool, installed: bool = True) -> N
         raise MissingExtraError(
             f"lora.quantize is {lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
         )
-    if sharded:
+    if sharded and lora.quantize is not None:
         raise LaunchError(
-            "lora keeps the whole model on each process, and the launch asks for FSDP: launch with recipes/accelerate/multi_gpu.yaml, or remove lora"
+            f"lora.quantize is {lora.quantize}, whose weights can't be sharded, and the launch asks for FSDP: launch with "
+            "recipes/accelerate/multi_gpu.yaml, or remove quantize"
         )
