@@ -1,6 +1,7 @@
 """Checkpoints of any size with the shapes of a Llama-2 model: real headers and configs, cheap finite weights."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -19,20 +20,30 @@ def make_llama(
     vocabulary: int = 32000,
     shard_bytes: int = 5_000_000_000,
     deviation: float = 1.0,
+    experts: int = 0,
+    sparse: bool = False,
 ) -> int:
     """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers; returns its bytes of weights.
 
-    The deviation is that of the weights: with 1.0 attention sees one token each, and numbers grow.
+    The deviation is that of the weights: with 1.0 attention sees one token each, and numbers grow. With experts it is a
+    Mixtral. A sparse checkpoint consists of headers, and its files take no room on the disk.
     """
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
     for layer in range(layers):
         stem = f"model.layers.{layer}."
         tensors += [(f"{stem}self_attn.{name}_proj.weight", (hidden, hidden)) for name in "kqvo"]
-        tensors += [(f"{stem}mlp.{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
-        tensors += [(f"{stem}mlp.down_proj.weight", (hidden, intermediate))]
+        if experts:
+            tensors += [(f"{stem}block_sparse_moe.gate.weight", (experts, hidden))]
+        for expert in range(experts):
+            own = f"{stem}block_sparse_moe.experts.{expert}."
+            tensors += [(f"{own}{name}.weight", (intermediate, hidden)) for name in ("w1", "w3")]
+            tensors += [(f"{own}w2.weight", (hidden, intermediate))]
+        if not experts:
+            tensors += [(f"{stem}mlp.{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up")]
+            tensors += [(f"{stem}mlp.down_proj.weight", (hidden, intermediate))]
         tensors += [(f"{stem}{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
     tensors += [("model.norm.weight", (hidden,)), ("lm_head.weight", (vocabulary, hidden))]
-    described = [(name, "BF16", shape, 2 * int(np.prod(shape))) for name, shape in tensors]
+    described = [(name, "BF16", shape, 2 * math.prod(shape)) for name, shape in tensors]
     shards: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
     for item in described:
         if shards[-1] and sum(other[3] for other in shards[-1]) + item[3] > shard_bytes:
@@ -40,7 +51,8 @@ def make_llama(
         shards[-1].append(item)
     folder.mkdir(parents=True)
     # float32 normals rounded down to bf16, as one block that every tensor repeats from a different place
-    normals = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * np.float32(deviation)
+    count = 1 if sparse else 1 << 24
+    normals = np.random.default_rng(0).standard_normal(count, dtype=np.float32) * np.float32(deviation)
     block = (normals.view(np.uint32) >> 16).astype(np.uint16)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
@@ -49,6 +61,9 @@ def make_llama(
             out.write(build_header(shard, {"format": "pt"}))
             for index, (name, _, _, nbytes) in enumerate(shard):
                 weight_map[name] = file
+                if sparse:
+                    out.truncate(out.seek(nbytes, os.SEEK_CUR))
+                    continue
                 start = index * 4099 % len(block)
                 left = nbytes
                 while left:
@@ -63,8 +78,8 @@ def make_llama(
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
+        "model_type": "mixtral" if experts else "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
@@ -77,5 +92,7 @@ def make_llama(
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     }
+    if experts:
+        config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total

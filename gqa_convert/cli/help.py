@@ -1,16 +1,16 @@
 """How commands present their help: the text from the docstring, commands that can be copied, plain usage lines."""
 
-import contextlib
 import inspect
+import os
 import re
-import sys
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from .console.screen import stdout_console
+from .console.panels import panel
 
 SUMMARY = """Convert a multi-head or grouped-query checkpoint to fewer K/V heads, prove the result, and measure what it costs and saves.
 
@@ -34,9 +34,7 @@ _COMMAND = 76
 
 def help_text(command: Callable[..., None]) -> str:
     """Return a command's docstring with one line per paragraph, for the terminal to wrap; commands are broken by `\\`."""
-    first, *others = map(_flowed, inspect.cleandoc(command.__doc__ or "").split("\n\n"))
-    # the empty paragraph keeps typer from indenting the others like the examples
-    return "\n\n".join([first, "", *others])
+    return "\n\n".join(map(_flowed, inspect.cleandoc(command.__doc__ or "").split("\n\n")))
 
 
 def _flowed(paragraph: str) -> str:
@@ -60,81 +58,83 @@ def _continued(command: str) -> Iterator[str]:
 
 _PANELS = 70
 """Columns of a terminal below which a panel would cut the names of options."""
+_WIDEST = 120
+"""Columns beyond which lines are hard to read."""
+_STYLES = {"\x02": "\x1b[1m", "\x03": "\x1b[0m"}
+"""What begins and ends bold words, as one character while lines are broken, and as a terminal takes it."""
 
 
-class _Trimmed:
-    """A stream without spaces at the ends of lines, where they would follow the `\\` of a copied command."""
+class PlainHelp:
+    """Help without rich, whose import would take most of the time of `--help`: a paragraph for every one of the text, and
+    a panel for the arguments, for the options, and for every heading of commands.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(re.sub(r" +\n", "\n", text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _PlainHelp:
-    """Shows `OUT` instead of `{OUT}` in usage lines, no type beside flags and arguments, and no panels where they would
-    cut names.
+    Usage lines show `OUT` instead of `{OUT}`, and no type stands beside flags and arguments.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
+            if param.name == "help" and param.default is None:
+                param.default = False  # typer imports pydantic to check any value of a flag but True and False
             if getattr(param, "is_flag", False) and param.metavar is None:
                 param.metavar = ""
             elif param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None
         return params
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        width = stdout_console().width
-        if width >= _PANELS:
-            with contextlib.redirect_stdout(_Trimmed(sys.stdout)):
-                super().format_help(ctx, formatter)  # type: ignore[misc]
-            return
+    def panels(self, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """Yield every panel's title and its rows of a name and its description."""
         command: Any = self
-        formatter.width = max(20, width - 1)
-        command.format_usage(ctx, formatter)
-        for text in _without_markup(command.help).split("\n\n"):
-            if text.strip():
-                formatter.write_paragraph()
-                formatter.write("\n".join(_wrapped(text, formatter.width)) + "\n")
-        formatter.write_paragraph()
-        records = [param.get_help_record(ctx) for param in command.get_params(ctx)]
-        names = command.list_commands(ctx) if hasattr(command, "list_commands") else []
-        records += [(name, command.get_command(ctx, name).get_short_help_str(1000)) for name in names]
-        for record in filter(None, records):
-            _write_entry(formatter, *record)
+        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in command.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                rows[kind].append(record)
+        yield from rows.items()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            ctx.color = False
+        columns = shutil.get_terminal_size().columns
+        narrow = columns < _PANELS
+        width, indent = (max(20, columns - 1), "") if narrow else (min(columns, _WIDEST), " ")
+        command: Any = self
+        usage = ctx.make_formatter()
+        usage.width = width - 2 * len(indent)
+        command.format_usage(ctx, usage)
+        paragraphs = [usage.getvalue().rstrip("\n")]
+        paragraphs += ["\n".join(_wrapped(text, usage.width)) for text in command.help.split("\n\n")]
+        formatter.write("\n" * len(indent))
+        for paragraph in paragraphs:
+            formatter.write(textwrap.indent(paragraph, indent) + "\n\n")
+        formatter.width = width
+        for title, rows in self.panels(ctx):
+            if narrow:
+                for name, text in rows:
+                    _write_entry(formatter, name, text)
+            elif rows:
+                formatter.write("\n".join(panel(title, rows, width)) + "\n")
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
         return [re.sub(r"[{}]", "", piece).replace("......", "...") for piece in pieces]
 
 
-def _without_markup(text: str) -> str:
-    """Return help text without the tags of rich; other words in brackets are defaults."""
-    return re.sub(r"\[/?bold\]", "", text).replace("\\[", "[")
-
-
 def _wrapped(paragraph: str, width: int) -> Iterator[str]:
     """Yield the lines of a paragraph; an indented one consists of commands, which are not broken."""
-    for line in paragraph.splitlines():
-        yield from [line] if line.startswith(" ") else textwrap.wrap(line, width)
+    text = paragraph.replace("[bold]", "\x02").replace("[/bold]", "\x03").replace("\\[", "[")
+    for line in text.splitlines():
+        for part in [line] if line.startswith(" ") else textwrap.wrap(line, width, break_on_hyphens=False):
+            yield "".join(_STYLES.get(character, character) for character in part)
 
 
 def _write_entry(formatter: Any, name: str, text: str) -> None:
     """Write an option, an argument or a command, and its description below it."""
     formatter.write_text(name)
     with formatter.indentation():
-        formatter.write_text(_without_markup(text))
+        formatter.write_text(text)
 
 
-class PlainCommand(_PlainHelp, TyperCommand):
+class PlainCommand(PlainHelp, TyperCommand):
     """A command with plain help."""
-
-
-class PlainGroup(_PlainHelp, TyperGroup):
-    """The command line as a whole, with plain help."""

@@ -37,13 +37,11 @@ SMALL = (
     "pydantic.root_model",
     "pydantic.type_adapter",
     "rich.console",
-    "rich.markdown",
     "rich.progress",
     "rich.table",
     "safetensors.numpy",
     "tqdm.auto",
     "typer",
-    "typer.rich_utils",
     "yaml",
 )
 """Libraries that read none of the Hub's variables."""

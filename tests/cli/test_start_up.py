@@ -1,0 +1,52 @@
+"""What the program imports before it works: a person waits for each of these modules."""
+
+import sys
+
+from gqa_convert.cli.commands import COMMANDS
+from tests.helpers.command_line import loaded_after
+
+RUN = "sys.argv[0] = 'gqa-convert'\nfrom gqa_convert.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+OURS = {
+    "gqa_convert",
+    "gqa_convert._version",
+    "gqa_convert.cli",
+    "gqa_convert.cli.commands",
+    "gqa_convert.cli.console",
+    "gqa_convert.cli.console.panels",
+    "gqa_convert.cli.console.screen",
+    "gqa_convert.cli.help",
+    "gqa_convert.cli.options",
+    "gqa_convert.cli.running",
+    "gqa_convert.errors",
+    "gqa_convert.measuring",
+    "gqa_convert.measuring.budget",
+    "gqa_convert.measuring.budget.amount",
+    "gqa_convert.merging",
+    "gqa_convert.merging.methods",
+}
+"""What every command line imports, besides the file of its command."""
+
+
+def libraries(modules: set[str]) -> set[str]:
+    """The modules' packages outside the standard library."""
+    return {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) - {"__main__", "gqa_convert"}
+
+
+def ours(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.split(".")[0] == "gqa_convert"}
+
+
+def test_help_imports_the_options_alone() -> None:
+    shown = loaded_after(RUN, "convert", "--help")
+    assert ours(shown) == OURS | {"gqa_convert.cli.convert"}
+    found = libraries(shown) - libraries(loaded_after(""))  # files of an environment may import some at every start
+    assert found <= {"typer", "click", "shellingham", "annotated_doc", "typing_extensions"}
+    first = loaded_after(RUN, "--help")
+    files = {f"gqa_convert.cli.{name.replace('-', '_')}" for names in COMMANDS.values() for name in names}
+    assert ours(first) == OURS | files
+    assert libraries(first) == libraries(shown)
+
+
+def test_a_mistake_imports_as_little_as_help() -> None:
+    found = loaded_after(RUN, "plan", "--gruops", "8")
+    assert ours(found) == OURS | {"gqa_convert.cli.plan"}
