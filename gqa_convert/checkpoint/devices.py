@@ -1,6 +1,16 @@
 """The device of a computation: the user's choice, or a GPU if there is one."""
 
+from pathlib import Path
+
 from gqa_convert.errors import OptionError
+
+_OF_GPUS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers of GPUs (NVIDIA's, those in WSL, AMD's)."""
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine may have a GPU, found without importing torch."""
+    return any(Path(file).exists() for file in _OF_GPUS)
 
 
 def chosen_device(asked: str | None) -> str:
@@ -12,6 +22,8 @@ def chosen_device(asked: str | None) -> str:
     Raises:
         OptionError: there is no such device.
     """
+    if asked == "cpu":
+        return asked
     import torch
 
     if asked is None:

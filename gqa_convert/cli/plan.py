@@ -52,7 +52,8 @@ def plan(
 
     The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
     downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message. The estimate of
-    time, memory and disk space times the products of a layer on this machine; calibration text is not read.
+    time, memory and disk space times a product of matrices on this machine, or those of a layer on a GPU; convert begins
+    with a closer one. Calibration text is not read.
 
     With --kv-budget, the source also runs on the text, as in [bold]convert --kv-budget[/bold], and the list that it
     would choose is shown with its divergence from the source. Give the list to --groups of convert, which then does not
@@ -103,7 +104,7 @@ def plan(
         wanted = choice.groups
     made, text = plan_source(source, revision, planner_for(wanted, method, asked, **options))
     if as_json:
-        estimate = {"estimate": estimate_cost(made, text).as_json()}
+        estimate = {"estimate": estimate_cost(made, text, quick=True).as_json()}
         print_json(made.summary() | estimate | ({} if choice is None else {"budget": choice.as_json()}))
     elif not quiet:
         if choice is not None:
@@ -111,4 +112,4 @@ def plan(
 
             show_choice(choice)
         show_plan(made)
-        show_estimate(estimate_cost(made, text))
+        show_estimate(estimate_cost(made, text, quick=True))

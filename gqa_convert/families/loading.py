@@ -75,6 +75,10 @@ def read_config(folder: Path) -> JsonObject:
     return config if isinstance(config, dict) else {}
 
 
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the names of classes with a language-model head end, almost all of them."""
+
+
 def auto_class(config: Config) -> str:
     """The auto class of a checkpoint: of the class that it was saved from, or else of its type's language model.
 
@@ -108,6 +112,9 @@ def headless_class(config: Config) -> str | None:
     Returns:
         The auto class of a classifier, of a question-answering model or, for the layers without a head, `AutoModel`.
     """
+    stated = config.get("architectures")
+    if isinstance(stated, list) and any(str(name).endswith(_HEADS) for name in stated):
+        return None  # found without importing transformers
     return None if _states_language_model(config) else _stated_class(config, _OTHERS)
 
 

@@ -1,7 +1,9 @@
 """What the program imports before it works: a person waits for each of these modules."""
 
 import sys
+from pathlib import Path
 
+import gqa_convert
 from gqa_convert.cli.commands import COMMANDS
 from tests.helpers.command_line import loaded_after
 
@@ -50,3 +52,11 @@ def test_help_imports_the_options_alone() -> None:
 def test_a_mistake_imports_as_little_as_help() -> None:
     found = loaded_after(RUN, "plan", "--gruops", "8")
     assert ours(found) == OURS | {"gqa_convert.cli.plan"}
+
+
+def test_plan_imports_no_library_of_models() -> None:
+    """Not for the estimate of `factor` on text either."""
+    model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+    found = libraries(loaded_after(RUN, "plan", str(model), "--groups", "3", "--device", "cpu"))
+    assert {"numpy", "tokenizers", "rich"} <= found
+    assert not found & {"torch", "transformers", "huggingface_hub", "datasets", "accelerate", "pyarrow", "jinja2"}

@@ -3,15 +3,21 @@
 import json
 import math
 import re
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.estimate import estimate_line
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
+from gqa_convert.conversion.fit.probe import has_fast_bfloat16, probed_rates
+from gqa_convert.conversion.fit.rates import LayerSizes, Rates, _feed_forward, measured_rates
 from gqa_convert.conversion.plan import make_plan
 from tests.helpers.command_line import run
 
@@ -34,6 +40,49 @@ def test_work_costs_in_proportion() -> None:
     assert twice.disk_bytes == once.disk_bytes
     assert math.isfinite(once.seconds)
     assert estimate(tokens=20_480, steps=40, kl_steps=0).seconds_by_stage["last_stage"] == 0.0
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_quick_rates_are_those_of_a_layer(reduced: bool) -> None:
+    """Within a factor that a user of a rough estimate would accept."""
+    if reduced and not has_fast_bfloat16():
+        pytest.skip("no products in bfloat16")
+    sizes = LayerSizes(
+        hidden_size=512,
+        heads=8,
+        kv_heads=8,
+        trained_kv_heads=2,
+        key_head_dim=64,
+        value_head_dim=64,
+        feed_forward=3 * 512 * 1024,
+        vocabulary=4096,
+        block=256,
+        batch=512,
+    )
+    precision = partial(torch.autocast, "cpu", torch.bfloat16) if reduced else nullcontext
+    quick, timed = probed_rates(sizes, reduced=reduced), measured_rates(sizes, "cpu", precision)
+    for rate in fields(Rates):
+        assert 1 / 4 < getattr(quick, rate.name) / getattr(timed, rate.name) < 4, rate.name
+
+
+def test_a_layers_feed_forward_is_timed_by_its_products() -> None:
+    """Twice the columns, of which a part is timed, take twice the time: nothing else is multiplied with them."""
+    sizes = LayerSizes(
+        hidden_size=2048,
+        heads=1,
+        kv_heads=1,
+        trained_kv_heads=1,
+        key_head_dim=8,
+        value_head_dim=8,
+        feed_forward=3 * 2048 * 512,
+        vocabulary=8,
+        block=64,
+        batch=64,
+    )
+    whole = replace(sizes, feed_forward=16 * sizes.feed_forward)
+    once, more = (_feed_forward(each, 1e6, "cpu") for each in (sizes, whole))
+    assert more.scale == pytest.approx(16 * once.scale)
+    assert once.scale == 1 / sizes.batch  # 512 columns, whatever the budget
 
 
 def test_copies_cost_their_bytes() -> None:

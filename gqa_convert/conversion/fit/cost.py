@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -22,6 +22,16 @@ from gqa_convert.conversion.fit.calibrated import (
     steps_per_layer,
     steps_together,
 )
+from gqa_convert.conversion.fit.limits import (
+    ACTIVATIONS,
+    FEWER,
+    MOST_DOUBLE_COLUMNS,
+    STRENGTHS,
+    has_room,
+    may_be_reduced,
+)
+from gqa_convert.conversion.fit.probe import has_fast_bfloat16, probed_rates
+from gqa_convert.conversion.fit.rates import LayerSizes, Rates, double_rate, measured_rates
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
@@ -70,24 +80,28 @@ class CostEstimate(Result):
         return found | {"seconds_by_stage": {name: round(each, 1) for name, each in self.seconds_by_stage.items()}}
 
 
-def estimate_cost(plan: Plan, options: CalibrationOptions) -> CostEstimate:
-    """Estimate a conversion; the products of a layer are timed for a second or two where the method needs them.
+def estimate_cost(plan: Plan, options: CalibrationOptions, *, quick: bool = False) -> CostEstimate:
+    """Estimate a conversion.
 
     Calibration text is not read: a text with fewer tokens than requested takes less time.
+
+    Args:
+        plan: of the conversion.
+        options: of its calibration.
+        quick: rate a CPU by one product of matrices, which takes a twentieth of a second and no torch. Otherwise, and
+            where there may be a GPU, the products of a layer are timed for a second or two.
     """
     writing = plan.disk_bytes / _DISK
     if not plan.merge_method.merges_layers:
         return _estimate(plan, {"writing": 0.5 + writing}, _NUMPY_BASE + (32 << 20), plan.disk_bytes)
     stored = sum(tensor.nbytes for shard in plan.shards for tensor in shard.tensors if tensor.name in _changed(plan))
     if options.source is None:
-        from gqa_convert.conversion.fit.rates import double_rate
-
         rows, inputs = _largest_layer(plan)
         # products of rows with one another and with the maps, and their errors
         seconds = len(plan.merged_layers) * 4 * _MERGE * rows**2 * inputs * double_rate()
         memory = _NUMPY_BASE + 6 * 8 * rows * inputs  # float64 copies of the layer's rows
         return _estimate(plan, {"layers": seconds, "writing": 0.5 + writing}, memory, plan.disk_bytes + stored)
-    return _on_text(plan, options, writing, stored)
+    return _on_text(plan, options, writing, stored, quick=quick)
 
 
 def _estimate(
@@ -120,22 +134,16 @@ def _hidden_size(plan: Plan) -> int:
     return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
 
 
-def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: float) -> CostEstimate:
+def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: float, *, quick: bool) -> CostEstimate:
     """Of a method that runs source and student on text."""
-    import torch
-
-    from gqa_convert.conversion.fit.precision import is_reduced, precision_of
-    from gqa_convert.conversion.fit.rates import LayerSizes, measured_rates
-    from gqa_convert.conversion.fit.statistics import MOST_DOUBLE_COLUMNS, STRENGTHS
-    from gqa_convert.conversion.fit.whole_model import ACTIVATIONS, has_room
     from gqa_convert.text.calibration import calibration_length_for, calibration_tokens_for
 
-    config, device = plan.checkpoint.config, chosen_device(options.device)
+    config = plan.checkpoint.config
     tokens = options.tokens or calibration_tokens_for(config)
     block = min(options.sequence_length or calibration_length_for(config), tokens)
-    precision = precision_of(plan, torch.device(device))
-    sizes = _sizes(plan, block, LayerSizes, repeats_products=is_reduced(precision))
-    rates = measured_rates(sizes, device, precision)
+    rated = _probed if quick and _runs_on_a_cpu(options.device) else _measured
+    sizes, rates, place = rated(plan, block, options.device)
+    device = str(place)
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
     steps = steps_per_layer(options) if plan.merge_method.trains else 0
     precise = rates.double if max(d, q) <= MOST_DOUBLE_COLUMNS else rates.single
@@ -159,7 +167,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
         held_out = plan.merge_method.trains and steps
         last = (
             steps_together(options)
-            if held_out and has_room(parameters, block, d, layers, sizes.vocabulary, torch.device(device))
+            if held_out and has_room(parameters, block, d, layers, sizes.vocabulary, place)
             else 0
         )
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
@@ -169,10 +177,10 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     together = last * step + judged if last else 0.0
     start = _START + max(_LEAST_TEXT, _TEXT_PER_TOKEN * tokens) / _TOKENISED + plan.checkpoint.weight_bytes / _DISK
     activations = KEPT_BYTES * tokens * d
-    free = available_memory(torch.device("cpu")) or math.inf
+    free = available_memory(CPU) or math.inf
     spilled = activations > free / 4
     weights = 4 * parameters
-    room = 0.7 * (available_memory(torch.device(device)) or math.inf)
+    room = 0.7 * (available_memory(place) or math.inf)
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
@@ -183,17 +191,52 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     return _estimate(plan, spent, memory, disk, tokens, device)
 
 
-def _sizes(plan: Plan, block: int, make: Any, *, repeats_products: bool) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What this module asks of a torch device."""
+
+    type: str
+
+    def __str__(self) -> str:
+        return self.type
+
+
+CPU = _Place("cpu")
+
+
+def _runs_on_a_cpu(asked: str | None) -> bool:
+    """Whether a conversion surely runs on the CPU, found without torch."""
+    return asked == CPU.type or (asked is None and not has_gpu_driver())
+
+
+def _probed(plan: Plan, block: int, asked: str | None) -> tuple[LayerSizes, Rates, _Place]:
+    """The sizes of a layer and the rates of the CPU, by a product of matrices in numpy."""
+    del asked
+    reduced = may_be_reduced(plan) and has_fast_bfloat16()
+    sizes = _sizes(plan, block, repeats_products=reduced)
+    return sizes, probed_rates(sizes, reduced=reduced), CPU
+
+
+def _measured(plan: Plan, block: int, asked: str | None) -> tuple[LayerSizes, Rates, Any]:
+    """The sizes of a layer and the rates of the chosen device, a torch device, by the products of the layer."""
+    import torch
+
+    from gqa_convert.conversion.fit.precision import is_reduced, precision_of
+
+    place = torch.device(chosen_device(asked))
+    precision = precision_of(plan, place)
+    sizes = _sizes(plan, block, repeats_products=is_reduced(precision))
+    return sizes, measured_rates(sizes, str(place), precision), place
+
+
+def _sizes(plan: Plan, block: int, *, repeats_products: bool) -> LayerSizes:
     """The sizes of the mean layer.
 
     Args:
         plan: of the conversion.
         block: tokens of a block.
-        make: the class of the sizes.
         repeats_products: as an `Assembly` does.
     """
-    from gqa_convert.conversion.fit.assembly import FEWER
-
     config, first, layers = plan.checkpoint.config, plan.layers[0], plan.layers
     d, vocabulary = _hidden_size(plan), stated_count(config, VOCABULARY_KEYS) or 0
     entries = [entry for _, _, entry in plan.checkpoint.tensors()]
@@ -205,7 +248,7 @@ def _sizes(plan: Plan, block: int, make: Any, *, repeats_products: bool) -> Any:
     experts, used = stated_count(config, _EXPERTS), stated_count(config, _USED_EXPERTS)
     if experts and used:
         other = other * min(used, experts) // experts
-    return make(
+    return LayerSizes(
         hidden_size=d,
         heads=first.heads,
         kv_heads=first.kv_heads,

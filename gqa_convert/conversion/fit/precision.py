@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
+from gqa_convert.conversion.fit.limits import may_be_reduced
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
-from gqa_convert.families.context_length import stated_count
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which torch multiplies matrices in one precision."""
-
-_WIDE = 256
-"""The hidden_size from which on products take longer in float32 than the conversions between types."""
-_HALF = ("F16", "BF16")
 
 
 def precision_of(plan: Plan, device: torch.device) -> Precision:
@@ -27,10 +22,7 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
         plan: of the conversion.
         device: where the model runs.
     """
-    changed = {change.name for change in plan.changes}
-    dtypes = {entry.dtype for _, name, entry in plan.checkpoint.tensors() if name in changed}
-    hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
-    if dtypes <= set(_HALF) and hidden_size >= _WIDE and _is_fast(device):
+    if may_be_reduced(plan) and _is_fast(device):
         return partial(torch.autocast, device.type, torch.bfloat16)
     return nullcontext
 

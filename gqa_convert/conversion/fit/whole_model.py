@@ -14,6 +14,7 @@ from torch import Tensor
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
+from gqa_convert.conversion.fit.limits import has_room
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
@@ -29,14 +30,8 @@ RATE = 0.005
 """Of `RelativeAdam`."""
 WORTHWHILE = 0.02
 """Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
-_MOST_PARAMETERS = 200_000_000
-"""A CPU would need hours for more."""
 _MEASURED = 4
 """In so many parts of the stage the divergence is measured."""
-_SHARE = 0.7
-"""Of the free memory that a backward pass may take."""
-ACTIVATIONS = 40
-"""Roughly how many numbers a layer keeps for the backward pass, per token and unit of hidden_size."""
 
 
 def train_together(
@@ -120,7 +115,7 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
 
 def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
     """Whether the stage is worth its memory and time here: all weights in memory, with room for one batch's way back,
-    and on a CPU no more than `_MOST_PARAMETERS` of them."""
+    and on a CPU no more than `has_room` allows."""
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -137,16 +132,6 @@ def _rows(batch: Batch) -> list[Batch]:
 def _widest(model: Any) -> int:
     """The largest input of a projection, which stands for the hidden_size."""
     return max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-
-
-def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabulary: int, place: torch.device) -> bool:
-    """Whether a model of these sizes is `affordable` on a device, apart from its weights' own memory."""
-    from accelerate.utils import get_max_memory
-
-    needed = 4 * tokens * (ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
-    if place.type == "cpu":
-        return bool(parameters <= _MOST_PARAMETERS and needed < _SHARE * get_max_memory()["cpu"])
-    return bool(needed < _SHARE * torch.cuda.mem_get_info(place)[0])
 
 
 def match_predictions(
