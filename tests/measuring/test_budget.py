@@ -19,12 +19,13 @@ from gqa_convert.cli.options import cache_budget, check_one_choice_of_groups
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
-from gqa_convert.measuring.budget import divergences
+from gqa_convert.measuring.budget import divergences, layer_merging
 from gqa_convert.measuring.budget import run as budget_run
 from gqa_convert.measuring.budget.allocation import LayerCosts, largest_uniform, least_sum, least_sum_of_roots
 from gqa_convert.measuring.budget.amount import KVBudget
 from gqa_convert.measuring.budget.choice import BudgetChoice, Candidate, Rule
 from gqa_convert.measuring.budget.kept import KeptDivergences
+from gqa_convert.measuring.budget.layer_merging import ClosedForm
 from gqa_convert.measuring.budget.run import choose_groups
 from gqa_convert.measuring.next_command import budget_command
 from gqa_convert.measuring.recommend.budgets import recommend_within
@@ -223,16 +224,16 @@ def test_a_killed_command_goes_on_from_what_was_measured(
 def test_other_text_and_damaged_files_are_measured_again(source: Path, tmp_path: Path) -> None:
     kept = KeptDivergences(tmp_path / "out")
     plan = make_plan(open_checkpoint(source), 1)
-    kept.open(plan, "text")
+    kept.open(plan, "text", "closed form")
     kept.add([{"a": 1}, {"a": 2}], 1, [0.5, math.inf])
     again = KeptDivergences(tmp_path / "out")
-    again.open(plan, "text")
+    again.open(plan, "text", "closed form")
     assert [again.find(copy, 1) for copy in ({"a": 1}, {"a": 2}, {"a": 3})] == [0.5, math.inf, None]
     assert again.find({"a": 1}, None) is None
-    again.open(plan, "another text")
+    again.open(plan, "another text", "closed form")
     assert again.find({"a": 1}, 1) is None
     (tmp_path / ".out.gqa-budget.json").write_text("{")
-    again.open(plan, "text")
+    again.open(plan, "text", "closed form")
     assert again.find({"a": 1}, 1) is None
 
 
@@ -260,7 +261,7 @@ def test_a_plan_shows_what_a_conversion_would_choose(
 def test_a_divergence_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With values of zero in place of merged heads, as in a model whose weights were edited."""
     monkeypatch.setattr(
-        divergences,
+        layer_merging,
         "merged_parameters",
         lambda work, site, merged, groups: {"v_proj.weight": torch.zeros_like(site.parameters()["v_proj.weight"])},
     )
@@ -269,7 +270,7 @@ def test_a_divergence_is_that_of_the_whole_models(source: Path, monkeypatch: pyt
     blocks = torch.randint(3, 2048, (3, 32), generator=torch.Generator().manual_seed(0))
     ragged = [{"input_ids": blocks}, {"input_ids": blocks[:1, :20]}]
     with budget_run._inspecting(plan) as inspection:
-        subject = divergences.Subject(model, plan.layers, inspection, [{"input_ids": blocks.flip(1)}], ragged)
+        subject = divergences.Subject(model, plan.layers, inspection, [{"input_ids": blocks.flip(1)}], ragged, ClosedForm())
         modules = [layer.module for layer in plan.layers]
         copies: list[dict[str, int]] = [{modules[1]: 3}, {modules[0]: 6, modules[3]: 3}, {}]
         found = divergences.measure_divergences(subject, copies, None, lambda done: None)

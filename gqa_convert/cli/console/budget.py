@@ -23,7 +23,7 @@ def note_choice(choice: "BudgetChoice") -> None:
     """Print the chosen numbers as notes on stderr, with a picture and the divergences of all candidates."""
     console = stderr_console()
     _show_numbers(choice, console)
-    measured = "; ".join(f"{each.kl:.4f} for {_named(each)}" for each in choice.candidates)
+    measured = "; ".join(f"{each.kl:.4f} for {_named(each)}" for each in choice.notable)
     print_note(f"{_measure(choice)}: {measured}", console)
 
 
@@ -44,7 +44,7 @@ def show_choice(choice: "BudgetChoice", following: str = "") -> None:
             f"{each.kv_bytes_per_token / choice.source_bytes:.1%}",
             f"{each.kl:.4f}",
         ]
-        for each in choice.candidates
+        for each in choice.notable
     ]
     show_table(["", Column("bytes per token", "right"), Column("of the source", "right"), Column("KL", "right")], rows)
     if following:
@@ -89,7 +89,7 @@ def _show_numbers(choice: "BudgetChoice", console: "Console") -> None:
     if best is not chosen and best.kl < chosen.kl:
         print_note(
             f"one number for all layers, since the best list's divergence, {best.kl:.4f}, is not below {choice.margin:g} "
-            f"of its {chosen.kl:.4f}, and fit repairs lists by different factors",
+            f"of its {chosen.kl:.4f}",
             console,
         )
     shown = (console.encoding or "").lower().startswith("utf")
@@ -98,8 +98,9 @@ def _show_numbers(choice: "BudgetChoice", console: "Console") -> None:
 
 
 def _measure(choice: "BudgetChoice") -> str:
+    merged = "fitted in a few steps" if choice.by_short_fits else "merged by the closed form"
     return (
-        "KL divergence from the source in nats per token, all layers merged by the closed form, on "
+        f"KL divergence from the source in nats per token, all layers {merged}, on "
         f"{choice.held_out_tokens:,} held-out tokens"
     )
 

@@ -153,6 +153,20 @@ class Assembly:
         return {name.removeprefix(f"{self._module}."): tensor for name, tensor in result.items()}
 
 
+def repeated_parameters(layout: LayerTensors, tensors: Tensors, groups: int) -> dict[str, Tensor]:
+    """A merged layer as the parameters of the source's module: K/V heads repeated, rounded as in the result.
+
+    Args:
+        layout: of the source's layer.
+        tensors: the merged layer's, as the result has them.
+        groups: its K/V heads.
+    """
+    return {
+        name.removeprefix(f"{layout.layer.module}."): torch.from_numpy(array.astype(np.float32))
+        for name, array in layout.repeated(tensors, groups).items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """A projection's weight or bias: rows of parts, and those rows of the source that do not change."""

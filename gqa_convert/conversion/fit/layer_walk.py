@@ -8,12 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source_files import SourceFiles
+from gqa_convert.conversion.fit.assembly import repeated_parameters
 from gqa_convert.conversion.fit.calibrated import KEPT_BYTES, STEPS
 from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting, judging_batches
@@ -25,7 +22,7 @@ from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+from gqa_convert.merging.folding.heads import LayerTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +196,7 @@ def fit_layers(
                 merged, record = LayerFitting(module, source, options, on_stage).run()
                 store.write(number, source.layout.join(merged, source.tensors, groups), record)
                 del source, merged
-            module.commit(_parameters(LayerTensors(finder, layer), store.read(number), groups))
+            module.commit(repeated_parameters(LayerTensors(finder, layer), store.read(number), groups))
             errors |= record.errors
             done += 1
             on_layer(done, len(numbers), record)
@@ -212,11 +209,3 @@ def fit_layers(
     return FittedLayers(
         errors, sum(float(total) for total, _ in sums) / max(1.0, sum(float(count) for _, count in sums))
     )
-
-
-def _parameters(layout: LayerTensors, tensors: Tensors, groups: int) -> dict[str, Tensor]:
-    """A merged layer as the parameters of the source's module: K/V heads repeated, rounded as in the result."""
-    return {
-        name.removeprefix(f"{layout.layer.module}."): torch.from_numpy(array.astype(np.float32))
-        for name, array in layout.repeated(tensors, groups).items()
-    }

@@ -67,3 +67,39 @@ def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]
     common = set(layers[0].by_groups).intersection(*(layer.by_groups for layer in layers[1:]))
     together = sum(layer.head_bytes for layer in layers)
     return (max(groups for groups in common if groups * together <= limit),) * len(layers)
+
+
+def exchanges(layers: Sequence[LayerCosts], counts: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+    """The numbers that differ from given ones by more heads in one layer, and by fewer in another one or in none.
+
+    Args:
+        layers: the costs of each layer.
+        counts: the given numbers.
+        limit: bytes per token that all layers may take together.
+
+    Returns:
+        The numbers of each layer that stay within the limit, those with the least sum of costs first.
+    """
+    left = limit - sum(groups * layer.head_bytes for layer, groups in zip(layers, counts, strict=True))
+    changes = [
+        (place, groups, (groups - now) * layer.head_bytes, layer.by_groups[groups] - layer.by_groups[now])
+        for place, (layer, now) in enumerate(zip(layers, counts, strict=True))
+        for groups in layer.by_groups
+        if groups != now
+    ]
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for raised, more, taken, saved in changes:
+        if taken < 0:
+            continue
+        if taken <= left:
+            found.append((saved, _replaced(counts, {raised: more})))
+        found += [
+            (saved + cost, _replaced(counts, {raised: more, lowered: fewer}))
+            for lowered, fewer, freed, cost in changes
+            if lowered != raised and freed < 0 and taken + freed <= left
+        ]
+    return [each for _, each in sorted(found)]
+
+
+def _replaced(counts: Sequence[int], new: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(new.get(place, groups) for place, groups in enumerate(counts))

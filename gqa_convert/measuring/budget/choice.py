@@ -8,10 +8,9 @@ from typing import Final
 
 from gqa_convert.checkpoint.strict_json import JsonObject
 
-FIT_MARGIN: Final = 0.75
-"""What a list's divergence must be, as a share of the uniform number's, to be chosen for `fit`. The closed form, by which
-candidates are compared, does not say which layers `fit` repairs well: on the bundled model a list with a share of 0.83
-had one of 1.10 after `fit` (docs/method.md).
+FIT_MARGIN: Final = 0.95
+"""What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
+the whole fit.
 """
 
 
@@ -21,6 +20,7 @@ class Rule(StrEnum):
     UNIFORM = "uniform"
     SUM = "least sum of divergences"
     ROOTS = "least sum of their square roots"
+    EXCHANGES = "exchanges of heads between layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Candidate:
         rule: how it was found.
         groups: the numbers, in the order of the layers.
         kv_bytes_per_token: what they take over all layers.
-        kl: the KL divergence from the source in nats per token on held-out text, with all layers merged by the closed
-            form; infinite where the copy yields NaN or Inf.
+        kl: the KL divergence from the source in nats per token on held-out text, with all layers merged; infinite where
+            the copy yields NaN or Inf.
     """
 
     rule: Rule
@@ -55,7 +55,7 @@ class BudgetChoice:
         held_out_tokens: on which candidates were compared.
         source_groups: the source's K/V heads, in the order of the layers.
         warning: about the text, or None.
-        margin: the share of the uniform number's divergence below which another candidate is chosen.
+        by_short_fits: whether layers were merged by short fits rather than by the closed form.
     """
 
     stated: str
@@ -67,7 +67,12 @@ class BudgetChoice:
     held_out_tokens: int
     source_groups: tuple[int, ...] = (1,)
     warning: str | None = None
-    margin: float = 1.0
+    by_short_fits: bool = False
+
+    @property
+    def margin(self) -> float:
+        """The share of the uniform number's divergence below which another candidate is chosen."""
+        return FIT_MARGIN if self.by_short_fits else 1.0
 
     @property
     def chosen(self) -> Candidate:
@@ -75,6 +80,13 @@ class BudgetChoice:
         uniform = next((each for each in self.candidates if each.rule is Rule.UNIFORM), None)
         best = min(self.candidates, key=lambda candidate: candidate.kl)
         return best if uniform is None or best.kl < self.margin * uniform.kl else uniform
+
+    @property
+    def notable(self) -> list[Candidate]:
+        """The candidates of the first rules, and of the exchanges the best one."""
+        tried = [each for each in self.candidates if each.rule is Rule.EXCHANGES]
+        best = min(tried, key=lambda candidate: candidate.kl, default=None)
+        return [each for each in self.candidates if each not in tried or each is best]
 
     @property
     def groups(self) -> int | list[int]:
@@ -92,6 +104,7 @@ class BudgetChoice:
             "groups": self.groups,
             "chosen": str(self.chosen.rule),
             "margin": self.margin,
+            "merged_by": "short fits" if self.by_short_fits else "closed form",
             "candidates": [
                 {
                     "rule": str(each.rule),

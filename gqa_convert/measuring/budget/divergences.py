@@ -1,19 +1,21 @@
 """Measures how far copies of the source with merged layers diverge from it on held-out text, all in lockstep."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any, Final
 
 from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner
+from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.families.geometry import AttentionLayer
 from gqa_convert.measuring.budget.kept import Copy, KeptDivergences
+from gqa_convert.measuring.budget.layer_merging import LayerMerging
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.measuring.inspect.losses import divergence
-from gqa_convert.measuring.inspect.trials import finite_moments, merged_parameters
-from gqa_convert.merging.folding.merge import merge_layer
 
 COPIES: Final = 64
 """Maximum number of copies of the source whose activations are in memory together while layers are merged alone."""
@@ -27,8 +29,10 @@ class Subject:
         model: the loaded source.
         layers: its attention layers.
         inspection: reads a layer.
-        text: batches for the moments, from which the closed form merges heads.
+        text: batches on which layers are merged.
         held_out: batches for the divergences.
+        merging: how layers are merged.
+        precision: of forward passes.
     """
 
     model: Any
@@ -36,6 +40,8 @@ class Subject:
     inspection: Callable[[AttentionLayer], LayerInspection]
     text: Sequence[Batch]
     held_out: Sequence[Batch]
+    merging: LayerMerging
+    precision: Precision = nullcontext
 
 
 def measure_divergences(
@@ -58,16 +64,23 @@ def measure_divergences(
     with ExitStack() as stack:
 
         def run(text: Sequence[Batch]) -> LockstepRunner:
-            return stack.enter_context(LockstepRunner(subject.model, text, list(by_name), paired=False))
+            return stack.enter_context(
+                LockstepRunner(subject.model, text, list(by_name), paired=False, precision=subject.precision)
+            )
 
-        measured, source, students = run(subject.text), run(held_out), [run(held_out) for _ in copies]
-        for done, (site, _, *captured) in enumerate(zip(measured, source, *students, strict=True), start=1):
+        needs_text = subject.merging.needs_text({merge for copy in copies for merge in copy.items()})
+        source, students = run(held_out), [run(held_out) for _ in copies]
+        measured = run(subject.text) if needs_text else repeat(None, len(by_name))
+        for done, (on_text, site, *captured) in enumerate(zip(measured, source, *students, strict=True), start=1):
             receivers: dict[int, list[CapturedModule]] = {}
             for copy, module in zip(copies, captured, strict=True):
                 if site.name in copy:
                     receivers.setdefault(copy[site.name], []).append(module)
             if receivers:
-                _merge(subject.inspection(by_name[site.name]), site, receivers)
+                inspection = partial(subject.inspection, by_name[site.name])
+                for groups, parameters in subject.merging.merge(inspection, on_text or site, list(receivers)):
+                    for module in receivers[groups]:
+                        module.commit(parameters)
             progress(done)
         return _divergences(source, students)
 
@@ -127,16 +140,6 @@ def measure_costs(
     for (module, groups), cost in zip(trials, found, strict=True):
         costs[module][groups] = cost
     return costs
-
-
-def _merge(work: LayerInspection, site: CapturedModule, receivers: Mapping[int, Sequence[CapturedModule]]) -> None:
-    """Merge a layer into each number of heads, and give the weights to the copies that have this number."""
-    moments = finite_moments(site, work.heads)
-    for groups, modules in receivers.items():
-        merged = merge_layer(work.heads, groups, "factor", work.constraints, moments)
-        parameters = merged_parameters(work, site, merged, groups)
-        for module in modules:
-            module.commit(parameters)
 
 
 def _divergences(source: LockstepRunner, students: Sequence[LockstepRunner]) -> list[float]:

@@ -11,7 +11,7 @@ from gqa_convert._version import __version__
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.conversion.plan import Plan
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Of the file; divergences in another format are measured again."""
 
 Copy = Mapping[str, int]
@@ -23,20 +23,24 @@ class KeptDivergences:
 
     Args:
         out: the folder of the result, beside which a hidden file keeps them; None to keep them in memory alone.
+
+    Attributes:
+        fingerprint: what the divergences depend on, once they are opened.
     """
 
     def __init__(self, out: Path | None) -> None:
         real = None if out is None else Path(os.path.realpath(out))
         self.path = None if real is None else real.parent / f".{real.name}.gqa-budget.json"
-        self._fingerprint = ""
+        self.fingerprint = ""
         self._known: dict[str, float] = {}
 
-    def open(self, plan: Plan, digest: str) -> None:
+    def open(self, plan: Plan, digest: str, merging: str) -> None:
         """Take the divergences of an earlier run of the same source on the same text.
 
         Args:
             plan: of the source.
             digest: of the text.
+            merging: how layers are merged.
         """
         checkpoint = plan.checkpoint
         depends_on = {
@@ -46,10 +50,11 @@ class KeptDivergences:
             "files": [[shard.file, shard.size, shard.modified_ns] for shard in checkpoint.shards],
             "config": checkpoint.config,
             "text": digest,
+            "merging": merging,
         }
-        self._fingerprint, self._known = json.dumps(depends_on, sort_keys=True), {}
+        self.fingerprint, self._known = json.dumps(depends_on, sort_keys=True), {}
         content = self._read()
-        if content.get("fingerprint") == self._fingerprint:
+        if content.get("fingerprint") == self.fingerprint:
             kept = content.get("divergences", {})
             self._known = {key: math.inf if kl is None else kl for key, kl in kept.items()}
 
@@ -63,7 +68,7 @@ class KeptDivergences:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             finite = {key: kl if math.isfinite(kl) else None for key, kl in self._known.items()}
-            content = {"fingerprint": self._fingerprint, "divergences": finite}
+            content = {"fingerprint": self.fingerprint, "divergences": finite}
             write_whole(self.path, json.dumps(content).encode())
 
     def discard(self) -> None:

@@ -1,5 +1,6 @@
 """Chooses the number of K/V heads of each layer: measures what merging costs in each, and compares a few choices."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +17,15 @@ from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
-from gqa_convert.measuring.budget.allocation import LayerCosts, largest_uniform, least_sum, least_sum_of_roots
+from gqa_convert.measuring.budget.allocation import LayerCosts
 from gqa_convert.measuring.budget.amount import KVBudget
-from gqa_convert.measuring.budget.choice import FIT_MARGIN, BudgetChoice, Candidate, Rule
+from gqa_convert.measuring.budget.candidates import EXCHANGE_ROUNDS, CandidateSearch, measure_candidates
+from gqa_convert.measuring.budget.choice import BudgetChoice, Candidate
 from gqa_convert.measuring.budget.kept import KeptDivergences
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.merging.methods import DEFAULT
@@ -86,9 +89,10 @@ def choose_for_each(
 ) -> list[BudgetChoice]:
     """Choose the number of K/V heads of each layer for each of several budgets, for which layers are measured once.
 
-    The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged
-    by the closed form. Candidates are the numbers with the least sum of costs, those with the least sum of the costs'
-    square roots, and the largest uniform number. All are measured with all layers merged.
+    The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged:
+    by a short fit where the conversion fits layers, otherwise by the closed form. Candidates are the numbers with the
+    least sum of costs, those with the least sum of the costs' square roots, and the largest uniform number; with short
+    fits, also exchanges of heads between the layers of the best one. All are measured with all layers merged.
 
     Args:
         source: a local folder or a Hub id.
@@ -107,42 +111,50 @@ def choose_for_each(
             is written.
     """
 
-    def check(checkpoint: Checkpoint) -> tuple[Plan, list[int]]:
+    def check(checkpoint: Checkpoint) -> tuple[Plan, list[int], bool]:
         return _plan(checkpoint, budgets, method, text, options)
 
     checkpoint = open_local(source, revision, check)
-    plan, limits = check(checkpoint)
+    plan, limits, fits = check(checkpoint)
     if out is not None:
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
     measured = text if text.source is not None else replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
     calibration = calibrate(plan, measured)
 
-    from gqa_convert.conversion.fit.lockstep import open_model
+    from gqa_convert.conversion.fit.lockstep import open_model, running_device
+    from gqa_convert.conversion.fit.precision import precision_of
     from gqa_convert.measuring.budget.divergences import Measurer, Subject, measure_costs
+    from gqa_convert.measuring.budget.layer_merging import ClosedForm, ShortFits
     from gqa_convert.measuring.inspect.trials import split
 
     before, held_out = split(calibration.batches)
     assert checkpoint.folder is not None
     layers, folder = _numbered(plan), checkpoint.folder
     kept = KeptDivergences(None) if kept is None else kept
-    kept.open(plan, calibration.digest)
-    with _inspecting(plan) as inspection:
+    kept.open(plan, calibration.digest, f"short fits, seed {text.seed}" if fits else "closed form")
+    with ExitStack() as stack:
+        inspection = stack.enter_context(_inspecting(plan))
 
         @cache
         def subject() -> Subject:
             model = open_model(folder, device=chosen_device(text.device))
-            return Subject(model, plan.layers, inspection, before, held_out)
+            if not fits:
+                return Subject(model, plan.layers, inspection, before, held_out, ClosedForm())
+            precision = precision_of(plan, running_device(model))
+            store = stack.enter_context(_fits_store(out, kept.fingerprint))
+            merging = ShortFits(layers, store, precision, text.seed)
+            return Subject(model, plan.layers, inspection, before, held_out, merging, precision)
 
         measurer = Measurer(subject, len(layers), kept)
         costs = measure_costs(measurer, layers, lambda done, total: progress("each layer alone", done, total))
-        rules = [_candidates(layers, costs, limit) for limit in limits]
-        compared = dict.fromkeys(counts for each in rules for counts in each)
-        kl = measurer.measure(
-            [_merged(layers, counts) for counts in compared],
-            None,
-            lambda done, total: progress("candidates", done, total),
-        )
-    measured_kl = dict(zip(compared, kl, strict=True))
+        by_layer = [LayerCosts(_head_bytes(layer), costs[layer.module] | {layer.kv_heads: 0.0}) for layer in layers]
+
+        def measure(lists: Sequence[tuple[int, ...]]) -> list[float]:
+            copies = [_merged(layers, counts) for counts in lists]
+            return measurer.measure(copies, None, lambda done, total: progress("candidates", done, total))
+
+        searches = [CandidateSearch(by_layer, limit) for limit in limits]
+        measure_candidates(searches, measure, rounds=EXCHANGE_ROUNDS if fits else 0)
     held_out_tokens = sum(batch["input_ids"].numel() for batch in held_out)
     return [
         BudgetChoice(
@@ -150,16 +162,16 @@ def choose_for_each(
             limit=limit,
             source_bytes=plan.cache_bytes_per_token(after=False),
             candidates=tuple(
-                Candidate(rule, counts, _taken(layers, counts), measured_kl[counts]) for counts, rule in each.items()
+                Candidate(rule, counts, _taken(layers, counts), kl) for counts, (rule, kl) in search.found.items()
             ),
             costs=costs,
             text=calibration.description,
             held_out_tokens=held_out_tokens,
             source_groups=tuple(layer.kv_heads for layer in layers),
             warning=calibration.warning,
-            margin=FIT_MARGIN if plan.merge_method.trains else 1.0,
+            by_short_fits=fits,
         )
-        for budget, limit, each in zip(budgets, limits, rules, strict=True)
+        for budget, limit, search in zip(budgets, limits, searches, strict=True)
     ]
 
 
@@ -169,20 +181,36 @@ def _plan(
     method: str | None,
     text: CalibrationOptions,
     options: dict[str, Any],
-) -> tuple[Plan, list[int]]:
-    """A plan of the source for reading its layers, and the limits in bytes per token; refuses what cannot be converted."""
+) -> tuple[Plan, list[int], bool]:
+    """A plan of the source for reading its layers, the limits in bytes per token, and whether the conversion fits layers
+    by gradient steps; refuses what cannot be converted.
+    """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
     layers = _numbered(plan)
     kept = [layer.kv_heads for layer in layers]
     if max(kept) == 1:
         raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
-    plan_conversion(checkpoint, [1, *kept[1:]], method, text, seed=text.seed, **options)
+    wanted, _ = plan_conversion(checkpoint, [1, *kept[1:]], method, text, seed=text.seed, **options)
     sizes = plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True)
     limits = [budget.limit(*sizes) for budget in budgets]
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
-    return plan, limits
+    return plan, limits, wanted.merge_method.trains
+
+
+@contextmanager
+def _fits_store(out: str | Path | None, fingerprint: str) -> Iterator[MergedLayers]:
+    """Where short fits are kept: beside the result, so that a killed command goes on with them; in a temporary folder if
+    there is no result.
+    """
+    with ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-budget-"))) / "layers"
+        else:
+            real = Path(os.path.realpath(local_path(out)))
+            folder = real.with_name(f"{real.name}.short-fits")
+        yield stack.enter_context(MergedLayers(folder, {"budget": fingerprint}, keep=out is not None))
 
 
 def _numbered(plan: Plan) -> list[AttentionLayer]:
@@ -196,18 +224,6 @@ def _head_bytes(layer: AttentionLayer) -> int:
 
 def _taken(layers: Sequence[AttentionLayer], counts: Sequence[int]) -> int:
     return sum(groups * _head_bytes(layer) for layer, groups in zip(layers, counts, strict=True))
-
-
-def _candidates(
-    layers: Sequence[AttentionLayer], costs: dict[str, dict[int, float]], limit: int
-) -> dict[tuple[int, ...], Rule]:
-    """The different candidates, each with the first rule that yields it; the uniform one first."""
-    by_layer = [LayerCosts(_head_bytes(layer), costs[layer.module] | {layer.kv_heads: 0.0}) for layer in layers]
-    rules = {Rule.UNIFORM: largest_uniform, Rule.SUM: least_sum, Rule.ROOTS: least_sum_of_roots}
-    found: dict[tuple[int, ...], Rule] = {}
-    for rule, choose in rules.items():
-        found.setdefault(choose(by_layer, limit), rule)
-    return found
 
 
 def _merged(layers: Sequence[AttentionLayer], counts: Sequence[int]) -> dict[str, int]:

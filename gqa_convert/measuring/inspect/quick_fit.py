@@ -5,6 +5,7 @@ The layers are fitted by the code of `fit`, on the source's inputs, with less te
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.assembly import as_parts
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
 from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule
+from gqa_convert.conversion.fit.precision import Precision
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.measuring.inspect.layers import LayerInspection
 
@@ -55,8 +57,23 @@ def quickly_fitted(module: CapturedModule, work: LayerInspection, groups: int, s
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
     """
-    layer = SourceLayer(work.parts, work.tensors, work.constraints)
-    options = FitOptions(groups=groups, trains=True, steps=STEPS, seed=seed)
-    fitting = LayerFitting(module.first(_BATCHES), layer, options)
+    fitting = quick_fitting(module, work, groups, seed)
     merged, _ = fitting.run()
     return fitting.assembly(as_parts(merged, fitting.device))
+
+
+def quick_fitting(
+    module: CapturedModule, work: LayerInspection, groups: int, seed: int, precision: Precision = nullcontext
+) -> LayerFitting:
+    """A short fit of a layer, not yet run.
+
+    Args:
+        module, work, groups, seed: as for `quickly_fitted`.
+        precision: of the products with activations.
+
+    Raises:
+        UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
+    """
+    layer = SourceLayer(work.parts, work.tensors, work.constraints)
+    options = FitOptions(groups=groups, trains=True, steps=STEPS, seed=seed, precision=precision)
+    return LayerFitting(module.first(_BATCHES), layer, options)
