@@ -6,8 +6,10 @@ The default is the bundled model at 50% and 25% of its K/V cache. Another one ne
 
     python -m benchmarks.budget MODEL --calibration TEXT --data HELD_OUT --budgets 50% --options "--kl-steps 0"
 
-Each budget is converted twice by the command line: with `--kv-budget`, and with the largest `--groups` that fits. Both
-are evaluated against the source on held-out text. Conversions that are there already are not made again.
+Each budget is converted by the command line with `--kv-budget` and with the largest `--groups` that fits. Where layers
+have one of two numbers, it is also converted with the larger number in as many layers, spread evenly over the depth: the
+same bytes without measuring. All are evaluated against the source on held-out text. Conversions that are there already
+are not made again.
 """
 
 import argparse
@@ -49,6 +51,18 @@ def converted(source: str, out: Path, groups: tuple[str, str], options: list[str
     return found
 
 
+def as_option(groups: list[int]) -> str:
+    """A list as `--groups` takes it."""
+    return str(groups[0]) if len(set(groups)) == 1 else ",".join(map(str, groups))
+
+
+def spread_evenly(groups: list[int]) -> list[int]:
+    """The same two numbers as often, the larger one at equal distances."""
+    larger, layers = groups.count(max(groups)), len(groups)
+    places = {(2 * number + 1) * layers // (2 * larger) for number in range(larger)}
+    return [max(groups) if place in places else min(groups) for place in range(layers)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=str(CHECKPOINT), help="the source (default: the bundled model)")
@@ -70,12 +84,19 @@ def main() -> None:
         layered = converted(arguments.model, folder / f"{name}list", ("--kv-budget", budget), options)
         choice = layered["report"]["budget"]
         uniform = next(each for each in choice["candidates"] if each["rule"] == "uniform")
-        each_layer = str(uniform["groups"][0])
-        plain = converted(arguments.model, folder / f"{name}uniform", ("--groups", each_layer), options)
-        for kind, made in (("list", layered), ("uniform", plain)):
-            cell: dict[str, Any] = {"model": arguments.name, "budget": budget, "kind": kind, "minutes": made["minutes"]}
+        lists = {"uniform": uniform["groups"]}
+        if isinstance(choice["groups"], list) and len(set(choice["groups"])) == 2:
+            lists["even"] = spread_evenly(choice["groups"])
+        made = {"list": layered} | {
+            kind: converted(arguments.model, folder / f"{name}{kind}", ("--groups", as_option(groups)), options)
+            for kind, groups in lists.items()
+        }
+        for kind, conversion in made.items():
+            cell: dict[str, Any] = {"model": arguments.name, "budget": budget, "kind": kind}
+            cell["minutes"] = conversion["minutes"]
             cell["options"] = arguments.options
-            cell["groups"] = choice["groups"] if kind == "list" else uniform["groups"]
+            cell["groups"] = lists.get(kind, choice["groups"])
+            cell["kv_bytes_per_token"] = conversion["report"]["kv_bytes_per_token"]
             for data in arguments.data:
                 found = run(
                     *("evaluate", str(folder / f"{name}{kind}"), "--reference", arguments.model),
