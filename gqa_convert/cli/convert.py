@@ -126,19 +126,19 @@ def convert(
 
         kept = KeptDivergences(local_path(out))
         with stage_progress(quiet=quiet) as step:
-            choice = choose_groups(
+            (choice,) = choose_groups(
                 source,
                 out,
-                budget,
+                [budget],
                 CalibrationOptions(
-                    calibration,
-                    calibration_tokens,
-                    calibration_length,
-                    seed,
-                    fit_steps,
-                    kl_steps,
-                    calibration_context,
-                    device,
+                    source=calibration,
+                    tokens=calibration_tokens,
+                    sequence_length=calibration_length,
+                    seed=seed,
+                    steps=fit_steps,
+                    kl_steps=kl_steps,
+                    context=calibration_context,
+                    device=device,
                 ),
                 method=method,
                 revision=revision,

@@ -120,14 +120,14 @@ def convert_checkpoint(
     """
     out = local_path(out)
     text = CalibrationOptions(
-        calibration,
-        calibration_tokens,
-        calibration_length,
-        seed,
-        fit_steps,
-        kl_steps,
-        calibration_context,
-        device,
+        source=calibration,
+        tokens=calibration_tokens,
+        sequence_length=calibration_length,
+        seed=seed,
+        steps=fit_steps,
+        kl_steps=kl_steps,
+        context=calibration_context,
+        device=device,
     )
     options: dict[str, Any] = {
         "seed": seed,

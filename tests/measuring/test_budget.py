@@ -198,7 +198,9 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
 
     def choose() -> BudgetChoice:
         kept, options = KeptDivergences(tmp_path / "out"), CalibrationOptions(str(text), 640, 64, device="cpu")
-        return choose_groups(source, tmp_path / "out", KVBudget(SHARE, share=Fraction(5, 8)), options, kept=kept)
+        budgets = [KVBudget(SHARE, share=Fraction(5, 8))]
+        (choice,) = choose_groups(source, tmp_path / "out", budgets, options, kept=kept)
+        return choice
 
     monkeypatch.setattr(layer_merging, "quick_fitting", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -261,10 +263,10 @@ def test_the_chosen_one_diverges_least_and_passes_do_not_matter(
     """Layers with other costs; measured in three passes rather than in one, each layer costs the same."""
     monkeypatch.setattr(divergences, "COPIES", 7)
     seen: list[tuple[str, int, int]] = []
-    choice = choose_groups(
+    (choice,) = choose_groups(
         source,
         tmp_path / "out",
-        KVBudget("1000", nbytes=1000),
+        [KVBudget("1000", nbytes=1000)],
         CalibrationOptions(str(text), 640, 64, device="cpu"),
         method="factor",
         progress=lambda *step: seen.append(step),
@@ -301,8 +303,9 @@ def test_a_killed_command_goes_on_from_what_was_measured(
     def choose(tokens: int) -> BudgetChoice:
         kept = KeptDivergences(tmp_path / "out")
         options = CalibrationOptions(str(text), tokens, 64, device="cpu")
-        budget = KVBudget("62.5%", share=Fraction(5, 8))
-        return choose_groups(source, tmp_path / "out", budget, options, method="factor", kept=kept)
+        budgets = [KVBudget("62.5%", share=Fraction(5, 8))]
+        (choice,) = choose_groups(source, tmp_path / "out", budgets, options, method="factor", kept=kept)
+        return choice
 
     monkeypatch.setattr(divergences, "measure_divergences", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -466,7 +469,7 @@ def test_a_mistake_writes_nothing(source: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, tmp_path: Path) -> None:
     missing = CalibrationOptions(str(tmp_path / "no text"))
-    half = KVBudget("50%", share=Fraction(1, 2))
+    half = [KVBudget("50%", share=Fraction(1, 2))]
     mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
     with pytest.raises(GroupsError, match="all layers of a mixtral have one number"):
         choose_groups(mixtral, tmp_path / "out", half, missing)

@@ -38,45 +38,6 @@ Progress = Callable[[str, int, int], None]
 def choose_groups(
     source: str | Path,
     out: str | Path | None,
-    budget: KVBudget,
-    text: CalibrationOptions,
-    *,
-    method: str | None = None,
-    revision: str | None = None,
-    overwrite: bool = False,
-    kept: KeptDivergences | None = None,
-    progress: Progress = lambda stage, done, total: None,
-    **options: Any,
-) -> BudgetChoice:
-    """Choose the number of K/V heads of each layer so that all together stay within a budget of K/V cache.
-
-    Args:
-        source: a local folder or a Hub id.
-        out: the folder that the conversion will make, None if none follows.
-        budget: of the K/V cache.
-        text, method, revision, overwrite, kept, progress, options: as for `choose_for_each`.
-
-    Raises:
-        GQAConvertError: as `choose_for_each`.
-    """
-    (choice,) = choose_for_each(
-        source,
-        out,
-        [budget],
-        text,
-        method=method,
-        revision=revision,
-        overwrite=overwrite,
-        kept=kept,
-        progress=progress,
-        **options,
-    )
-    return choice
-
-
-def choose_for_each(
-    source: str | Path,
-    out: str | Path | None,
     budgets: Sequence[KVBudget],
     text: CalibrationOptions,
     *,

@@ -12,7 +12,7 @@ from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.measuring.budget.amount import KVBudget
 from gqa_convert.measuring.budget.choice import BudgetChoice
-from gqa_convert.measuring.budget.run import choose_for_each
+from gqa_convert.measuring.budget.run import choose_groups
 from gqa_convert.measuring.next_command import conversion_command
 from gqa_convert.measuring.results.schemas import Head
 from gqa_convert.measuring.results.stored import Text
@@ -58,7 +58,7 @@ def recommend_within(
     """
     name = expanded(source)
     text = CalibrationOptions(calibration, calibration_tokens, seed=seed)
-    choices = choose_for_each(name, None, budgets, text, revision=revision, progress=progress)
+    choices = choose_groups(name, None, budgets, text, revision=revision, progress=progress)
     options = {
         "--calibration": calibration,
         "--calibration-tokens": calibration_tokens,
