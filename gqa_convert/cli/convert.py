@@ -101,8 +101,8 @@ def convert(
       gqa-convert convert ./model ./model-by-layer --groups 8,8,4,4,2,2,4,8 --calibration text.txt
       gqa-convert convert ./model ./model-by-layer --groups-file counts.json --calibration text.txt
 
-    With --kv-budget the list is chosen: each layer's cost is measured on the text, and the layers that lose least are
-    merged most.
+    With --kv-budget the list is chosen: each layer's cost is measured on the text, with method fit by short fits, and
+    the layers that lose least are merged most.
 
       gqa-convert convert ./model ./model-half --kv-budget 50% --calibration text.txt
     """

@@ -189,12 +189,12 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     monkeypatch.setattr(quick_fit, "STEPS", 2)
     made, fits, left = layer_merging.quick_fitting, list[tuple[str, int]](), [12]
 
-    def counted(module: Any, work: Any, groups: int, seed: int, precision: Any) -> Any:
+    def counted(module: Any, work: Any, groups: int, *others: Any, **options: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
         fits.append((module.name, groups))
-        return made(module, work, groups, seed, precision)
+        return made(module, work, groups, *others, **options)
 
     def choose() -> BudgetChoice:
         kept, options = KeptDivergences(tmp_path / "out"), CalibrationOptions(str(text), 640, 64, device="cpu")

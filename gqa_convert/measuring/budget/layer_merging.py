@@ -64,6 +64,7 @@ class ShortFits:
     Args:
         layers: of the source.
         store: keeps the fitted layers.
+        steps: of the conversion's gradient stage, of which a short fit takes fewer.
         precision: of the products with activations.
         seed: of the order of batches in gradient steps.
     """
@@ -72,12 +73,14 @@ class ShortFits:
         self,
         layers: Sequence[AttentionLayer],
         store: MergedLayers,
+        *,
+        steps: int,
         precision: Precision,
         seed: int,
     ) -> None:
         merges = ((layer.module, groups) for layer in layers for groups in merging_counts(layer.kv_heads))
         self._numbers = {merge: number for number, merge in enumerate(merges)}
-        self._store, self._precision, self._seed = store, precision, seed
+        self._store, self._steps, self._precision, self._seed = store, steps, precision, seed
 
     def needs_text(self, merges: Iterable[tuple[str, int]]) -> bool:
         return any(self._store.record(self._numbers[merge]) is None for merge in merges)
@@ -90,6 +93,8 @@ class ShortFits:
             number = self._numbers[site.name, groups]
             if self._store.record(number) is None:
                 finite_moments(site, work.heads)
-                merged, record = quick_fitting(site, work, groups, self._seed, self._precision).run()
+                merged, record = quick_fitting(
+                    site, work, groups, self._seed, steps=self._steps, precision=self._precision
+                ).run()
                 self._store.write(number, work.parts.join(merged, work.tensors, groups), record)
             yield groups, repeated_parameters(work.parts, self._store.read(number), groups)

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
@@ -92,7 +92,8 @@ def choose_groups(
     assert checkpoint.folder is not None
     layers, folder = _numbered(plan), checkpoint.folder
     kept = KeptDivergences(None) if kept is None else kept
-    kept.open(plan, calibration.digest, f"short fits, seed {text.seed}" if fits else "closed form")
+    steps = steps_per_layer(text)
+    kept.open(plan, calibration.digest, f"fits of {steps} steps, seed {text.seed}" if fits else "closed form")
     with ExitStack() as stack:
         inspection = stack.enter_context(_inspecting(plan))
 
@@ -103,7 +104,7 @@ def choose_groups(
                 return Subject(model, plan.layers, inspection, before, held_out, ClosedForm())
             precision = precision_of(plan, running_device(model))
             store = stack.enter_context(_fits_store(out, kept.fingerprint))
-            merging = ShortFits(layers, store, precision, text.seed)
+            merging = ShortFits(layers, store, steps=steps, precision=precision, seed=text.seed)
             return Subject(model, plan.layers, inspection, before, held_out, merging, precision)
 
         measurer = Measurer(subject, len(layers), kept)

@@ -63,17 +63,25 @@ def quickly_fitted(module: CapturedModule, work: LayerInspection, groups: int, s
 
 
 def quick_fitting(
-    module: CapturedModule, work: LayerInspection, groups: int, seed: int, precision: Precision = nullcontext
+    module: CapturedModule,
+    work: LayerInspection,
+    groups: int,
+    seed: int,
+    *,
+    steps: int | None = None,
+    precision: Precision = nullcontext,
 ) -> LayerFitting:
     """A short fit of a layer, not yet run.
 
     Args:
         module, work, groups, seed: as for `quickly_fitted`.
+        steps: gradient steps, fewer than `STEPS`.
         precision: of the products with activations.
 
     Raises:
         UnsupportedFamilyError: the loaded module's parameters are not the checkpoint's tensors.
     """
     layer = SourceLayer(work.parts, work.tensors, work.constraints)
-    options = FitOptions(groups=groups, trains=True, steps=STEPS, seed=seed, precision=precision)
+    steps = STEPS if steps is None else min(steps, STEPS)
+    options = FitOptions(groups=groups, trains=True, steps=steps, seed=seed, precision=precision)
     return LayerFitting(module.first(_BATCHES), layer, options)
