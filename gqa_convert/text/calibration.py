@@ -35,6 +35,7 @@ from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.marked_tokens import ids_of
 from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import Integers, mix, permuted
+from gqa_convert.text.own_text import OwnText
 from gqa_convert.text.samples import make_sampler
 from gqa_convert.text.sources import as_source, open_source
 from gqa_convert.text.spans import T5, SpanCut, has_sentinels, shape_for
@@ -150,7 +151,7 @@ def calibration_batches(
         model_folder: a local checkpoint with its tokenizer; its weights are not read.
         source: a file, a folder, a pattern, the id of a Hub dataset or `python-stdlib`, of text or, rendered by the chat
             template, of conversations in rows with `messages`; or, as in a recipe's `data`, a
-            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or a list of these,
+            mapping with further keys such as `text_field` and `split`, whose weight is ignored; or an `OwnText`; or a list of these,
             from which blocks are drawn in equal shares. Where one has too little text, the others contribute more.
         tokens: the number of text tokens, rounded up to whole blocks.
         seed: determines the choice of blocks, their order and the corruption.
@@ -355,8 +356,11 @@ def _all_tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tup
 
 def _tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str, npt.NDArray[Any]]:
     """The label of the source, and at least `count` of its tokens, or all if it has fewer."""
-    stated = as_source(str(source) if isinstance(source, Path) else source)
+    given = source.file if isinstance(source, OwnText) else source
+    stated = as_source(str(given) if isinstance(given, Path) else given)
     text = open_source(stated, default_cache(), chats=True)
+    if isinstance(source, OwnText):
+        text.label = source.label
     chats = isinstance(text.columns, ChatColumns)
     encoder: Encoder = ChatEncoder(tokenizer, "all") if chats else TextEncoder(tokenizer, closed=closed)
     if isinstance(text, FileText):

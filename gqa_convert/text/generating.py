@@ -20,6 +20,8 @@ from gqa_convert.text.generated_rows import GeneratedRows
 from gqa_convert.text.order import mix
 from gqa_convert.text.prompts import Prompt, read_prompts
 
+GENERATING = "generating text"
+"""The label of progress."""
 _NEEDS_HEAD = "text is sampled from its predictions; name the language model that the checkpoint was made from"
 
 
@@ -118,7 +120,7 @@ def generate_text(
         tokenizer = loading.load_tokenizer(checkpoint.folder)
     prompts = None if options.prompts is None else read_prompts(options.prompts, tokenizer)
     context = stated_positions(checkpoint.config)
-    settings = _settings(checkpoint, options, prompts)
+    settings = generation_settings(checkpoint, options, prompts)
     with GeneratedRows(local_path(str(out)), settings, overwrite=overwrite) as rows:
         resumed = rows.tokens
         try:
@@ -126,7 +128,7 @@ def generate_text(
                 writer = _Writer(checkpoint.folder, tokenizer, options, prompts, device, context)
             while rows.tokens < options.tokens and (made := writer.batch(rows.batches)):
                 rows.add(*made)
-                progress("generating", min(rows.tokens, options.tokens), options.tokens)
+                progress(GENERATING, min(rows.tokens, options.tokens), options.tokens)
         except InterruptedRunError as stopped:
             raise StoppedError(
                 f"{str(stopped).split(':')[0]} after {rows.tokens} tokens, which are kept: run the same command again to resume"
@@ -162,7 +164,7 @@ def _check(options: GenerationOptions) -> None:
         raise OptionError(f"--top-p is {options.top_p:g}: it must be above 0 and at most 1")
 
 
-def _settings(checkpoint: Any, options: GenerationOptions, prompts: list[Prompt] | None) -> dict[str, Any]:
+def generation_settings(checkpoint: Any, options: GenerationOptions, prompts: list[Prompt] | None) -> dict[str, Any]:
     """Everything that the rows depend on; the number of tokens only ends them."""
     texts = None if prompts is None else [prompt.text for prompt in prompts]
     weights = [

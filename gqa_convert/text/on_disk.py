@@ -22,7 +22,7 @@ class TextOnDisk:
         source: as the recipe names it.
         weight: its share of the samples, relative to the other sources.
         bytes: those of its files; None for a Hub dataset.
-        tokens: those that are tokenised already; None where the source is not tokenised yet.
+        tokens: those that are tokenised already; None where the source is not tokenised or generated yet.
         complete: whether these are all of the source.
     """
 
@@ -75,6 +75,8 @@ def text_on_disk(
 
 def _found(source: Source, opener: Opener, length: int) -> tuple[TextOnDisk, TokenSource | None]:
     size: int | None = None
+    if source.is_self:  # generated when the run begins
+        return TextOnDisk(source.source, source.weight, None, None, False), None
     if not is_on_hub(source):
         text = open_source(source, default_cache(), ask=False, chats=True)
         assert isinstance(text, FileText)

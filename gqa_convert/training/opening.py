@@ -86,6 +86,16 @@ def open_recipe(recipe: Recipe) -> Opened:
     )
 
 
+def source_folder(recipe: Recipe) -> Path | None:
+    """The checkpoint that a recipe's model was converted from: its teacher, or the folder that the model's provenance
+    names; None if that is not on this machine.
+    """
+    if recipe.teacher is not None:
+        return open_checkpoint(recipe.teacher, download=True).folder
+    folder = open_checkpoint(recipe.model, download=True).folder
+    return None if folder is None else _source_of(folder)
+
+
 def _source_of(student: Path) -> Path | None:
     """The source that the student's provenance names, if it is a folder on this machine."""
     try:

@@ -9,6 +9,7 @@ from gqa_convert.text.token_files import default_cache
 from gqa_convert.training.distributed import gathered
 from gqa_convert.training.loop import Batch
 from gqa_convert.training.opening import Opened
+from gqa_convert.training.own_text import shared
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.run_context import RunContext
 
@@ -80,9 +81,10 @@ def _commits(context: RunContext, known: DatasetCommits) -> DatasetCommits:
 
 
 def _open_samples(context: RunContext, pinned: Recipe, opened: Opened, settings: dict[str, Any]) -> Samples:
+    data = shared(context, pinned.data, opened.source_folder, settings["progress"])
     with context.together():
         samples = open_samples(
-            pinned.data, opened.tokenizer, seed=pinned.seed, shuffle_window=pinned.shuffle_window, **settings
+            data, opened.tokenizer, seed=pinned.seed, shuffle_window=pinned.shuffle_window, **settings
         )
     for note in samples.notes:
         context.say(note)

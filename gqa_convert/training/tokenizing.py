@@ -18,7 +18,8 @@ from gqa_convert.text.samples import evaluation_blocks, open_samples
 from gqa_convert.text.sources import Source
 from gqa_convert.text.token_files import default_cache
 from gqa_convert.training.objectives import check_input, choose_objective, sample_length
-from gqa_convert.training.opening import explained
+from gqa_convert.training.opening import explained, source_folder
+from gqa_convert.training.own_text import generated
 from gqa_convert.training.recipe import Recipe, read_recipe
 
 
@@ -105,7 +106,7 @@ def _tokenized(
     named = (*recipe.data, *(recipe.evaluation_data or ()))
     pinned = recipe.pinned(find_commits(named, {}, default_cache()))
     samples = open_samples(
-        pinned.data,
+        generated(pinned.data, recipe.model, source_folder(recipe), on_tokenize),
         seed=recipe.seed,
         shuffle_window=recipe.shuffle_window,
         processes=processes,

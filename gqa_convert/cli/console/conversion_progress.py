@@ -41,7 +41,7 @@ class ConversionScreen:
         self._task = None if bars is None else bars.add_task("", total=None, step="", ends=None, visible=False)
         self._lines = ProgressLines(self.say)
         self._layers = LayerPace()
-        self._training, self._writing = Pace(), Pace()
+        self._training, self._writing, self._generating = Pace(), Pace(), Pace()
         self._written = self._to_write = 0
         self._fitting = False
 
@@ -103,6 +103,14 @@ class ConversionScreen:
         from gqa_convert.conversion.fit.records import Stage
 
         self._fitting = True
+        if record.stage is Stage.OWN_TEXT:
+            self._lines.advance(str(record.stage), record.step, record.steps)
+            detail, left = (
+                f"{record.step:,} of {record.steps:,} tokens",
+                self._generating.seconds(record.step, record.steps),
+            )
+            self._show(str(record.stage), record.step, record.steps, detail, left)
+            return
         if record.layer:
             self._layers.stage(fits=record.stage is not Stage.FORWARD)
         label = f"layer {record.layer} of {record.layers}" if record.layer else str(record.stage)

@@ -99,7 +99,11 @@ class TrainingScreen:
                 self._console.print(message, soft_wrap=True)
 
     def tokenize(self, label: str, done: int, total: int) -> None:
-        self._advance(f"tokenising {label}", done, total, self._left("tokens", done, total))
+        from gqa_convert.text.generating import GENERATING
+
+        self._advance(
+            label if label == GENERATING else f"tokenising {label}", done, total, self._left("tokens", done, total)
+        )
 
     def step(self, report: "StepReport") -> None:
         """Show a step that was logged."""

@@ -82,6 +82,7 @@ class CalibratedRecord(LayerRecord):
 class Stage(StrEnum):
     """The stages of fitting layers on calibration text, in their order."""
 
+    OWN_TEXT = "generating text"
     TEXT = "reading the text"
     SOURCE = "loading the source"
     FORWARD = "running source and student"
@@ -102,7 +103,7 @@ class StageProgress(FitRecord):
     """The number of the layer, from 1; 0 before the first."""
     layers: int
     step: int = 0
-    """Steps of the stage that are done."""
+    """Steps of the stage that are done; tokens, where text is generated."""
     steps: int = 0
     """All steps of the stage; 0 where they are not counted."""
 

@@ -60,7 +60,11 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
 
     count = len(plan.merged_layers)
     on_layer(0, count, StageProgress(Stage.TEXT, 0, count))
-    calibration = calibrate(plan, options)
+    calibration = calibrate(
+        plan,
+        options,
+        lambda _, done, total: on_layer(0, count, StageProgress(Stage.OWN_TEXT, 0, count, done, total)),
+    )
     steps = steps_per_layer(options)
     record = CalibrationRecord(
         text=calibration.description,

@@ -80,7 +80,7 @@ def choose_groups(
     if out is not None:
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
     measured = text if text.source is not None else replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
-    calibration = calibrate(plan, measured)
+    calibration = calibrate(plan, measured, progress)
 
     from gqa_convert.conversion.fit.lockstep import open_model, running_device
     from gqa_convert.conversion.fit.precision import precision_of

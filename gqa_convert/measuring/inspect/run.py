@@ -210,7 +210,7 @@ def _on_text(
     progress: Progress,
 ) -> _Measured:
     """Errors and losses from running the source on text."""
-    calibration = calibrate(plan, text)
+    calibration = calibrate(plan, text, progress)
     from gqa_convert.conversion.fit.lockstep import open_model
     from gqa_convert.conversion.fit.whole_model import affordable
     from gqa_convert.measuring.inspect.trials import run_trials, split

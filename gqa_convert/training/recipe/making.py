@@ -28,6 +28,7 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
     if recipe.teacher is not None and recipe.distillation_weight is None:
         recipe = dataclasses.replace(recipe, distillation_weight=1.0)
     _check_budget(recipe)
+    _check_own_text(recipe)
     _check_folders(recipe)
     _check_teacher(recipe)
     check_pairs(recipe)
@@ -101,6 +102,13 @@ def _check_budget(recipe: Recipe) -> None:
         raise RecipeError(
             f"the budget is {recipe.budget_tokens} tokens and tokens_per_step is {recipe.tokens_per_step}: "
             "raise the budget or lower tokens_per_step"
+        )
+
+
+def _check_own_text(recipe: Recipe) -> None:
+    if any(source.is_self for source in recipe.evaluation_data or ()):
+        raise RecipeError(
+            "evaluation_data is self, text that the source writes: name real text, on which a loss means something"
         )
 
 

@@ -1,0 +1,138 @@
+"""Text of the source's own as a source of text: generated once, resumed, and then read like the same text in a file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import DataError, InterruptedRunError, OptionError, RecipeError, StoppedError
+from gqa_convert.text import generating
+from gqa_convert.text import own_text as module
+from gqa_convert.text.generating import GenerationOptions, generate_text
+from gqa_convert.text.own_text import own_text
+from gqa_convert.text.sources import Source, is_on_hub, read_source
+from gqa_convert.training.own_text import generated
+from gqa_convert.training.recipe import make_recipe
+from tests.helpers.uptrain_runs import DEMO, losses, make_student, run, weights
+
+SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Texts of few tokens, in a cache and a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "GenerationOptions", lambda **keys: GenerationOptions(length=8, batch=8, **keys))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_student(tmp_path_factory.mktemp("home"))
+
+
+def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda _, done, total: seen.append((done, total)))
+    generate_text(DEMO, tmp_path / "plain.jsonl", GenerationOptions(length=8, batch=8, **SMALL))
+    assert own.file.read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+    assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
+    assert seen[-1] == (40, 40)
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise AssertionError("generated again")
+
+    monkeypatch.setattr(module, "generate_text", refuses)
+    assert own_text(DEMO, tmp_path / "here", **SMALL) == own
+    for other in ({"seed": 1}, {"temperature": 0.5}, {"tokens": 41}):
+        with pytest.raises(AssertionError, match="generated again"):
+            own_text(DEMO, tmp_path / "here", **SMALL | other)
+    shutil.copytree(DEMO, tmp_path / "other")
+    with pytest.raises(AssertionError, match="generated again"):
+        own_text(tmp_path / "other", tmp_path / "here", **SMALL)
+
+
+def test_it_is_continued_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, batch, asked = own_text(DEMO, tmp_path / "whole", **SMALL), generating._Writer.batch, list[int]()
+
+    def stops(self: Any, number: int) -> Any:
+        asked.append(number)
+        if asked == [0, 1]:
+            raise InterruptedRunError("stopped by SIGTERM: no partial result was written")
+        return batch(self, number)
+
+    monkeypatch.setattr(generating._Writer, "batch", stops)
+    monkeypatch.setattr(module, "GenerationOptions", lambda **keys: GenerationOptions(length=4, batch=4, **keys))
+    with pytest.raises(StoppedError, match="run the same command again to resume"):
+        own_text(DEMO, tmp_path / "parts", **SMALL)
+    parts = own_text(DEMO, tmp_path / "parts", **SMALL)
+    assert asked[:3] == [0, 1, 1]
+    assert parts.file.stem.startswith("own-text-")
+    assert whole.file.name != parts.file.name  # whose texts are shorter
+    assert {path.name for path in parts.file.parent.iterdir()} == {parts.file.name}
+
+
+def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
+    plan = make_plan(open_checkpoint(str(DEMO)), 3, method="factor")
+    options = {"tokens": 64, "sequence_length": 16, "device": "cpu"}
+    seen: list[str] = []
+    own = calibrate(plan, CalibrationOptions("self", **options), lambda label, *_: seen.append(label))
+    (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
+    given = calibrate(plan, CalibrationOptions(str(file), **options))
+    assert own.digest == given.digest
+    assert own.tokens == 64
+    assert "64 tokens of demo_checkpoint's own text (at least 72 tokens at temperature 1, seed 0)" in own.description
+    assert set(seen) == {"generating text"}
+    both = calibrate(plan, CalibrationOptions(["self", str(file)], **options))
+    assert " and " in both.description
+
+
+def test_a_run_reads_it_and_records_what_it_is(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "student").symlink_to(home / "student")
+    own = {"source": "self", "tokens": 150, "seed": 3}
+    summary = run(home, tmp_path / "own", data=own, tokens=64, teacher=str(DEMO))
+    (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
+    expected = own_text(DEMO, tmp_path / "again", tokens=150, seed=3, device="cpu")
+    assert file.read_bytes() == expected.file.read_bytes()
+    run(home, tmp_path / "file", data=str(file), tokens=64, teacher=str(DEMO))
+    assert losses(tmp_path / "own") == losses(tmp_path / "file")
+    assert weights(tmp_path / "own") == weights(tmp_path / "file")
+    record = json.loads((tmp_path / "own" / "model" / "gqa_conversion.json").read_text())["uptraining"][-1]
+    (stated,) = record["recipe"]["data"]
+    assert (stated["source"], stated["tokens"], stated["seed"]) == ("self", 150, 3)
+    assert summary["steps"] == 1
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for name, value in (("tokens", 100), ("temperature", 0.5), ("seed", 1)):
+        with pytest.raises(RecipeError, match=f"has {name}, which only text of the source itself has"):
+            read_source("data", {"source": "text.txt", name: value})
+    keys = {"model": "m", "output": "o", "data": "self", "tokens": 10**6}
+    assert make_recipe(keys).data[0].tokens == 10**6
+    with pytest.raises(RecipeError, match="evaluation_data is self"):
+        make_recipe(keys | {"evaluation_data": "self"})
+    assert not is_on_hub(Source("self"))
+    assert is_on_hub(Source("selfish"))
+    (tmp_path / "self").write_text("a file comes first")
+    assert not Source("self").is_self
+
+
+def test_a_run_needs_to_know_the_source() -> None:
+    with pytest.raises(RecipeError, match="that m was converted from is not on this machine: name it as teacher"):
+        generated([Source("self")], "m", None, lambda *_: None)
+
+
+def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "mute")
+    settings = tmp_path / "mute" / "tokenizer_config.json"
+    stated = json.loads(settings.read_text()) | {"bos_token": None, "eos_token": None}
+    settings.write_text(json.dumps(stated))
+    with pytest.raises(DataError, match="no token that begins a document: run gqa-convert generate-text with other"):
+        own_text(tmp_path / "mute", tmp_path / "here", **SMALL)
+    with pytest.raises(OptionError, match="is 0: it must be at least 1"):
+        own_text(DEMO, tmp_path / "here", tokens=0, device="cpu")
