@@ -4,12 +4,14 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.robustness.commands import COMMANDS
 from benchmarks.robustness.kills import run_kills
 from benchmarks.robustness.mutations import run_mutations
-from benchmarks.robustness.outcomes import BUGS, Case, KillOutcome, Outcome, counted
+from benchmarks.robustness.outcomes import BUGS, Case, count_table, counts
+from benchmarks.robustness.recording import KINDS, fill, record
 from benchmarks.robustness.surroundings import run_surroundings
 
 
@@ -21,6 +23,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="one subject, one command, or one mutation by its number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where files are written meanwhile; default: a temporary folder")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="add the counts to this file")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write the tables of --output into this page")
     return parser.parse_args()
 
 
@@ -37,23 +41,30 @@ def _collected(cases: Iterable[Case]) -> list[Case]:
 def main() -> int:
     """The exit status."""
     options = _arguments()
-    found: list[Case] = []
+    bugs = 0
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        if options.kills:  # before this process starts a thread, since the killed ones are its forks
-            killed = _collected(run_kills(options.kills, options.seed, folder, options.only))
-            print(counted(killed, KillOutcome, "killed"))
-            found += killed
-        if options.surroundings:
-            tried = _collected(run_surroundings(folder, options.only))
-            print(counted(tried, Outcome, "surrounding"))
-            found += tried
-        if options.mutations:
-            os.fsync = lambda fd: None  # the mutations are not about crashes of the machine
-            mutated = _collected(run_mutations(options.mutations, options.seed, folder, options.only))
-            print(counted(mutated, Outcome, "mutated"))
-            found += mutated
-    return 1 if any(case.outcome in BUGS for case in found) else 0
+        for kind, cases in _runs(options, Path(name)):
+            found = _collected(cases)
+            outcomes, what = KINDS[kind]
+            print(count_table(counts(found), outcomes, what), flush=True)
+            if options.output:
+                record(options.output, kind, options.seed, counts(found))
+            bugs += sum(case.outcome in BUGS for case in found)
+    if options.page:
+        fill(options.page, options.output)
+    return 1 if bugs else 0
+
+
+def _runs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Iterable[Case]]]:
+    if options.kills:  # before this process starts a thread, since the killed ones are its forks
+        for command in COMMANDS:
+            if options.only in (None, command.name):
+                yield "kills", run_kills(options.kills, options.seed, folder, command)
+    if options.surroundings:
+        yield "surroundings", run_surroundings(folder, options.only)
+    if options.mutations:
+        os.fsync = lambda fd: None  # the mutations are not about crashes of the machine
+        yield "mutations", run_mutations(options.mutations, options.seed, folder, options.only)
 
 
 if __name__ == "__main__":

@@ -50,14 +50,31 @@ class Case:
     detail: str = ""
 
 
-def counted(cases: Iterable[Case], kinds: type[Outcome] | type[KillOutcome], what: str) -> str:
-    """A Markdown table with a row for each subject and a column for each outcome."""
-    rows: dict[str, Counter[str]] = {}
+Counts = dict[str, dict[str, int]]
+"""How often each outcome came of each subject's cases."""
+
+
+def counts(cases: Iterable[Case]) -> Counts:
+    found: Counts = {}
     for case in cases:
-        rows.setdefault(case.subject, Counter())[case.outcome] += 1
+        row = found.setdefault(case.subject, {})
+        row[case.outcome] = row.get(case.outcome, 0) + 1
+    return found
+
+
+def joined(several: Iterable[Counts]) -> Counts:
+    """The sums of several runs."""
+    sums: dict[str, Counter[str]] = {}
+    for each in several:
+        for subject, row in each.items():
+            sums.setdefault(subject, Counter()).update(row)
+    return {subject: dict(row) for subject, row in sums.items()}
+
+
+def count_table(rows: Counts, kinds: type[Outcome] | type[KillOutcome], what: str) -> str:
+    """A Markdown table with a row for each subject and a column for each outcome."""
     lines = [
-        [subject, f"{counts.total():,}", *(f"{counts[kind]:,}" for kind in kinds)] for subject, counts in rows.items()
+        [subject, f"{sum(row.values()):,}", *(f"{row.get(kind, 0):,}" for kind in kinds)]
+        for subject, row in (rows | {"all": dict(sum(map(Counter, rows.values()), Counter()))}).items()
     ]
-    total: Counter[str] = sum(rows.values(), Counter())
-    lines.append(["all", f"{total.total():,}", *(f"{total[kind]:,}" for kind in kinds)])
     return table([what, "cases", *(kind.value for kind in kinds)], lines)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.robustness.kills import COMMANDS, template
+from benchmarks.robustness.commands import COMMANDS, template
 from benchmarks.robustness.outcomes import Case, Outcome
-from benchmarks.robustness.processes import import_modules_of, run_process
+from benchmarks.robustness.processes import import_modules, run_process
 from benchmarks.robustness.sources import digests
 
 NOBODY = 54_321
@@ -150,8 +150,7 @@ def _tried(
     folder.chmod(0o755)  # for another user
     original = template(folder / "template", prepared)
     work = Path(shutil.copytree(original, folder / "warm"))
-    run_process(arguments, work, list_modules=True)
-    import_modules_of(work)
+    import_modules(run_process(arguments, work, notes=True).modules, own=False)
     shutil.rmtree(work)
     for each in chosen:
         yield _case(folder, original, name, arguments, each, writes=writes)

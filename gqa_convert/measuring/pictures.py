@@ -4,7 +4,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.errors import MissingExtraError, OptionError, OutputError
+from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError
 
 FORMATS = (".png", ".svg", ".pdf")
 MOST_LABELLED = 48
@@ -57,8 +59,21 @@ def is_our_picture(path: Path) -> bool:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure in the format of the file's suffix, marked as drawn by this program."""
+    """Write a matplotlib figure in the format of the file's suffix, marked as drawn by this program. The file appears
+    whole or not at all.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        OutputError: the file can't be written.
+    """
     kind = path.suffix[1:].lower()
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": _DRAWN_BY})
-    path.write_bytes(picture.getvalue())
+    try:
+        write_whole(path, picture.getvalue())
+    except OSError as problem:
+        if is_disk_full(problem):
+            raise NoSpaceError(
+                f"the disk or quota of {path} is full: free some space, or name a picture on another disk"
+            ) from None
+        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another picture") from None

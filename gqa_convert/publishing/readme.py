@@ -2,14 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gqa_convert.checkpoint.atomic_files import atomic_file, sync
+from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.signed_card import MARKER, is_our_card, signed
 from gqa_convert.errors import OutputError, PublishError
@@ -101,14 +101,13 @@ def write_card(facts: Facts, card: str) -> Path:
     """
     folder = facts.folder
     path = folder / README
-    temporary = folder / f".{README}-{secrets.token_hex(4)}"
     try:
         if not path.is_symlink() and path.is_file() and path.read_bytes() == card.encode():
             return path
-        with atomic_file(path, temporary) as file:
+        with atomic_file(path) as file:
             file.write(card.encode())
             file.flush()
-            sync(temporary)  # a full disk must not leave the folder without either README
+            os.fsync(file.fileno())  # a full disk must not leave the folder without either README
             text = read_readme(folder)
             if text is not None and not is_our_card(text) and not _came_with_source(facts, text):
                 set_aside(path)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
 from tests.helpers.gguf_files import write_gguf_llama
 from tests.helpers.report_runs import LOSSES, TIMES, benchmark, evaluation, write_json
 from tests.helpers.tiny import make_config, make_model
+from tests.helpers.uptrain_runs import die, in_child
 
 REPO = "me/gqa-3"
 COMMAND = ["gqa-convert", "convert", "org/model", "out folder", "--groups", "3"]
@@ -88,6 +90,19 @@ def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str,
     assert yaml.safe_load(ModelCard(str(read)).data.to_yaml()) == front
     assert text == read.content
     return text, front, list(made.warnings)
+
+
+def test_a_killed_publish_leaves_nothing_that_stays(out: Path) -> None:
+    def killed() -> None:
+        os.fsync = lambda handle: die()  # type: ignore[assignment]  # in the child only
+        publish(out, Place(REPO), Options(), dry_run=True)
+
+    from_hub(out)
+    before = {path.name for path in out.iterdir()}
+    assert in_child(killed) == (-signal.SIGKILL, "")
+    assert {path.name for path in out.iterdir()} != before
+    card(out)
+    assert {path.name for path in out.iterdir()} == before | {"README.md"}
 
 
 def uptrained(out: Path, **changes: Any) -> None:

@@ -1,14 +1,18 @@
 """The file of results."""
 
+import errno
 import json
-import secrets
+import os
 from pathlib import Path
 
-from gqa_convert.checkpoint.atomic_files import atomic_file
-from gqa_convert.errors import OutputError
+from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 from gqa_convert.measuring.results.schemas import EvaluationFile
 
 _KIND = "evaluate"
+_WITHOUT_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
+"""What filesystems and old kernels that lack O_TMPFILE answer."""
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
@@ -27,11 +31,11 @@ def check_output(path: Path, *, overwrite: bool) -> None:
             raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
     if not path.absolute().parent.is_dir():
         raise OutputError(f"the folder {path.absolute().parent} does not exist: make it, or name another file")
-    try:
-        with _temporary(path).open("x") as file:
-            Path(file.name).unlink()
+    try:  # a file without a name, of which a killed process leaves nothing
+        os.close(os.open(path.absolute().parent, os.O_TMPFILE | os.O_WRONLY))
     except OSError as problem:
-        raise _unwritable(path, problem) from None
+        if problem.errno not in _WITHOUT_NAMELESS_FILES:
+            raise _unwritable(path, problem) from None
 
 
 def _is_ours(path: Path) -> bool:
@@ -49,19 +53,19 @@ def write_results(path: Path, results: EvaluationFile, *, overwrite: bool) -> No
 
     Raises:
         OutputError: the file exists by now, or can't be written.
+        NoSpaceError: the disk is full.
     """
     text = json.dumps(results.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     check_output(path, overwrite=overwrite)
     try:
-        with atomic_file(path, _temporary(path)) as file:
-            file.write(text.encode())
+        write_whole(path, text.encode())
     except OSError as problem:
         raise _unwritable(path, problem) from None
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-
-
-def _unwritable(path: Path, problem: OSError) -> OutputError:
+def _unwritable(path: Path, problem: OSError) -> GQAConvertError:
+    if is_disk_full(problem):
+        return NoSpaceError(
+            f"the disk or quota of {path} is full: free some space, or name a file on another disk with --output"
+        )
     return OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file with --output")
