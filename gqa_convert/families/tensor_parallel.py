@@ -3,13 +3,20 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
+from gqa_convert.families.engines import listed_in, run_in
+from gqa_convert.families.table import FAMILIES
+
+_COPIES = "vLLM"
+"""The engine that keeps copies of K/V heads."""
+
 
 class ParallelDegrees(NamedTuple):
     """Degrees of tensor parallelism.
 
     Attributes:
         split: those that split the K/V heads of every layer evenly.
-        with_copied_kv_heads: further ones, which engines reach by keeping copies of K/V heads.
+        with_copied_kv_heads: further ones, which vLLM reaches by keeping copies of K/V heads; empty for types for which
+            it has no code.
     """
 
     split: list[int]
@@ -21,15 +28,19 @@ class ParallelDegrees(NamedTuple):
         return listed + (f"; with copied K/V heads (vLLM) also {copied}" if copied else "")
 
 
-def parallel_degrees(heads: int, kv_heads: Collection[int]) -> ParallelDegrees:
+def parallel_degrees(heads: int, kv_heads: Collection[int], model_type: str) -> ParallelDegrees:
     """The degrees that numbers of heads allow.
 
     Args:
         heads: query heads of a layer.
         kv_heads: the numbers of K/V heads that layers have.
+        model_type: of the checkpoint. Those of modelling files are unknown to vLLM unless its tables name them.
     """
     degrees = [degree for degree in range(1, heads + 1) if heads % degree == 0]
     split = [degree for degree in degrees if all(groups % degree == 0 for groups in kv_heads)]
+    family = FAMILIES.get(model_type)
+    if family is not None and family.modeling is not None and _COPIES not in run_in(model_type) | listed_in(model_type):
+        return ParallelDegrees(split, [])
     possible = [
         degree for degree in degrees if all(groups % degree == 0 or degree % groups == 0 for groups in kv_heads)
     ]

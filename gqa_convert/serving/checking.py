@@ -222,9 +222,9 @@ def _parallel_degrees(config: Config, where: str) -> ParallelDegrees | None:
         return None
     by_layer = kv_heads_by_layer(config, where)
     if by_layer is not None:
-        return parallel_degrees(heads, set(by_layer))
+        return parallel_degrees(heads, set(by_layer), family.model_type)
     stated = config_value(config, family.kv_heads_keys[0]) if family.kv_heads == "stated" else None
-    return parallel_degrees(heads, {stated}) if type(stated) is int and stated > 0 else None
+    return parallel_degrees(heads, {stated}, family.model_type) if type(stated) is int and stated > 0 else None
 
 
 def _how_to_get(client: Client, python: str | None) -> str:

@@ -98,6 +98,20 @@ def test_the_plan(source: Path) -> None:
         _ = plan.groups
 
 
+def test_no_degrees_with_copied_heads_where_vllm_has_no_code_for_the_type(tmp_path: Path) -> None:
+    """A list of K/V heads in a modelling file of this package; a DeciLM, as above, is known to vLLM."""
+    make_checkpoint("qwen2", tmp_path / "listed", num_hidden_layers=4)
+    make_checkpoint("opt", tmp_path / "one number")
+    plans = [
+        make_plan(open_checkpoint(tmp_path / "listed"), COUNTS, method="mean"),
+        make_plan(open_checkpoint(tmp_path / "one number"), 3, method="mean"),
+    ]
+    assert [plan.config["model_type"] for plan in plans] == ["gqa_qwen2", "gqa_opt"]
+    assert [plan.tensor_parallel_degrees() for plan in plans] == [([1], []), ([1, 3], [])]
+    assert "copied" not in plans[0].tensor_parallel_degrees().in_words()
+
+
+
 def test_verify_proves_it_layer_by_layer(source: Path, factored: Path) -> None:
     report = verify_checkpoint(factored, source)
     assert report.passed, failed(report)

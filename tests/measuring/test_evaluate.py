@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from gqa_convert.errors import OptionError
 from gqa_convert.measuring.evaluate.examples import span_material
 from gqa_convert.measuring.evaluate.run import Settings, evaluate
 from gqa_convert.text.documents import Piece
+from gqa_convert.text.scoring import forward
+from gqa_convert.text.scoring.forward import score
 from gqa_convert.text.scoring.texts import byte_ends, encode, text_material
 from gqa_convert.text.scoring.windows import cut_windows, longest_first
 from gqa_convert.text.sources import Source
@@ -222,6 +225,33 @@ def test_divergence_and_differences_from_a_reference(home: Path) -> None:
     )
     assert report["reference"]["loss"] == same["loss"]
     assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
+
+
+def test_the_reference_is_scored_in_the_first_models_pass(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the numbers that it has alone; alone too if it can't be compared with that model."""
+    own = ("loss", "loss_standard_error", "perplexity", "bits_per_byte", "bits_per_byte_standard_error", "tokens")
+    constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
+    constant(tmp_path / "same letters", "abc", list(np.log([0.5, 0.3, 0.2])))
+    constant(tmp_path / "pairs", [a + b for a in "abc" for b in "abc"], [0.0] * 9)
+    (tmp_path / "text.txt").write_text("abcabbac" * 20)
+    for folder, data, reference, models, passes in (
+        (home, "rows.jsonl", "one", ("two", "one"), 2),
+        (tmp_path, "text.txt", "letters", ("same letters", "pairs"), 2),
+        (tmp_path, "text.txt", "letters", ("pairs", "same letters"), 3),
+    ):
+        alone = run(folder, reference, data=data)["results"][0]
+        with monkeypatch.context() as patch:
+            counted = mock.Mock(wraps=score)
+            patch.setattr(forward, "score", counted)
+            report = run(folder, *models, data=data, reference=reference)
+        assert counted.call_count == passes
+        assert [report["reference"][key] for key in own] == [alone[key] for key in own]
+        separate = [run(folder, model, data=data, reference=reference)["results"][0] for model in models]
+        for each in (*separate, *report["results"]):
+            each.pop("seconds")
+        assert report["results"] == separate
 
 
 def test_a_standard_error_is_that_of_many_texts(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class Plan:
 
     def tensor_parallel_degrees(self) -> ParallelDegrees:
         """Degrees of tensor parallelism that fit the K/V heads of every layer."""
-        return parallel_degrees(self.heads, set(self.layer_groups))
+        return parallel_degrees(self.heads, set(self.layer_groups), self.config["model_type"])
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""

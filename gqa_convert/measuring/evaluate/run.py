@@ -36,6 +36,7 @@ from gqa_convert.text.sources import Source
 if TYPE_CHECKING:
     from gqa_convert.measuring.evaluate.comparison import Measured
     from gqa_convert.measuring.evaluate.processes import Processes
+    from gqa_convert.text.scoring.forward import Floats, Scores
     from gqa_convert.text.scoring.material import Material
 
 Progress = Callable[[str, int, int], None]
@@ -185,27 +186,26 @@ class _Run:
         self.text = self._read(data)
         kept: Measured | None = None
         results: list[ModelScores] = []
-        entry: ModelScores | None = None
         with ExitStack() as stack:
-            beside: tuple[Candidate, Any] | None = None
+            beside: _Reference | None = None
             if self.reference is not None and data is not None:
                 with self.together():
-                    beside = (
-                        self.reference,
-                        stack.enter_context(opened(self.reference, self.settings.dtype, self.processes.device)),
-                    )
-                entry, kept = self._evaluated(*beside, None, None, tasks=False)
+                    model = stack.enter_context(opened(self.reference, self.settings.dtype, self.processes.device))
+                    beside = _Reference(self.reference, model, self._unscored(self.reference, model))
             for candidate in self.models:
                 with ExitStack() as inner:
-                    if beside and candidate.folder == beside[0].folder:
-                        model = beside[1]
+                    if beside and candidate.folder == beside.candidate.folder:
+                        model = beside.model
                     else:
                         with self.together():
                             model = inner.enter_context(opened(candidate, self.settings.dtype, self.processes.device))
-                    result, measured = self._evaluated(candidate, model, kept, beside and beside[1], tasks=True)
+                    result, measured = self._evaluated(candidate, model, kept, beside)
                     del model
                 results.append(result)
                 kept = kept or measured
+            entry = (
+                None if beside is None else self._entry(beside.candidate, beside.model, beside.measured, beside.seconds)
+            )
         return EvaluationFile(
             data=None if data is None else self._description(data),
             objective=self.objective if data else None,
@@ -287,33 +287,43 @@ class _Run:
         )
 
     def _evaluated(
-        self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any, *, tasks: bool
+        self, candidate: Candidate, model: Any, other: "Measured | None", reference: "_Reference | None"
     ) -> tuple[ModelScores, "Measured | None"]:
         """A model's entry in the results and the scores behind it.
 
         Args:
             candidate: the model.
             model: the same, loaded.
-            other: scores of the model that it is compared with.
-            reference: a loaded model whose distributions are compared with its.
-            tasks: whether to run lm-eval's tasks.
+            other: scores of the model that it is compared with, where there is no reference.
+            reference: the model whose distributions are compared with its. It is scored in the same pass if it has no
+                scores yet, and alone if the two can't be compared.
         """
         from gqa_convert.measuring.evaluate import comparison
 
-        entry = ModelScores(
-            model=candidate.name,
-            revision=candidate.revision,
-            dtype=str(model.dtype).removeprefix("torch."),
-            **dict.fromkeys(_FIGURES),
-            scored_nan=0,
-        )
-        measured = None
+        measured, entry = None, self._entry(candidate, model, None, None)
         if self.text is not None:
-            measured, seconds, note = self._measured(candidate, model, other, reference)
-            against = other and comparison.difference(measured, other)
-            found = asdict(comparison.losses(measured)) | asdict(comparison.distance(measured))
-            entry = entry.model_copy(update=found | {"seconds": seconds, "difference": against, "note": note})
-        if tasks and self.tasks is not None:
+            with self.together():
+                measured = self._unscored(candidate, model)
+            against = reference.measured if reference else other
+            problem = against and comparison.incomparable(measured, against)
+            if reference is not None and problem and not reference.is_scored:
+                scores, reference.seconds = self._scores(reference.candidate, reference.model, reference.measured, None)
+                reference.take(scores.loss)
+            scores, seconds = self._scores(
+                candidate, model, measured, None if problem or reference is None else reference.model
+            )
+            measured = replace(measured, scores=scores)
+            if reference is not None and not reference.is_scored and scores.reference_loss is not None:
+                reference.take(scores.reference_loss)
+                reference.seconds = seconds
+            against = reference.measured if reference else other
+            entry = self._entry(candidate, model, measured, seconds).model_copy(
+                update={
+                    "difference": against and comparison.difference(measured, against),
+                    "note": self._note(measured, problem),
+                }
+            )
+        if self.tasks is not None:
             with self.together():
                 if self.processes.is_main_process:
                     self.progress(f"tasks for {candidate.name}", 0, 1)
@@ -328,25 +338,67 @@ class _Run:
                     entry = entry.model_copy(update={"tasks": found})
         return entry, measured
 
-    def _measured(
-        self, candidate: Candidate, model: Any, other: "Measured | None", reference: Any
-    ) -> tuple["Measured", float, str | None]:
-        """A model's scores on the text, the seconds that scoring took, and a note for the user."""
-        from gqa_convert.measuring.evaluate.comparison import Measured, incomparable
+    def _entry(
+        self, candidate: Candidate, model: Any, measured: "Measured | None", seconds: float | None
+    ) -> ModelScores:
+        """A model's entry in the results, without comparisons; without figures if it was not scored."""
+        from gqa_convert.measuring.evaluate import comparison
+
+        entry = ModelScores(
+            model=candidate.name,
+            revision=candidate.revision,
+            dtype=str(model.dtype).removeprefix("torch."),
+            **dict.fromkeys(_FIGURES),
+            scored_nan=0,
+        )
+        if measured is None:
+            return entry
+        found = asdict(comparison.losses(measured)) | asdict(comparison.distance(measured))
+        return entry.model_copy(update=found | {"seconds": seconds, "note": self._note(measured, None)})
+
+    def _note(self, measured: "Measured", problem: str | None) -> str | None:
+        """A note for the user.
+
+        Args:
+            measured: a model's scores.
+            problem: why they can't be compared with those of the reference.
+        """
+        notes = []
+        if problem:
+            how = "not compared" if measured.material.sizes is None else "compared by bits per byte alone"
+            notes.append(f"{how}, since {problem}")
+        if measured.material.truncated:
+            notes.append(f"{measured.material.truncated} pairs were cut to {self.context} tokens")
+        return "; ".join(notes) or None
+
+    def _unscored(self, candidate: Candidate, model: Any) -> "Measured":
+        """What a model is scored on, with no scores yet."""
+        from gqa_convert.measuring.evaluate.comparison import Measured
+        from gqa_convert.text.scoring.forward import Scores
+
+        material = self._material(candidate)
+        check_tokens(model, material, candidate)
+        return Measured(candidate.name, material, Scores(_none()), candidate.tokenizer.get_vocab())
+
+    def _scores(self, candidate: Candidate, model: Any, measured: "Measured", reference: Any) -> tuple["Scores", float]:
+        """A model's scores on its material, and the seconds that scoring took.
+
+        Args:
+            candidate: the model.
+            model: the same, loaded.
+            measured: what it is scored on.
+            reference: a loaded model that is scored in the same pass.
+        """
         from gqa_convert.text.scoring.forward import Scores, score
 
+        material, done = measured.material, 0
+
+        def advance(scored: int) -> None:
+            nonlocal done
+            done = min(material.tokens, done + scored * self.processes.num_processes)
+            self.progress(f"scoring {candidate.name}", done, material.tokens)
+
         with self.together():
-            material = self._material(candidate)
-            check_tokens(model, material, candidate)
-            bare = Measured(candidate.name, material, Scores(_none()), candidate.tokenizer.get_vocab())
-            problem = other and incomparable(bare, other)
-            done = 0
-
-            def advance(scored: int) -> None:
-                nonlocal done
-                done = min(material.tokens, done + scored * self.processes.num_processes)
-                self.progress(f"scoring {candidate.name}", done, material.tokens)
-
             began = time.monotonic()
             with memory_explained(candidate.name):
                 scores = score(
@@ -354,18 +406,35 @@ class _Run:
                     material.batches,
                     len(material.ids),
                     numbers=self.processes.share(len(material.batches)),
-                    reference=None if problem else reference,
+                    reference=reference,
                     progress=advance,
                 )
-        scores = Scores(*map(self.processes.joined, scores.arrays()))
-        seconds = round(time.monotonic() - began, 3)
-        notes = []
-        if problem:
-            how = "not compared" if material.sizes is None else "compared by bits per byte alone"
-            notes.append(f"{how}, since {problem}")
-        if material.truncated:
-            notes.append(f"{material.truncated} pairs were cut to {self.context} tokens")
-        return replace(bare, scores=scores), seconds, "; ".join(notes) or None
+        return Scores(*map(self.processes.joined, scores.arrays())), round(time.monotonic() - began, 3)
+
+
+class _Reference:
+    """The model whose distributions the others' are compared with. It stays in memory, and is scored once.
+
+    Attributes:
+        candidate: the model.
+        model: the same, loaded.
+        measured: its scores, of length 0 before it is scored.
+        seconds: how long the pass took that scored it.
+    """
+
+    def __init__(self, candidate: Candidate, model: Any, measured: "Measured") -> None:
+        self.candidate, self.model, self.measured = candidate, model, measured
+        self.seconds: float | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        return self.seconds is not None
+
+    def take(self, losses: "Floats") -> None:
+        """Keep the losses of its tokens."""
+        from gqa_convert.text.scoring.forward import Scores
+
+        self.measured = replace(self.measured, scores=Scores(losses))
 
 
 def _none() -> Any:

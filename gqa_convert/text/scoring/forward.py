@@ -4,7 +4,7 @@ Logits are the largest tensors: they are made for some rows at a time where the 
 rows at a time, in float32. The callers sum over tokens in float64.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,18 @@ class Scores:
         loss: the cross-entropy in nats.
         kl: KL(reference || model) in nats; None without a reference.
         agrees: 1 where the likeliest token is the reference's, else 0; None without a reference.
+        reference_loss: the reference's own cross-entropy in nats; None without a reference.
     """
 
     loss: Floats
     kl: Floats | None = None
     agrees: Floats | None = None
+    reference_loss: Floats | None = None
 
     def arrays(self) -> list[Floats]:
-        """The arrays that are not None, by name."""
-        return [array for array in (self.loss, self.kl, self.agrees) if array is not None]
+        """The arrays that are not None, in the order of the fields."""
+        every = (self.loss, self.kl, self.agrees, self.reference_loss)
+        return [array for array in every if array is not None]
 
 
 def score(
@@ -64,8 +67,7 @@ def score(
             tokens are compared, and both distributions are conditioned on them.
         progress: called after each batch with the number of tokens that it scored.
     """
-    loss = np.zeros(count, np.float32)
-    kl, agrees = (None, None) if reference is None else (np.zeros(count, np.float32), np.zeros(count, np.float32))
+    scores = Scores(*(np.zeros(count, np.float32) for _ in range(1 if reference is None else 4)))
     head, other = OutputHead(model), None if reference is None or reference is model else OutputHead(reference)
     with torch.inference_mode():
         for number in range(len(batches)) if numbers is None else numbers:
@@ -75,14 +77,13 @@ def score(
             theirs = None if reference is None else ours if other is None else other.rows(inputs)
             size = _ROWS if model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
             found = _batch_scores(torch.from_numpy(batch.rows), torch.from_numpy(batch.targets), ours, theirs, size)
-            for array, values in zip((loss, kl, agrees), found, strict=True):
-                if array is not None and values is not None:
-                    array[batch.places] = values.cpu().numpy()
+            for array, values in zip(scores.arrays(), found, strict=True):
+                array[batch.places] = values.cpu().numpy()
             progress(len(batch.places))
-    return Scores(loss, kl, agrees)
+    return scores
 
 
-def _batch_scores(rows: Tensor, targets: Tensor, ours: Rows, theirs: Rows | None, size: int) -> Sequence[Tensor | None]:
+def _batch_scores(rows: Tensor, targets: Tensor, ours: Rows, theirs: Rows | None, size: int) -> list[Tensor]:
     """See `token_scores`.
 
     Args:
@@ -97,13 +98,11 @@ def _batch_scores(rows: Tensor, targets: Tensor, ours: Rows, theirs: Rows | None
         logits = ours(some)
         reference = logits if theirs is ours else None if theirs is None else theirs(some)
         found.append(token_scores(logits, wanted, reference))
-    return [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def token_scores(
-    logits: Tensor, targets: Tensor, reference: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss, divergence and agreement of predictions.
+def token_scores(logits: Tensor, targets: Tensor, reference: Tensor | None) -> tuple[Tensor, ...]:
+    """Loss, divergence and agreement of predictions, and the loss of the reference's.
 
     Args:
         logits: [r, V].
@@ -111,12 +110,12 @@ def token_scores(
         reference: [r, V'], logits of another model.
 
     Returns:
-        [r] each, float32; divergence and agreement are None without a reference.
+        [r] each, float32; the loss alone without a reference.
     """
     targets = targets.to(logits.device)
     shared = logits.shape[-1] if reference is None else min(logits.shape[-1], reference.shape[-1])
     size = max(1, (_CHUNK if logits.device.type == "cpu" else _CHUNK_ON_ACCELERATOR) // logits.shape[-1])
-    losses, divergences, agreements = [], [], []
+    losses, divergences, agreements, theirs = [], [], [], []
     for start in range(0, len(targets), size):
         span = slice(start, start + size)
         some = logits[span].float()
@@ -126,13 +125,14 @@ def token_scores(
             continue
         if shared < some.shape[-1]:
             ours = some[:, :shared].log_softmax(-1)
-        other = reference[span, :shared].float().log_softmax(-1)
+        other = reference[span].float().log_softmax(-1)
+        theirs.append(-other.gather(1, targets[span, None].to(other.device))[:, 0])
+        if shared < other.shape[-1]:
+            other = reference[span, :shared].float().log_softmax(-1)
         agreements.append((ours.argmax(-1) == other.argmax(-1)).float())
         share = other.exp()
         # a token with probability 0 contributes nothing, whatever its logarithm
         divergences.append(
             other.sub_(ours).mul_(share).masked_fill_(share == 0, 0.0).sum(-1, dtype=torch.float64).float()
         )
-    if reference is None:
-        return torch.cat(losses), None, None
-    return torch.cat(losses), torch.cat(divergences), torch.cat(agreements)
+    return tuple(torch.cat(parts) for parts in (losses, divergences, agreements, theirs) if parts)
