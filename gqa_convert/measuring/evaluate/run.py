@@ -305,7 +305,7 @@ class _Run:
             with self.together():
                 measured = self._unscored(candidate, model)
             against = reference.measured if reference else other
-            problem = against and comparison.incomparable(measured, against)
+            problem = comparison.incomparable(measured, against) if against else None
             if reference is not None and problem and not reference.is_scored:
                 scores, reference.seconds = self._scores(reference.candidate, reference.model, reference.measured, None)
                 reference.take(scores.loss)
