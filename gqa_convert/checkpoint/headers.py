@@ -122,7 +122,8 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt("its __metadata__ is not a map of strings")
     data_start = LENGTH_BYTES + len(raw)
-    tensors = {sys.intern(name): _entry(name, field, data_start, corrupt) for name, field in fields.items()}
+    known: dict[Any, Any] = {dtype: dtype for dtype in DTYPE_BITS}
+    tensors = {sys.intern(name): _entry(name, field, data_start, corrupt, known) for name, field in fields.items()}
     try:
         "".join([*tensors, *metadata, *metadata.values()]).encode("utf-8")
     except UnicodeEncodeError:
@@ -143,7 +144,10 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     return Header(ordered, metadata, data_start)
 
 
-def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
+def _entry(name: str, field: Any, data_start: int, corrupt: Any, known: dict[Any, Any]) -> TensorEntry:
+    """Check a tensor's field. Experts have the same types, shapes and sizes, so that `known` holds one object of each for
+    tens of thousands.
+    """
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise corrupt(f"tensor {name!r} does not have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
@@ -153,7 +157,11 @@ def _entry(name: str, field: Any, data_start: int, corrupt: Any) -> TensorEntry:
         raise corrupt(f"tensor {name!r} has an impossible shape")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise corrupt(f"tensor {name!r} has impossible offsets")
-    entry = TensorEntry(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+    nbytes = offsets[1] - offsets[0]
+    shape = tuple(shape)
+    entry = TensorEntry(
+        known[dtype], known.setdefault(shape, shape), data_start + offsets[0], known.setdefault(nbytes, nbytes)
+    )
     # also refuses [2**62, 2**62, 0], as the safetensors library does
     if max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST:
         raise corrupt(f"tensor {name!r} has an impossible shape")

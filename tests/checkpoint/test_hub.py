@@ -3,6 +3,7 @@ wrong.
 """
 
 import json
+import threading
 import os
 import time
 from collections.abc import Iterator
@@ -125,6 +126,7 @@ def header_bytes(path: Path) -> int:
 
 class TestPlan:
     def test_only_headers_travel(self, hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+        hub.together = threading.Barrier(3, timeout=30)  # headers of three files, read one after another, never arrive
         plan = ask(hub, tmp_path, "plan", "org/model")
         local = json.loads(json.dumps(make_plan(open_checkpoint(folders["main"]), 4).summary()))
         assert plan["revision"] == hub.commit("org/model", "main")

@@ -32,10 +32,12 @@ class HubServer:
     Args:
         repos: id -> branch -> folder.
         ranges: whether range requests are honoured.
+        together: where as many range requests wait for one another before they are answered.
     """
 
     repos: dict[str, dict[str, Path]]
     ranges: bool = True
+    together: threading.Barrier | None = None
     log: list[Sent] = field(default_factory=list)
 
     def __enter__(self) -> "HubServer":
@@ -159,6 +161,8 @@ class HubServer:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
         if not asked or not self.ranges:
             return self._send(request, 200, raw, headers or {})
+        if self.together is not None:
+            self.together.wait()  # an error closes the connection
         first, last = int(asked[1]), int(asked[2] or len(raw) - 1)
         part = raw[first : last + 1]
         span = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(raw)}"}
