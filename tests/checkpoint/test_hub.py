@@ -3,8 +3,8 @@ wrong.
 """
 
 import json
-import threading
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
