@@ -60,7 +60,7 @@ class SourceFiles:
             return False
         assert self._checkpoint.folder is not None
         probe = self._work / ".share-probe"
-        with probe.open("xb") as file:
+        with probe.open("wb") as file:  # a killed run may have left one
             shared = can_share_blocks(self._checkpoint.folder / self._checkpoint.shards[0].file, file.fileno())
         probe.unlink()
         return shared

@@ -133,6 +133,6 @@ def spill(path: Path, destination: Path) -> None:
     """Write the tensors of a `.bin` file one after another, at the offsets that `read_torch_header` returned."""
     import torch
 
-    with destination.open("xb") as file:
+    with destination.open("wb") as file:  # over what a killed run may have left
         for tensor in _load(path, mmap=zipfile.is_zipfile(path)).values():
             file.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))

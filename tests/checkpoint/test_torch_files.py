@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, UnsupportedFormatError
 from tests.helpers.checkpoints import digests, llama_arrays, read_weights, split, write_config, write_index, write_llama
@@ -54,6 +56,29 @@ def converted(source: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def same(ours: dict[str, np.ndarray[Any, Any]], theirs: dict[str, np.ndarray[Any, Any]]) -> bool:
     return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_a_killed_run_left_in_its_folder_is_replaced(tmp_path: Path) -> None:
+    """The folder of merged layers stays for the next run, which continues in it."""
+    source = write_bin(tmp_path / "old", llama_state(), _use_new_zipfile_serialization=False)
+    checkpoint = open_checkpoint(source)
+    assert checkpoint.shards[0].spilled
+    read = []
+    for work, left in ((tmp_path / "new", {}), (tmp_path / "used", {".spilled-0": b"x" * 10**6})):
+        work.mkdir()
+        for name, content in left.items():
+            (work / name).write_bytes(content)
+        with ExitStack() as stack:
+            assert SourceFiles(checkpoint, work, stack)[0]
+            read.append((work / ".spilled-0").read_bytes())
+        assert list(work.iterdir()) == []
+    assert read[0] == read[1]
+    plain, probed = open_checkpoint(write_llama(tmp_path / "plain")), tmp_path / "probed"
+    probed.mkdir()
+    (probed / ".share-probe").touch()
+    with ExitStack() as stack:
+        SourceFiles(plain, probed, stack)
+    assert list(probed.iterdir()) == []
 
 
 def refused(source: Path, kind: type[GQAConvertError], *words: str) -> None:
