@@ -1,6 +1,7 @@
 """The commands that write files, and a folder with all that they read."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,14 @@ COMMANDS = (
     ),
     Command("report", ("report", "pooled", "--out", "page"), "page/*", together=False, prepared_by=_POOL),
 )
+
+
+def use_caches_in(folder: Path) -> None:
+    """Set where commands keep what they may reuse: each working folder has a cache of its own, and matplotlib's list of
+    fonts lies beside them.
+    """
+    os.environ["XDG_CACHE_HOME"] = "cache"
+    os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 
 def template(folder: Path, prepared_by: tuple[str, ...]) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.robustness.commands import Command, template
+from benchmarks.robustness.commands import Command, template, use_caches_in
 from benchmarks.robustness.outcomes import Case, KillOutcome
 from benchmarks.robustness.processes import Ended, Kill, import_modules, run_process
 from benchmarks.robustness.sources import digests
@@ -41,7 +41,7 @@ def run_kills(number: int, seed: int, folder: Path, command: Command) -> Iterato
     """Yield `number` cases of a command, whose files lie in `folder` meanwhile. Half of the kills come at a moment of the
     run, half at a file event, both drawn from the seed.
     """
-    os.environ["XDG_CACHE_HOME"] = "cache"  # relative to each working folder
+    use_caches_in(folder)
     sync, os.fsync = os.fsync, lambda fd: None  # the kills are not about crashes of the machine
     original = template(folder / "template", command.prepared_by)
     reference = _reference(original, command)

@@ -15,7 +15,6 @@ from typing import Any
 
 _NOTES = ".notes"
 """The file in which a process leaves the names of the modules that it imported and the number of its file events."""
-_LOG = ".printed"
 _EVENTS = frozenset(
     ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
 )
@@ -86,17 +85,18 @@ def run_process(
 
     Args:
         arguments: of the command line.
-        folder: the working directory, in which `.printed` receives stdout and stderr.
+        folder: the working directory. What is printed goes to a file beside it, whose disk may be another one.
         kill: when the process is killed.
         inputs: names in the folder whose files are only read, so that touching them counts as no event.
         prepare: called in the process before the command.
         notes: report modules and events.
     """
+    log = folder.with_name(f"{folder.name}.printed")
     began = time.monotonic()
     pid = os.fork()
     if not pid:
         events = _FileEvents(folder, inputs, kill.event if kill else None)
-        _become(arguments, folder, prepare, events, notes=notes)
+        _become(arguments, folder, log, prepare, events, notes=notes)
     with contextlib.suppress(OSError):  # it does so itself, and may have ended
         os.setpgid(pid, pid)
     if kill is not None and kill.seconds is not None:
@@ -104,12 +104,12 @@ def run_process(
         os.killpg(pid, signal.SIGKILL)  # a process that has ended keeps its id until it is waited for
     _, status = os.waitpid(pid, 0)
     seconds = time.monotonic() - began
-    printed = (folder / _LOG).read_text(encoding="utf-8", errors="replace") if (folder / _LOG).exists() else ""
+    printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found: dict[str, Any] = {}
     if notes:
         found = json.loads((folder / _NOTES).read_text(encoding="utf-8"))
         (folder / _NOTES).unlink()
-    (folder / _LOG).unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
     return Ended(
         os.waitstatus_to_exitcode(status), printed, seconds, found.get("events", 0), tuple(found.get("modules", ()))
     )
@@ -121,7 +121,7 @@ class _FileEvents:
     def __init__(self, folder: Path, inputs: Sequence[str], last: int | None) -> None:
         self.count = 0
         self._folder, self._last = str(folder), last
-        self._apart = tuple(str(folder / name) for name in (*inputs, _NOTES, _LOG))
+        self._apart = tuple(str(folder / name) for name in (*inputs, _NOTES))
 
     def watch(self) -> None:
         """Begin to count, for good."""
@@ -132,7 +132,7 @@ class _FileEvents:
             counts = arguments[1] == _EXCHANGE
         elif event in _EVENTS and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.join(self._folder, os.fsdecode(arguments[0]))  # noqa: PTH118  # hooks must be quick
-            counts = path.startswith(self._folder) and not path.startswith(self._apart)
+            counts = path.startswith(f"{self._folder}/") and not path.startswith(self._apart)
         else:
             return
         self.count += counts
@@ -141,13 +141,19 @@ class _FileEvents:
 
 
 def _become(
-    arguments: Sequence[str], folder: Path, prepare: Callable[[], None], events: _FileEvents, *, notes: bool
+    arguments: Sequence[str],
+    folder: Path,
+    log: Path,
+    prepare: Callable[[], None],
+    events: _FileEvents,
+    *,
+    notes: bool,
 ) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
-        handle = os.open(folder / _LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.argv = ["gqa-convert", *arguments]

@@ -3,15 +3,19 @@
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.robustness.commands import COMMANDS, template
+from benchmarks.robustness.commands import COMMANDS, template, use_caches_in
 from benchmarks.robustness.outcomes import Case, Outcome
 from benchmarks.robustness.processes import import_modules, run_process
 from benchmarks.robustness.sources import digests
 
+_DISK = 4 << 20
+"""The bytes of a small disk."""
 NOBODY = 54_321
 """A user without an entry in the list of users, as in a container."""
 
@@ -61,6 +65,7 @@ class Surrounding:
         codes: exit codes that are right.
         absolute: whether paths are absolute.
         reading: whether commands that write no file are tried too.
+        free: the bytes that are free on the disk of the working folder, which is a small one then.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Surrounding:
     codes: tuple[int, ...] = (0,)
     absolute: bool = False
     reading: bool = True
+    free: int | None = None
 
 
 def _environment(**values: str | None) -> Callable[[Path], None]:
@@ -79,6 +85,10 @@ def _environment(**values: str | None) -> Callable[[Path], None]:
                 os.environ[name] = value
 
     return prepare
+
+
+def _nothing(folder: Path) -> None:
+    del folder
 
 
 def _no_home(folder: Path) -> None:
@@ -118,13 +128,15 @@ def _closed_pipe(folder: Path) -> None:
 
 
 SURROUNDINGS = (
-    Surrounding("spaces, unicode, trailing slash", lambda folder: None),
+    Surrounding("spaces, unicode, trailing slash", _nothing),
     Surrounding("LC_ALL=C, ascii streams", _environment(LC_ALL="C", PYTHONIOENCODING="ascii")),
     Surrounding("COLUMNS=40", _environment(COLUMNS="40")),
     Surrounding("no HOME, unknown user", _no_home, (0, 2)),
     Surrounding("unwritable HOME", _environment(HOME="/proc", XDG_CACHE_HOME=None), (0, 2)),
     Surrounding("read-only folder", _read_only, (1, 2), reading=False),
     Surrounding("deleted working directory", _gone, (2,), absolute=True),
+    Surrounding("full disk", _nothing, (2,), reading=False, free=0),
+    Surrounding("disk with 24 KiB free", _nothing, (0, 2), reading=False, free=24 << 10),
     Surrounding("files of 1,000 bytes at most", _small_files, (1, 2), reading=False),
     Surrounding("stdout on a full disk", _full_stdout, (1,)),
     Surrounding("stdout closed, as by head", _closed_pipe),
@@ -133,7 +145,7 @@ SURROUNDINGS = (
 
 def run_surroundings(folder: Path, only: str | None = None) -> Iterator[Case]:
     """Yield a case for each command in each surrounding."""
-    os.environ["XDG_CACHE_HOME"] = "cache"  # relative to each working folder
+    use_caches_in(folder)
     for command in COMMANDS:
         yield from _tried(folder, command.name, command.arguments, command.prepared_by, writes=True, only=only)
     for name, arguments in READING.items():
@@ -160,7 +172,25 @@ def _tried(
 def _case(
     folder: Path, original: Path, name: str, arguments: Sequence[str], each: Surrounding, *, writes: bool
 ) -> Case:
-    work = Path(shutil.copytree(original, folder / "with spaces, ümläute and 漢字"))
+    with ExitStack() as stack:
+        work = _working_folder(folder / "with spaces, ümläute and 漢字", original, each.free, stack)
+        return _judged(work, name, arguments, each, writes=writes)
+
+
+def _working_folder(work: Path, original: Path, free: int | None, stack: ExitStack) -> Path:
+    """A copy of `original`, if `free` is given on a disk of its own with that many bytes free, until `stack` is closed."""
+    work.mkdir()
+    stack.callback(shutil.rmtree, work)
+    if free is not None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", work], check=True)
+        stack.callback(subprocess.run, ["umount", "--lazy", work], check=True)
+    shutil.copytree(original, work, dirs_exist_ok=True)
+    if free is not None:
+        (work / "large").write_bytes(bytes(shutil.disk_usage(work).free - free))
+    return work
+
+
+def _judged(work: Path, name: str, arguments: Sequence[str], each: Surrounding, *, writes: bool) -> Case:
     if each.prepare is _no_home:
         for path in (work, *work.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
@@ -168,15 +198,13 @@ def _case(
     given = [_placed(argument, work, absolute=each.absolute) for argument in arguments]
     ended = run_process(given, work, prepare=lambda: each.prepare(work))
     after = digests(work)
-    shutil.rmtree(work)
     label = f"{name}: {' '.join(arguments)}"
     detail = f"{ended.code}\n{ended.printed}"
     if "Traceback" in ended.printed or ended.code < 0:
         return Case(each.name, label, Outcome.TRACEBACK, detail)
-    if {path: digest for path, digest in after.items() if path in before and path != "pooled/README.md"} != {
-        path: digest for path, digest in before.items() if path != "pooled/README.md"
-    }:
-        return Case(each.name, label, Outcome.SOURCE_CHANGED, detail)
+    changed = {path for path, digest in before.items() if after.get(path) != digest}
+    if {path for path in changed if path != "pooled/README.md" and (ended.code or not path.startswith("out/"))}:
+        return Case(each.name, label, Outcome.SOURCE_CHANGED, f"{sorted(changed)} {detail}")
     if ended.code not in each.codes or (ended.code == 0 and writes and before == after and "tokenize" not in name):
         return Case(each.name, label, Outcome.OTHER, detail)
     if ended.code == 0:

@@ -64,6 +64,11 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
     split = setting.shards
     tokens, decoded = _tokens(architecture, setting)
     logits = decoded * architecture.vocabulary
+    # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
+    of_logits = (4 if setting.bf16 else 8) * logits + 4 * 4 * min(
+        logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])
+    )
+    of_teacher_logits = setting.teacher_bytes * logits if setting.teacher_parameters else 0
     parts = {
         "weights": setting.weight_bytes * setting.parameters / split,
         "adapters": 4 * setting.adapters / split,
@@ -74,12 +79,10 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
         "weights in bf16": _copies(architecture, setting)
         if setting.shards == 1 and setting.bf16 and setting.weight_bytes == 4
         else 0.0,
-        "activations": _activations(architecture, setting, tokens - decoded, decoded),
+        "activations": _activations(architecture, setting, tokens - decoded, decoded, of_logits + of_teacher_logits),
         "document masks": _masks(architecture, setting),
-        # at most two, as measured; plus, for one chunk, the float32 distributions and gradients of student and teacher
-        "logits": (4 if setting.bf16 else 8) * logits
-        + 4 * 4 * min(logits, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"])),
-        "teacher": _teacher(architecture, setting, logits),
+        "logits": of_logits,
+        "teacher": _teacher(architecture, setting) + of_teacher_logits,
     }
     return {name: round(size) for name, size in parts.items() if size}
 
@@ -140,9 +143,10 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
     return 2 * (layer * count + outer)
 
 
-def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int) -> float:
+def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int, logits: int) -> float:
     """What the layers save for the backward pass. With recomputation (Chen et al. 2016), each layer saves its input,
-    and one layer saves everything.
+    and one layer saves everything: from the moment that the backward pass reaches it, when the logits, which are given
+    in bytes, are no longer needed. Only what this layer takes beyond them is counted.
     """
     cross = architecture.encoder_layers > 0
     own, theirs = setting.target_length if cross else setting.sequence_length, setting.sequence_length
@@ -156,7 +160,7 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
     inputs = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
     share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
-    return share * inputs + (1 - share) * everything + max(decoder, encoder)
+    return share * inputs + (1 - share) * everything + max(decoder - logits, encoder - logits, 0)
 
 
 def _masks(architecture: Architecture, setting: Setting) -> float:
@@ -204,9 +208,9 @@ def _per_token(architecture: Architecture, *, bf16: bool, length: int, cross: bo
     return norms + inputs + attention + inner + (4 * a.heads * length if a.scores else 0)
 
 
-def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float:
+def _teacher(architecture: Architecture, setting: Setting) -> int:
     if not setting.teacher_parameters:
-        return 0.0
+        return 0
     size = setting.teacher_bytes
     kept = setting.teacher_parameters * size
     if setting.shards > 1:
@@ -214,7 +218,7 @@ def _teacher(architecture: Architecture, setting: Setting, logits: int) -> float
         kept = round(
             kept / setting.shards + size * (2 * _layer_parameters(architecture, setting.teacher_parameters) + outer)
         )
-    return kept + size * logits
+    return kept
 
 
 def parameters_of(

@@ -148,8 +148,10 @@ MEASURED: dict[str, dict[str, Any]] = {
         "micro_batch_size": 16,
         "tokens_per_step": 8192,
         "tokens": 16384,
-    },  # 317 and 379
+    },  # 206 and 246
 }
+LEAST = {"checkpointed": 0.8}
+"""The smallest share of the plan that is measured; otherwise 1 / 1.5."""
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,7 @@ def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path
     assert len(said) == 1
     stated = re.search(r": (\d+) MB", said[0])
     assert stated is not None
-    assert 1 / 1.5 < growth / 1e6 / int(stated[1]) < 1.5
+    assert LEAST.get(kind, 1 / 1.5) < growth / 1e6 / int(stated[1]) < 1.5
 
 
 SIZES = KNOWN["llama-2-7b-gqa8"][0]
@@ -210,6 +212,20 @@ def test_optimizers_differ_in_their_moments() -> None:
     }
     assert moments["adafactor"] < 0.01 * moments["adamw"]
     assert moments["muon"] == moments["adamw"] - 4 * (SETTING.parameters - 2 * 32000 * 4096)
+
+
+@pytest.mark.parametrize("vocabulary", [100, 32000])
+def test_the_logits_are_gone_when_a_layer_is_recomputed(vocabulary: int) -> None:
+    """So that the larger of the two counts."""
+    sizes = replace(SIZES, vocabulary=vocabulary)
+    plain = plan(sizes, replace(SETTING, bf16=False))
+    recomputed = plan(sizes, replace(SETTING, bf16=False, gradient_checkpointing=True))
+    inputs, layer = 4 * 4096 * 4096 * sizes.layers, plain["activations"] / sizes.layers
+    assert recomputed["logits"] == plain["logits"]
+    assert recomputed["activations"] + plain["logits"] == pytest.approx(inputs + max(layer, plain["logits"]))
+    assert (layer > plain["logits"]) == (vocabulary == 100)
+    taught = replace(SETTING, bf16=False, gradient_checkpointing=True, teacher_parameters=10**9)
+    assert plan(sizes, taught)["activations"] <= recomputed["activations"]
 
 
 @pytest.mark.parametrize("bf16", [True, False])
