@@ -16,6 +16,7 @@ import yaml
 from transformers import T5Config, T5ForConditionalGeneration
 
 import gqa_convert
+from benchmarks.trl_training import write_random
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.documents import ROOT, Command
 from tests.helpers.evaluate_models import causal, write_rows
@@ -34,6 +35,8 @@ NOT_RUN = {
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
     r"^sbatch |^kubectl ": "needs a cluster",
     r"^hf download": "fetches a model from the Hub",
+    r"^cp demo-gqa3/": "puts files into a folder that TRL wrote, which the tests' environment lacks",
+    r"^llama-server ": "a serving engine, which the tests' environment lacks",
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
     r"^python recipes/paper/figures.py": "test_the_papers_figures_are_those_of_the_measurements draws them",
@@ -41,6 +44,9 @@ NOT_RUN = {
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
 }
 """Commands that the tests only parse, and the reason."""
+
+NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks: benchmarks/trl_training.py does the same"}
+"""Packages whose import keeps the tests from executing a block of Python, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
     "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "2"},
@@ -143,6 +149,8 @@ FILES: dict[str, Callable[[Path], object]] = {
     "MODEL": _llama,
     "flan-t5-xl": _t5,
     "google/flan-t5-xl": _t5,
+    "random-gpt2": lambda path: write_random("gpt2", str(path)),
+    "random-gpt_neox": lambda path: write_random("gpt_neox", str(path)),
     "text.txt": _text,
     "TEXT": _text,
     "test.txt": lambda path: _text(path, 40_000),
