@@ -6,8 +6,8 @@ The default is the bundled model at 50% and 25% of its K/V cache. Another one ne
 
     python -m benchmarks.budget MODEL --calibration TEXT --data HELD_OUT --budgets 50% --options "--kl-steps 0"
 
-Each budget is converted by the command line with `--kv-budget` and with the largest `--groups` that fits. Where layers
-have one of two numbers, it is also converted with the larger number in as many layers, spread evenly over the depth: the
+Each budget is converted by the command line with `--kv-budget`, with the largest `--groups` that fits (`uniform`), and
+where layers have one of two numbers, with the larger one in as many layers, spread evenly over the depth (`even`): the
 same bytes without measuring. All are evaluated against the source on held-out text. Conversions that are there already
 are not made again.
 """
@@ -26,6 +26,7 @@ from benchmarks.records import versions
 from gqa_convert.demo.files import CHECKPOINT
 
 OUTPUT = Path("docs/results/budget.json")
+BESIDE = ("uniform", "even")
 DEFAULT_FOLDER = Path("~/.cache/gqa-convert/budget")
 
 
@@ -71,6 +72,9 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["python-stdlib:held-out"], help="held-out texts")
     parser.add_argument("--tokens", type=int, default=16384, help="of each held-out text (default: %(default)s)")
     parser.add_argument("--budgets", nargs="+", default=["50%", "25%"], help="shares of the source's K/V bytes")
+    parser.add_argument(
+        "--beside", nargs="+", choices=BESIDE, default=list(BESIDE), help="what the list is compared with"
+    )
     parser.add_argument("--options", default="", help="further options of convert")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="for the results (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: %(default)s")
@@ -84,8 +88,8 @@ def main() -> None:
         layered = converted(arguments.model, folder / f"{name}list", ("--kv-budget", budget), options)
         choice = layered["report"]["budget"]
         uniform = next(each for each in choice["candidates"] if each["rule"] == "uniform")
-        lists = {"uniform": uniform["groups"]}
-        if isinstance(choice["groups"], list) and len(set(choice["groups"])) == 2:
+        lists = {"uniform": uniform["groups"]} if "uniform" in arguments.beside else {}
+        if "even" in arguments.beside and isinstance(choice["groups"], list) and len(set(choice["groups"])) == 2:
             lists["even"] = spread_evenly(choice["groups"])
         made = {"list": layered} | {
             kind: converted(arguments.model, folder / f"{name}{kind}", ("--groups", as_option(groups)), options)
