@@ -1,6 +1,6 @@
 """What `gqa-convert` needs before any work: `--help`, mistakes, and plans of large checkpoints. Processor time and memory.
 
-    python benchmarks/plan_speed.py --output docs/results/plan-cpu.json
+    python -m benchmarks.plan_speed --output docs/results/plan-cpu.json
 
 The checkpoints consist of headers alone, in files without content: a Llama of 70B parameters in 15 files, and a Mixtral
 of 100,000 tensors. Every command runs in a process of its own. Seconds are those of the process on its cores, user and
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from multiprocessing import Process
 from pathlib import Path
+from typing import Any
 
 LLAMA_70B = {"layers": 80, "hidden": 8192, "intermediate": 28672, "heads": 64, "shard_bytes": 10_600_000_000}
 EXPERTS = {"layers": 80, "hidden": 1024, "intermediate": 256, "heads": 16, "experts": 416, "shard_bytes": 3_000_000_000}
@@ -25,9 +26,8 @@ EXPERTS = {"layers": 80, "hidden": 1024, "intermediate": 256, "heads": 16, "expe
 
 def make(folder: Path, sizes: dict[str, int]) -> None:
     """Write the headers of a checkpoint, and the tokenizer of the demo's, so that its default method reads text."""
-    from synthetic import make_llama
-
     import gqa_convert
+    from benchmarks.synthetic import make_llama
 
     make_llama(folder, **sizes, sparse=True)
     shutil.copy(Path(gqa_convert.__file__).parent / "demo_checkpoint" / "tokenizer.json", folder)
@@ -80,8 +80,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, (command, code) in cases.items():
                 runs[name].append(measured(command, environment, code))
-    report = {
-        "command": " ".join(["python", *sys.argv]),
+    report: dict[str, Any] = {
+        "command": " ".join(["python", "-m", "benchmarks.plan_speed", *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
         "load_average": os.getloadavg()[0],
         "cases": {

@@ -24,6 +24,8 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError
 
 _LEFTOVER = re.compile(r"\.(?P<out>.+)\.gqa-convert-[0-9a-f]{8}(?P<aside>-old)?")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+"""How an address such as s3://bucket/name begins, as the first part of a path."""
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _ATTEMPTS = 100
@@ -38,6 +40,10 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     """
     if not is_utf8(str(out)):
         raise OutputError(f"the path {out} is not UTF-8, so that records cannot hold it: name another folder")
+    if out.parts and _SCHEME.fullmatch(out.parts[0]) and not out.exists():
+        raise OutputError(
+            f"{out} is an address, and results are written to folders: name a folder, and upload it with the store's own client"
+        )
     try:
         _check_destination(out, source, overwrite)
     except OSError as problem:

@@ -100,6 +100,11 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         return read_checkpoint(LocalFiles(path), expanded(source), None)
     if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
         raise GGUFSourceError(expanded(source))
+    if path is None and "://" in str(source):
+        raise SourceNotFoundError(
+            f"{source} is an address, and checkpoints are read from folders and the Hub: copy it to a folder with the "
+            "store's own client, or mount it"
+        )
     if path is None and str(source).endswith(SUFFIX):
         raise SourceNotFoundError(f"there is no file {source}: check the path")
     if path is not None:

@@ -111,7 +111,6 @@ def test_no_degrees_with_copied_heads_where_vllm_has_no_code_for_the_type(tmp_pa
     assert "copied" not in plans[0].tensor_parallel_degrees().in_words()
 
 
-
 def test_verify_proves_it_layer_by_layer(source: Path, factored: Path) -> None:
     report = verify_checkpoint(factored, source)
     assert report.passed, failed(report)

@@ -15,11 +15,12 @@ class MergeError:
 
     def add(self, heads: Iterable[Any], merged: Any) -> None:
         """Add the heads of one group and the stored merged head that replaces them."""
-        wide_merged = merged.double()
+        wide_merged = merged.double().reshape(-1)
         for head in heads:
-            wide = head.double()
-            self.squared_norm += float((wide * wide).sum())
-            self.squared_error += float(((wide - wide_merged) ** 2).sum())
+            wide = head.double().reshape(-1)
+            self.squared_norm += float(wide.dot(wide))
+            wide = wide - wide_merged if wide.data_ptr() == head.data_ptr() else wide.sub_(wide_merged)
+            self.squared_error += float(wide.dot(wide))
 
     def value(self) -> float:
         """The error; 0 where all heads are zero."""

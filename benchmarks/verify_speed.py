@@ -1,0 +1,108 @@
+"""`gqa-convert verify --no-logits` against reading both checkpoints, and against hashing them: processor time and memory.
+
+    python -m benchmarks.verify_speed --output docs/results/verify-cpu.json
+
+A Llama of Llama-2-7B's shapes with a few layers is converted from 32 to 8 K/V heads by mean pooling. In every round each
+contender reads both folders once, from the page cache. Seconds are those of the process on its cores, without what
+`import torch` takes in the same round, which is given apart; memory is the largest anonymous memory, which mapped files
+do not count to.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.plan_speed import measured
+from benchmarks.synthetic import make_llama
+
+READ = """
+import sys
+block = bytearray(1 << 20)
+for path in sys.argv[1:]:
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+"""
+HASH = """
+import hashlib, sys
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        hashlib.file_digest(file, "sha256").hexdigest()
+"""
+
+
+def anonymous(command: list[str]) -> int:
+    """The bytes of a command's largest anonymous memory."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    seen = [0]
+
+    def watch() -> None:
+        while process.poll() is None:
+            try:
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            except OSError:
+                return
+            seen.extend(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    if process.wait():
+        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+    watcher.join()
+    return max(seen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help="default: %(default)s, 1.3 GB")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="where to put the checkpoints")
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        source, out = Path(scratch, "source"), Path(scratch, "out")
+        make_llama(source, layers=options.layers)
+        program = [sys.executable, "-m", "gqa_convert"]
+        subprocess.run([*program, "convert", source, out, "-n", "8", "-m", "mean", "-q"], check=True)
+        files = [str(path) for folder in (source, out) for path in sorted(folder.glob("*.safetensors"))]
+        verify = [*program, "verify", str(out), "--source", str(source), "--no-logits"]
+        commands = {
+            "import torch": [sys.executable, "-c", "import torch"],
+            "read": [sys.executable, "-c", READ, *files],
+            "hash": [sys.executable, "-c", HASH, *files],
+            "verify": verify,
+        }
+        runs: dict[str, list[float]] = {name: [] for name in commands}
+        environment = dict(os.environ)
+        for _ in range(options.rounds):
+            for name, command in commands.items():
+                runs[name].append(round(measured(command, environment)[0], 3))
+        nbytes, memory = sum(Path(file).stat().st_size for file in files), anonymous(verify)
+    own = [whole - start for whole, start in zip(runs["verify"], runs["import torch"], strict=True)]
+    report = {
+        "command": " ".join(["python", "-m", "benchmarks.verify_speed", *sys.argv[1:]]),
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "load_average": os.getloadavg()[0],
+        "bytes": nbytes,
+        "cpu_seconds": runs,
+        "verify_per_gb": round(statistics.median(own) / nbytes * 1e9, 3),
+        "verify_over_read": round(statistics.median(a / b for a, b in zip(own, runs["read"], strict=True)), 2),
+        "verify_over_hash": round(statistics.median(a / b for a, b in zip(own, runs["hash"], strict=True)), 2),
+        "anonymous_bytes": memory,
+    }
+    print(json.dumps(report, indent=1))
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
