@@ -1,5 +1,6 @@
 """Selects the parameters to train and builds the optimizer that trains them."""
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -7,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gqa_convert.errors import RecipeError, UnsupportedFamilyError
+from gqa_convert.errors import MissingExtraError, RecipeError, UnsupportedFamilyError
 from gqa_convert.families.table import Family, family_of
 from gqa_convert.training.adafactor import Adafactor
 from gqa_convert.training.closures import loss_of
@@ -92,6 +93,8 @@ def _built(model: nn.Module, trained: list[nn.Parameter], recipe: Recipe) -> tor
         return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
     if recipe.optimizer == "muon":
         return _muon(model, trained, recipe)
+    if recipe.optimizer == "adamw8bit":
+        return _adamw8bit(trained, recipe)
     return _adamw(trained, recipe)
 
 
@@ -121,6 +124,27 @@ def _adamw(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     fused = all(parameter.device.type in ("cuda", "cpu") and parameter.is_floating_point() for parameter in parameters)
     groups = _decay_groups(parameters, recipe.weight_decay)
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=1e-8, fused=fused)
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse an optimizer whose package is not installed, before anything is loaded.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError(
+            "optimizer adamw8bit needs torchao, which is not installed: pip install 'gqa-convert[adamw8bit]', or use adamw"
+        )
+
+
+def _adamw8bit(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """Build AdamW with moments in 8 bits."""
+    from gqa_convert.training.adamw8bit import ShardedAdamW8bit
+
+    groups = _decay_groups(parameters, recipe.weight_decay)
+    betas = (recipe.beta1, recipe.beta2)
+    return ShardedAdamW8bit(groups, lr=recipe.learning_rate, betas=betas, eps=1e-8)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
