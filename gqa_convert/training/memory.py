@@ -44,6 +44,8 @@ class Setting:
     gradient_checkpointing: bool = False
     checkpointing_interval: int = 1
     """Every how-manieth layer is recomputed."""
+    keeps_operators: bool = False
+    """Whether layers that are recomputed keep the results of products and attention."""
     document_mask: bool = False
     block_masks: bool = False
     """Whether masks of blocks keep documents apart, instead of dense ones."""
@@ -151,21 +153,38 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
 def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int, logits: int) -> float:
     """What the layers save for the backward pass. With recomputation (Chen et al. 2016), each layer saves its input,
     and one layer saves everything: from the moment that the backward pass reaches it, when the logits, which are given
-    in bytes, are no longer needed. Only what this layer takes beyond them is counted.
+    in bytes, are no longer needed. Only what this layer takes beyond them is counted. Where the
+    results of operators are kept, each layer saves these as well.
     """
-    cross = architecture.encoder_layers > 0
+    cross, size = architecture.encoder_layers > 0, 2 if setting.bf16 else 4
     own, theirs = setting.target_length if cross else setting.sequence_length, setting.sequence_length
     decoder = decoded * _per_token(architecture, bf16=setting.bf16, length=own, cross=cross)
     encoder = encoded * _per_token(architecture, bf16=setting.bf16, length=theirs, cross=False)
     if cross:  # keys and values of the encoder's output
-        decoder += encoded * (2 if setting.bf16 else 4) * 2 * architecture.kv_heads * architecture.head_dim
+        decoder += encoded * size * 2 * architecture.kv_heads * architecture.head_dim
     everything = architecture.layers * decoder + architecture.encoder_layers * encoder
     if not setting.gradient_checkpointing:
         return everything
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
     inputs = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
+    if setting.keeps_operators:
+        of_decoder, of_encoder = (
+            _results(architecture, setting, each, cross=both) for each, both in ((own, cross), (theirs, False))
+        )
+        inputs += architecture.layers * decoded * of_decoder + architecture.encoder_layers * encoded * of_encoder
+        if cross:
+            inputs += architecture.layers * encoded * size * 2 * architecture.kv_heads * architecture.head_dim
     share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
     return share * inputs + (1 - share) * everything + max(decoder - logits, encoder - logits, 0)
+
+
+def _results(architecture: Architecture, setting: Setting, length: int, *, cross: bool) -> float:
+    """The bytes per token of the results of a layer's products and attention."""
+    a, size = architecture, 2 if setting.bf16 else 4
+    # queries, the output of attention and its projection, in self- and cross-attention; keys and values of the own text
+    attention = (2 * a.heads * a.head_dim + a.hidden_size) * (2 if cross else 1) + 2 * a.kv_heads * a.head_dim
+    mlp = a.inner * (2 if a.gated else 1) + a.hidden_size
+    return size * (attention + mlp) + (size * a.heads * length if a.scores else 0)
 
 
 def _masks(architecture: Architecture, setting: Setting) -> float:
@@ -293,6 +312,7 @@ def setting_of(recipe: Recipe, **known: Any) -> Setting:
         bf16=recipe.precision == "bf16",
         gradient_checkpointing=recipe.gradient_checkpointing,
         checkpointing_interval=recipe.checkpointing_interval,
+        keeps_operators=recipe.checkpointing_policy == "operators",
         weight_bytes=_weight_bytes(recipe),
         document_mask=recipe.document_mask,
         **known,

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import check_complete
 from gqa_convert.training import sharding
 from gqa_convert.training.dropout import set_dropout
@@ -13,6 +12,7 @@ from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD, explained
 from gqa_convert.training.optimizers import choose_trained
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recomputation import recompute
 
 
 def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
@@ -28,35 +28,13 @@ def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
         model, missing = sharding.load(folder, **options, by_first=layout.sharded)
     check_complete(recipe.model, folder, model, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
-        recompute(model, recipe.checkpointing_interval)
+        recompute(model, recipe.checkpointing_interval, recipe.checkpointing_policy)
     set_dropout(model, recipe.dropout)
     if recipe.lora is None:
         choose_trained(model, recipe.trainable, recipe.learning_rates)
     else:
         add_adapters(model, recipe.lora)
     return model.train()
-
-
-def recompute(model: Any, interval: int = 1) -> None:
-    """Recompute the activations of every `interval`-th layer in the backward pass.
-
-    Raises:
-        RecipeError: the model's class recomputes all layers or none.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # older transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if interval > 1 and not layers:
-        raise RecipeError(
-            f"checkpointing_interval is {interval}, and {type(model).__name__} recomputes all layers or none: remove it"
-        )
-    for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number % interval == 0
 
 
 def place_student(model: Any, accelerator: Any, layout: sharding.Layout, *, bf16: bool) -> Any:

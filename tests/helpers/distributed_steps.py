@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no clipping": {"gradient_clipping": None},
     "kv": {"trainable": "kv"},
     "checkpointing": {"gradient_checkpointing": True},
+    "operators": {"gradient_checkpointing": True, "checkpointing_policy": "operators"},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
     "muon": {"optimizer": "muon"},
     "teacher": {"teacher": "t", "distillation_weight": 0.5, "attention_matching": 0.1},
@@ -322,12 +323,13 @@ def take_steps(
     from gqa_convert.training.loop import Trainer
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
+    from gqa_convert.training.recomputation import recompute
 
     kind = keys.pop("model", "llama")
     recipe = make_recipe(BASE | keys)
     model = small_model(kind).train()
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model, recipe.checkpointing_interval, recipe.checkpointing_policy)
     choose_parameters(model, recipe)
     placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
     layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -12,20 +12,38 @@ from typer.testing import CliRunner
 from gqa_convert.cli import app
 from gqa_convert.errors import LaunchError, OptionError, RecipeError
 from gqa_convert.training import memory
-from gqa_convert.training.architecture import read_architecture
+from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.communication import Collective
 from gqa_convert.training.dry_run import Hardware, dry_run
 from gqa_convert.training.flops import sample_flops
 from gqa_convert.training.gpus import find_gpu, named_gpu
 from gqa_convert.training.masks import model_inputs
-from gqa_convert.training.models import recompute
+from gqa_convert.training.memory import Setting
 from gqa_convert.training.optimizers import build_optimizer, choose_trained
 from gqa_convert.training.recipe import make_recipe
+from gqa_convert.training.recomputation import recompute
 from gqa_convert.training.sharding import Layout, layout_of
 from tests.helpers.distributed_steps import BASE, VOCABULARY, small_model
 from tests.helpers.uptrain_runs import DEMO, make_student, recipe
 
 LENGTH, TARGET = 16, 8
+
+
+class LiveBytes:
+    """Counts the bytes that are allocated inside it and not freed."""
+
+    def __enter__(self) -> Self:
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=False
+        )
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._profile.__exit__(None, None, None)
+        self.kept = sum(event.self_cpu_memory_usage for event in self._profile.key_averages())
+
+
 MODELS = ("llama", "gpt2", "t5")
 
 
@@ -98,6 +116,60 @@ def test_every_second_layer_is_recomputed_with_the_same_gradients() -> None:
         none, half, every = (each[place] for each in found)
         assert none > half > every
     assert memory.recomputed_layers(sizes, planned) == 3
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_results_of_operators_are_kept_with_the_same_gradients(kind: str) -> None:
+    """Bit for bit, without repeating a product, and with saved bytes between those of all and of none."""
+    found = []
+    for policy in (None, "operators", "layers"):
+        model, sample, sizes = prepared(kind)
+        if policy is not None:
+            recompute(model, 1, policy)  # type: ignore[arg-type]
+        with FlopCounterMode(display=False) as counter:
+            with LiveBytes() as alive:
+                logits = model(**sample, use_cache=False).logits
+            logits.float().square().sum().backward()
+        keys = {} if policy is None else {"gradient_checkpointing": True, "checkpointing_policy": policy}
+        planned = setting(model, kind, **keys)
+        assert sample_flops(sizes, planned).total == counter.get_total_flops()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append((gradients, alive.kept, memory.plan(sizes, planned)["activations"]))
+    for gradients, _, _ in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(gradients, found[0][0], strict=True) if pair[0] is not None)
+    none, operators, layers = (each[1] for each in found)
+    assert none > operators > layers
+    if kind == "llama":  # of a size at which the layer that is being recomputed does not weigh most
+        large = Architecture(
+            layers=32, hidden_size=4096, heads=32, kv_heads=8, head_dim=128, inner=11008, vocabulary=32000
+        )
+        bytes_of = [
+            memory.plan(large, Setting(parameters=10**9, trained=10**9, sequence_length=4096, **keys))["activations"]
+            for keys in (
+                {},
+                {"gradient_checkpointing": True, "keeps_operators": True},
+                {"gradient_checkpointing": True},
+            )
+        ]
+        assert bytes_of[0] > 1.5 * bytes_of[1] > 3 * bytes_of[2]
+
+
+def test_the_results_of_operators_are_counted() -> None:
+    """What they add to the inputs of layers, in float32: as planned, but for the logsumexp of attention."""
+    sizes, kept, planned = None, [], []
+    for policy in ("layers", "operators"):
+        model, sample, sizes = prepared("llama")
+        model.set_attn_implementation("sdpa")
+        recompute(model, 1, policy)  # type: ignore[arg-type]
+        with LiveBytes() as alive:
+            logits = model(**sample, use_cache=False).logits
+        kept.append(alive.kept)
+        del logits
+        keys = {"gradient_checkpointing": True, "checkpointing_policy": policy}
+        planned.append(memory.plan(sizes, setting(model, "llama", **keys))["activations"])
+    assert sizes is not None
+    logsumexp = 4 * sizes.layers * sizes.heads * LENGTH
+    assert kept[1] - kept[0] == pytest.approx(planned[1] - planned[0] + logsumexp, rel=0.05)
 
 
 def test_masks_of_documents_are_counted() -> None:

@@ -23,6 +23,7 @@ OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
 Sharding = Literal["auto", "replicate", "full", "hybrid"]
+CheckpointingPolicy = Literal["layers", "operators"]
 TeacherDtype = Literal["bf16", "float32", "auto"]
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -150,6 +151,13 @@ class Recipe:
         unit="layers",
         change="execution",
         aliases=("selective_ac_option",),
+    )
+    checkpointing_policy: CheckpointingPolicy = key(
+        "With `gradient_checkpointing`, what is recomputed: `layers` as a whole, or with `operators` all but matrix products "
+        "and attention, whose results are kept.",
+        default="layers",
+        change="execution",
+        aliases=("activation_checkpointing_policy", "selective_ac"),
     )
     sharding: Sharding = key(
         "How the processes share the model; see [sharding](#sharding). `auto` is what the launcher's configuration asks "
