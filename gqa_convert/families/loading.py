@@ -5,6 +5,7 @@ through the package's own copy.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ behind them, or not, depending on the attention function."""
 
 TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText")
 """transformers' auto classes of models with logits over a vocabulary."""
+
+for _noisy in ("torchao", "torch.utils._pytree"):
+    # transformers and accelerate import torchao where it is installed, which reports kernels that are not used here
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

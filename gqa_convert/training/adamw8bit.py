@@ -5,7 +5,6 @@ how parameters are sharded. The state of a matrix is therefore its codes, in the
 for each 256 numbers of a row. Parameters whose rows are no multiple of 256, and small ones, keep moments in float32.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -13,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-for noisy in ("torchao", "torch.utils._pytree"):  # kernels that are not used here, and registrations
-    logging.getLogger(noisy).setLevel(logging.ERROR)
-from torchao.optim import AdamW8bit  # noqa: E402
-from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 
 BLOCK = 256
 """Numbers of a row that share a scale."""

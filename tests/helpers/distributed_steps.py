@@ -197,9 +197,6 @@ def run_cases(target: str) -> None:
                 for name, keys in ADAPTED.items():
                     tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
                     found |= {f"adapted {name}/{key}": value for key, value in tensors.items()}
-                found |= {
-                    f"in 8 bits/{key}": value for key, value in in_8_bits(accelerator, Path(target), layout).items()
-                }
             if accelerator.is_main_process:
                 np.savez(f"{target}-{kind}.npz", **found)
 
@@ -247,6 +244,18 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
         _, tensors = merged_model(model, folder)
         found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}
     return found | {"types": np.array(sorted(types))}
+
+
+def run_in_8_bits(target: str) -> None:
+    """`in_8_bits` on the processes there are."""
+    from gqa_convert.training.distributed import join, taking_part
+
+    with taking_part():
+        accelerator = join()
+        kind = {1: "single", 2: "fsdp"}[accelerator.num_processes]
+        found = in_8_bits(accelerator, Path(target), {"sharding": SHARDING[kind]})
+        if accelerator.is_main_process:
+            np.savez(f"{target}-{kind}.npz", **found)
 
 
 def in_8_bits(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
