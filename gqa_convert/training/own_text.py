@@ -40,8 +40,15 @@ def generated(
             raise RecipeError(
                 f"data is self, and the checkpoint that {model} was converted from is not on this machine: name it as teacher"
             )
-        options = {"tokens": source.tokens, "seed": source.seed, "temperature": source.temperature}
-        own = own_text(writer, default_cache(), **options, device=device, progress=progress)
+        own = own_text(
+            writer,
+            default_cache(),
+            tokens=source.tokens,
+            seed=source.seed,
+            temperature=source.temperature,
+            device=device,
+            progress=progress,
+        )
         found.append(replace(source, source=str(own.file), tokens=Source("").tokens, seed=0, temperature=1.0))
     return tuple(found)
 
