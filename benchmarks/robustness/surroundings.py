@@ -16,6 +16,8 @@ from benchmarks.robustness.sources import digests
 
 _DISK = 4 << 20
 """The bytes of a small disk."""
+_CONTINUED = ("run/", "cache/", ".out.gqa-merging/", ".own.")
+"""What a repeated command continues from: checkpoints, tokens, merged layers, generated texts."""
 NOBODY = 54_321
 """A user without an entry in the list of users, as in a container."""
 
@@ -137,7 +139,7 @@ SURROUNDINGS = (
     Surrounding("deleted working directory", _gone, (2,), absolute=True),
     Surrounding("full disk", _nothing, (2,), reading=False, free=0),
     Surrounding("disk with 24 KiB free", _nothing, (0, 2), reading=False, free=24 << 10),
-    Surrounding("files of 1,000 bytes at most", _small_files, (1, 2), reading=False),
+    Surrounding("files of 1,000 bytes at most", _small_files, (0, 1, 2), reading=False),
     Surrounding("stdout on a full disk", _full_stdout, (1,)),
     Surrounding("stdout closed, as by head", _closed_pipe),
 )
@@ -183,11 +185,15 @@ def _working_folder(work: Path, original: Path, free: int | None, stack: ExitSta
     stack.callback(shutil.rmtree, work)
     if free is not None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", work], check=True)
-        stack.callback(subprocess.run, ["umount", "--lazy", work], check=True)
+        stack.callback(_unmount, work)
     shutil.copytree(original, work, dirs_exist_ok=True)
     if free is not None:
         (work / "large").write_bytes(bytes(shutil.disk_usage(work).free - free))
     return work
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def _judged(work: Path, name: str, arguments: Sequence[str], each: Surrounding, *, writes: bool) -> Case:
@@ -203,7 +209,8 @@ def _judged(work: Path, name: str, arguments: Sequence[str], each: Surrounding, 
     if "Traceback" in ended.printed or ended.code < 0:
         return Case(each.name, label, Outcome.TRACEBACK, detail)
     changed = {path for path, digest in before.items() if after.get(path) != digest}
-    if {path for path in changed if path != "pooled/README.md" and (ended.code or not path.startswith("out/"))}:
+    done = ended.code == 0 or each.prepare is _full_stdout
+    if {path for path in changed if path != "pooled/README.md" and not (done and path.startswith("out/"))}:
         return Case(each.name, label, Outcome.SOURCE_CHANGED, f"{sorted(changed)} {detail}")
     if ended.code not in each.codes or (ended.code == 0 and writes and before == after and "tokenize" not in name):
         return Case(each.name, label, Outcome.OTHER, detail)
@@ -213,7 +220,7 @@ def _judged(work: Path, name: str, arguments: Sequence[str], each: Surrounding, 
         return Case(each.name, label, Outcome.OTHER, detail)
     if each.prepare is _full_stdout:
         return Case(each.name, label, Outcome.REFUSED, detail)  # the work is done, and its message is lost
-    left = sorted(path for path in after.keys() - before.keys() if not path.startswith(("run/", "cache/")))
+    left = sorted(path for path in after.keys() - before.keys() if not path.startswith(_CONTINUED))
     if left:
         return Case(each.name, label, Outcome.HALF_WRITTEN, f"{left} {detail}")
     return Case(each.name, label, Outcome.REFUSED, detail)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.errors import RecipeError
@@ -29,6 +29,7 @@ TOKENS = "tokens"
 """The unit of keys that may be written 10B, 500M or 64Ki."""
 _GREATEST = 10**18
 REQUIRED: Any = dataclasses.MISSING
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +226,25 @@ def read_keys(declared: type, values: Mapping[Any, Any], owner: str = "") -> dic
             raise RecipeError(f"{subject} {_quoted(name)}: {suggestion(name, declared)}")
     prefix = f"{owner}." if owner else ""
     return {name: keys[name].read(f"{prefix}{name}", value) for name, value in values.items()}
+
+
+def read_mapping(declared: type[T], where: str, value: Any, example: str) -> T:
+    """A dataclass of keys from the mapping that is the value of another key.
+
+    Args:
+        declared: the dataclass; a value of this type is returned unchanged.
+        where: the key that holds the mapping.
+        value: what YAML holds.
+        example: of a mapping, for the message.
+
+    Raises:
+        RecipeError: the value is no mapping, or a key of it is unknown or not allowed.
+    """
+    if isinstance(value, declared):
+        return value
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{where} is {shown(value)}: it must be a mapping such as {example}")
+    return declared(**read_keys(declared, value, where))
 
 
 def suggestion(name: object, declared: type) -> str:

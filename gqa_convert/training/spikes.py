@@ -4,14 +4,13 @@ The decision of a step is a function of the numbers of the steps before it, whic
 saved with a checkpoint. A resumed run therefore decides as an uninterrupted one does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.text.keys import key, read_keys
-from gqa_convert.text.scalars import shown
+from gqa_convert.text.keys import key, read_mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +47,9 @@ def read_spike_rule(where: str, value: Any) -> SpikeRule:
     """A rule from the value of a recipe key.
 
     Raises:
-        RecipeError: it is no mapping, or a key of it is unknown or not allowed.
+        RecipeError: it is no mapping, a key of it is unknown or not allowed, or it has no factor.
     """
-    if isinstance(value, SpikeRule):
-        return value
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where} is {shown(value)}: it must be a mapping such as {{window: 50, action: rewind}}")
-    rule = SpikeRule(**read_keys(SpikeRule, value, where))
+    rule = read_mapping(SpikeRule, where, value, "{window: 50, action: rewind}")
     if rule.loss_factor is None and rule.norm_factor is None:
         raise RecipeError(f"{where} has neither a loss_factor nor a norm_factor: give one of them, or remove {where}")
     return rule

@@ -9,10 +9,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
 
+import pytest
 import torch
 import yaml
 
@@ -43,6 +45,14 @@ def make_student(folder: Path) -> Path:
     (folder / "text.txt").write_text(inspect.getsource(argparse)[:40_000], encoding="utf-8")
     (folder / "other.txt").write_text(inspect.getsource(json.decoder)[:10_000], encoding="utf-8")
     return folder
+
+
+@contextmanager
+def student_home(folder: Path) -> Iterator[Path]:
+    """A context with a student in a folder, in which the cache of tokens lies too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield make_student(folder)
 
 
 def recipe(home: Path, output: Path, **keys: Any) -> Path:

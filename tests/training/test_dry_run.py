@@ -24,7 +24,7 @@ from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.recomputation import recompute
 from gqa_convert.training.sharding import Layout, layout_of
 from tests.helpers.distributed_steps import BASE, VOCABULARY, small_model
-from tests.helpers.uptrain_runs import DEMO, make_student, recipe
+from tests.helpers.uptrain_runs import DEMO, recipe, student_home
 
 LENGTH, TARGET = 16, 8
 
@@ -273,9 +273,7 @@ def test_processes_that_can_not_be_divided_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_student(tmp_path_factory.mktemp("dry"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("dry")) as folder:
         yield folder
 
 

@@ -26,7 +26,7 @@ from gqa_convert.training.memory import Setting, plan
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
-from tests.helpers.uptrain_runs import DEMO, make_student, recipe, run
+from tests.helpers.uptrain_runs import DEMO, recipe, run, student_home
 
 _LLAMA_2: dict[str, Any] = {"head_dim": 128, "vocabulary": 32000, "kv_heads": 8}
 _PLAIN: dict[str, Any] = {"layers": 24, "hidden_size": 2048, "inner": 8192, "gated": False, "rms_norm": False}
@@ -156,9 +156,7 @@ LEAST = {"checkpointed": 0.8}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_student(tmp_path_factory.mktemp("home"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
         (folder / "text.txt").write_text((folder / "text.txt").read_text() * 4)
         yield folder
 

@@ -22,10 +22,10 @@ from tests.helpers.uptrain_runs import (
     die,
     in_child,
     leftovers,
-    make_student,
     metrics,
     recipe,
     run,
+    student_home,
     weights,
 )
 
@@ -121,9 +121,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_save(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = make_student(tmp_path_factory.mktemp("saving"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("saving")) as folder:
         yield folder
 
 

@@ -20,7 +20,7 @@ from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.spikes import SpikeRule, SpikeState, jumps, note
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.distributed_steps import BASE, RaggedSamples, small_model
-from tests.helpers.uptrain_runs import make_student, metrics, recipe, weights
+from tests.helpers.uptrain_runs import metrics, recipe, student_home, weights
 
 RULE = SpikeRule(window=3, patience=2)
 STEPS = 8
@@ -74,9 +74,7 @@ def test_a_rule_survives_the_resolved_recipe_and_a_record() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = make_student(tmp_path_factory.mktemp("spikes"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("spikes")) as folder:
         yield folder
 
 

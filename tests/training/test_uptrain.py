@@ -22,14 +22,12 @@ from gqa_convert.training.summary import Recovery, recovery
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from gqa_convert.training.utilisation import flops_per_token, peak
 from tests.helpers.data_helpers import span_tokenizer
-from tests.helpers.uptrain_runs import DEMO, STEPS, leftovers, losses, make_student, metrics, recipe, run, weights
+from tests.helpers.uptrain_runs import DEMO, STEPS, leftovers, losses, metrics, recipe, run, student_home, weights
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = make_student(tmp_path_factory.mktemp("home"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
         yield folder
 
 

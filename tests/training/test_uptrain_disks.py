@@ -14,14 +14,12 @@ import pytest
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.training.metrics import StepReport
 from tests.helpers.command_line import run as run_command
-from tests.helpers.uptrain_runs import in_child, leftovers, make_student, metrics, recipe, run, wait_for, weights
+from tests.helpers.uptrain_runs import in_child, leftovers, metrics, recipe, run, student_home, wait_for, weights
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = make_student(tmp_path_factory.mktemp("home"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
         yield folder
 
 

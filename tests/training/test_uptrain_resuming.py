@@ -26,19 +26,17 @@ from tests.helpers.uptrain_runs import (
     in_child,
     leftovers,
     losses,
-    make_student,
     metrics,
     recipe,
     run,
+    student_home,
     weights,
 )
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = make_student(tmp_path_factory.mktemp("home"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
         yield folder
 
 

@@ -1,13 +1,11 @@
 """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on a model whose own weights stay fixed."""
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
-from gqa_convert.text.keys import key, read_keys
-from gqa_convert.text.scalars import shown
+from gqa_convert.errors import LaunchError, MissingExtraError
+from gqa_convert.text.keys import key, read_mapping
 
 LoraTargets = Literal["attention", "all-linear"]
 
@@ -55,11 +53,7 @@ def read_lora(where: str, value: Any) -> Lora:
     Raises:
         RecipeError: it is no mapping, or a key of it is unknown or not allowed.
     """
-    if isinstance(value, Lora):
-        return value
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where} is {shown(value)}: it must be a mapping such as {{rank: 64, targets: all-linear}}")
-    return Lora(**read_keys(Lora, value, where))
+    return read_mapping(Lora, where, value, "{rank: 64, targets: all-linear}")
 
 
 def check_lora(lora: Lora | None, *, sharded: bool, installed: bool = True) -> None:
