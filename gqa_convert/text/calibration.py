@@ -359,17 +359,16 @@ def _tokens(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[s
     given = source.file if isinstance(source, OwnText) else source
     stated = as_source(str(given) if isinstance(given, Path) else given)
     text = open_source(stated, default_cache(), chats=True)
-    if isinstance(source, OwnText):
-        text.label = source.label
+    label = source.label if isinstance(source, OwnText) else text.label
     chats = isinstance(text.columns, ChatColumns)
     encoder: Encoder = ChatEncoder(tokenizer, "all") if chats else TextEncoder(tokenizer, closed=closed)
     if isinstance(text, FileText):
-        return text.label, ids_of(_file_tokens(text, encoder, count))
+        return label, ids_of(_file_tokens(text, encoder, count))
     assert isinstance(text, HubText)
     stream = GrowingFile(text, encoder, default_cache(), writes=True)
     try:
         size, _ = stream.size(_OVERSAMPLING * count)
-        return f"{text.label}@{text.commit[:12]}", ids_of(stream.read(0, min(size, _OVERSAMPLING * count)))
+        return f"{label}@{text.commit[:12]}", ids_of(stream.read(0, min(size, _OVERSAMPLING * count)))
     finally:
         stream.close()
 

@@ -166,7 +166,7 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     if not setting.gradient_checkpointing:
         return everything
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
-    inputs = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
+    inputs: float = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
     if setting.keeps_operators:
         of_decoder, of_encoder = (
             _results(architecture, setting, each, cross=both) for each, both in ((own, cross), (theirs, False))
