@@ -46,7 +46,7 @@ def test_work_costs_in_proportion() -> None:
 def test_the_quick_rates_are_those_of_a_layer(reduced: bool) -> None:
     """Within a factor that a user of a rough estimate would accept."""
     if reduced and not has_fast_bfloat16():
-        pytest.skip("no products in bfloat16")
+        pytest.skip("this processor has no products in bfloat16")
     sizes = LayerSizes(
         hidden_size=512,
         heads=8,

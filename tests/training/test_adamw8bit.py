@@ -22,8 +22,6 @@ from gqa_convert.training.state import set_state, state_of
 from tests.helpers.distributed_steps import BASE, read, run_in_8_bits
 from tests.helpers.ranks import Job
 
-pytest.importorskip("torchao")
-
 
 def made(optimizer: str = "adamw8bit") -> tuple[nn.Module, Any]:
     """A model with two matrices in 8 bits, and one and a bias in float32."""
