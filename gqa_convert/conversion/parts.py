@@ -36,6 +36,18 @@ class Part:
     number: int
     count: int
 
+    def check(self, shards: Sequence[OutputShard]) -> None:
+        """Refuse more parts than there are files, of which some would have nothing to write.
+
+        Raises:
+            OptionError: there are fewer files.
+        """
+        if self.count > len(shards):
+            raise OptionError(
+                f"--part {self.number}/{self.count} of {len(shards)} weight files: divide them into at most {len(shards)} "
+                "parts, or make more files with --max-shard-size"
+            )
+
     def of(self, shards: Sequence[OutputShard]) -> tuple[OutputShard, ...]:
         """Every `count`-th file."""
         return tuple(shards[self.number - 1 :: self.count])

@@ -153,6 +153,8 @@ def convert_checkpoint(
         divided = workers > 1 or part is not None
         if divided:
             check_divisible(plan, "--workers" if part is None else "--part")
+        if part is not None:
+            part.check(plan.shards)
         previous = earlier_record(checkpoint)
         on_plan(plan)
         if on_cost is not None:

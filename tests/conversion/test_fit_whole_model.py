@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import whole_model
+from gqa_convert.conversion.fit import limits, whole_model
 from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -183,7 +183,7 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
         check_possible(far, batches, 7)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"):
         check_possible(model, [], 7)
-    monkeypatch.setattr(whole_model, "_MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(limits, "_MOST_PARAMETERS", 1000)
     assert not affordable(model, batches, 2)
     check_possible(model, batches, 7)
 

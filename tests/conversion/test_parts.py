@@ -134,6 +134,13 @@ def test_methods_that_walk_through_the_layers_are_refused(
     assert only(tmp_path) == []
 
 
+def test_more_parts_than_files_are_refused(source: Path, tmp_path: Path) -> None:
+    """Of five files."""
+    with pytest.raises(OptionError, match=r"--part 6/6 of 5 weight files: divide them into at most 5 parts"):
+        convert_checkpoint(source, tmp_path / "out", 4, method="mean", part=Part(6, 6))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_part_is_counted_from_one() -> None:
     assert part_of_files(" 2/8") == (2, 8)
     for text in ("0/2", "3/2", "2", "a/b", "1/2/3"):
