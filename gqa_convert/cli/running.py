@@ -27,6 +27,8 @@ def run(app: Any) -> Never:
         _refuse_deleted_folder()
         code = app(prog_name="gqa-convert", standalone_mode=False)
     except GQAConvertError as mistake:
+        if isinstance(mistake, InterruptedRunError):
+            sys.unraisablehook = _ignore  # a library's thread that starts while Python ends would print a traceback
         sys.exit(mistake.exit_code if mistake.reported_elsewhere else _report(str(mistake), mistake.exit_code))
     except Exception as problem:
         # typer brings its own copy of click's exceptions or uses click's, depending on its version
@@ -53,6 +55,10 @@ def _refuse_deleted_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise OptionError("the current folder was deleted: change to another folder and repeat the command") from None
+
+
+def _ignore(_: Any) -> None:
+    pass
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
