@@ -1,16 +1,27 @@
-"""The loss of models with transformers' own K/V cache and with its fp8 cache.
+"""The loss of models with the K/V caches of transformers (bfloat16, fp8) and of llama.cpp (f16, q8_0, q4_0).
 
+    gqa-convert check-serving MODEL --client llama.cpp --install
     python -m benchmarks.cache_quantisation MODEL... --tokens FILE --out FILE
 
-Text is given to the model in pieces, so that every piece reads the cache of those before.
+Text is given to the model in pieces, so that every piece reads the cache of those before. llama.cpp gets the model as a GGUF file in bfloat16; it is
+left out where it is not installed.
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from gqa_convert.serving.client import CLIENTS, LLAMA_CPP
+from gqa_convert.serving.installing import find_place
+from gqa_convert.serving.llama_cpp import CONVERT_WITHOUT_TOKENIZER
+
+WORKER = Path(__file__).with_name("cache_worker.py")
 
 WINDOW, WINDOWS, PIECE = 512, 8, 32
 """Tokens of a window of text, how many windows, and tokens that are given to the model at once."""
@@ -60,6 +71,28 @@ def in_transformers(folder: str, windows: list[list[int]]) -> Rows:
         yield name, _stored_bytes(cache) / ids.numel(), torch.cat(losses).mean().item()
 
 
+def in_llama_cpp(folder: str, tokens: Path) -> Rows:
+    """llama.cpp's caches, measured by `cache_worker.py` in the interpreter that has llama.cpp."""
+    client = next(client for client in CLIENTS if client.name == "llama.cpp")
+    place = find_place(client)
+    if place is None or place.folder is None:
+        sys.stderr.write("llama.cpp is not installed and left out\n")
+        return
+    size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as made:
+        file, script = Path(made) / "model.gguf", place.folder / LLAMA_CPP / "convert_hf_to_gguf.py"
+        # the converter knows tokenizers by a list; the windows are token ids already
+        convert = [place.python, "-c", CONVERT_WITHOUT_TOKENIZER, str(script), str(size), folder]
+        convert += ["--outtype", "bf16", "--outfile", str(file)]
+        subprocess.run(convert, env=place.environment(), check=True, capture_output=True)
+        worker = [place.python, str(WORKER), str(file), str(tokens), str(PIECE)]
+        ended = subprocess.run(worker, env=place.environment(), check=True, stdout=subprocess.PIPE, text=True)
+    for line in ended.stdout.splitlines():
+        if line.startswith("cache "):
+            row = json.loads(line.removeprefix("cache "))
+            yield row["cache"], row["bytes_per_token"], row["loss"]
+
+
 def _stored_bytes(cache: Any) -> int:
     """The bytes of all tensors that a cache holds."""
     import torch
@@ -80,7 +113,7 @@ def _stored_bytes(cache: Any) -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure both caches with every model."""
+    """Measure all caches with every model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cache_quantisation", description=__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument(
@@ -93,7 +126,7 @@ def main(arguments: Sequence[str]) -> None:
     windows = json.loads(options.tokens.read_text())
     rows = json.loads(options.out.read_text()) if options.out.is_file() else []
     for model in options.models:
-        for cache, nbytes, loss in in_transformers(model, windows):
+        for cache, nbytes, loss in chain(in_transformers(model, windows), in_llama_cpp(model, options.tokens)):
             row = {"model": model, "cache": cache, "bytes_per_token": nbytes, "loss": loss}
             print(json.dumps(row), flush=True)
             rows.append(row)
