@@ -79,10 +79,13 @@ def check_place(place: Place) -> None:
 
 
 def own_token() -> str | None:
-    """The token of `hf auth login` or of the Hub's environment variable."""
+    """The token of `hf auth login` or of the Hub's environment variable; None without one that can be read."""
     from huggingface_hub import get_token
 
-    found = get_token()
+    try:
+        found = get_token()
+    except OSError:  # the home folder is another user's
+        return None
     return str(found) if found else None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.publishing.remote import own_token
 from tests.helpers.checkpoints import digests, write_llama
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub
@@ -155,6 +156,16 @@ def test_a_dry_run_writes_the_card_alone_and_uses_no_network(out: Path, hub: Upl
     first = (out / "README.md").read_bytes()
     assert publish(out, NOWHERE, "--repo-id", "me/gqa-3", "--dry-run")[0].returncode == 0
     assert (out / "README.md").read_bytes() == first
+
+
+def test_a_token_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the home folder of another user."""
+
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/root/.cache/huggingface/token")
+
+    monkeypatch.setattr("huggingface_hub.get_token", refused)
+    assert own_token() is None
 
 
 def test_other_files_stay_and_replaced_ones_are_named(out: Path, hub: UploadHub) -> None:

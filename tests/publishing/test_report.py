@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -399,22 +400,29 @@ def test_files_of_others_are_left_alone(runs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "report-recovery.svg").exists()
 
 
-def test_nothing_is_seen_half_written(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up at the page: the old one stays, and no other name is left."""
-    make_report([runs / "gqa-3"], tmp_path)
-    before = (tmp_path / "report.html").read_bytes()
-    whole = report.write_whole
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_nothing_is_seen_half_written(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any], which: int
+) -> None:
+    """The disk fills up at one of the files: an old report stays as it was, and a new folder does not come to be."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    make_report([runs / "gqa-3"], old)
+    before = {path.name: path.read_bytes() for path in old.iterdir()}
+    count = len(made["figures"]) + 2
+    calls: list[int] = []
 
-    def fail(path: Path, content: bytes) -> None:
-        if path.name == "report.html":
-            raise OSError(28, "No space left on device", str(path))
-        whole(path, content)
+    def fail(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == which % count + 1:
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "write_whole", fail)
-    with pytest.raises(OutputError, match="No space left"):
-        make_report([runs], tmp_path)
-    assert (tmp_path / "report.html").read_bytes() == before
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    monkeypatch.setattr(report, "os", SimpleNamespace(fsync=fail))
+    for out in (old, new):
+        calls.clear()
+        with pytest.raises(OutputError, match="No space left"):
+            make_report([runs], out)
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_without_matplotlib(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

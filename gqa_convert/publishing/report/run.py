@@ -1,10 +1,12 @@
 """Makes a report: finds results, joins them, draws figures and writes the pages."""
 
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.checkpoint.atomic_files import write_whole
+from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result
@@ -137,11 +139,12 @@ def _default(first: Path) -> Path:
 
 
 def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
-    """Write each file in one step, the page last, and remove figures of an earlier report that this one lacks.
+    """Write all files or none, the page last, and remove figures of an earlier report that this one lacks.
 
     Raises:
         OutputError: the folder can't be written, or holds files of these names that `report` did not write.
     """
+    made = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
         foreign = [name for name in contents if (target / name).exists() and not _ours(target / name)]
@@ -151,12 +154,19 @@ def _write(target: Path, contents: dict[str, str], *, overwrite: bool) -> None:
             )
         for name in foreign:
             set_aside(target / name)
-        for name, text in contents.items():
-            write_whole(target / name, text.encode("utf-8"))
+        with ExitStack() as stack:  # which renames them in reverse, once all are on the disk
+            for name, text in reversed(contents.items()):
+                file = stack.enter_context(atomic_file(target / name))
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
         for path in target.glob(FIGURE.format("*")):
             if path.name not in contents and _ours(path):
                 path.unlink()
     except OSError as problem:
+        if made:
+            with suppress(OSError):
+                target.rmdir()
         raise OutputError(
             f"{target} can't be written ({problem.strerror}: {problem.filename or target}): name another folder with --out"
         ) from None
