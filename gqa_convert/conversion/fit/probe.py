@@ -1,9 +1,8 @@
 """How fast a CPU computes, from one product of matrices in numpy: a rough rate for `plan`, which does not import torch."""
 
-import time
 from pathlib import Path
 
-from gqa_convert.conversion.fit.rates import LayerSizes, Rates, double_rate
+from gqa_convert.conversion.fit.rates import LayerSizes, Rates, double_rate, product_rate
 
 _SIZE = 512
 """Rows and columns of the timed matrices."""
@@ -25,7 +24,7 @@ def probed_rates(sizes: LayerSizes, *, reduced: bool) -> Rates:
         sizes: of the layer.
         reduced: whether products with activations are made in bfloat16.
     """
-    rate = _single_rate()
+    rate = product_rate("float32", _SIZE)
     share = _REDUCED if reduced else _FULL
     head_dims = sizes.key_head_dim + sizes.value_head_dim
     scores = sizes.block * sizes.heads * head_dims
@@ -55,16 +54,3 @@ def has_fast_bfloat16() -> bool:
         return False
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
-
-
-def _single_rate() -> float:
-    """Seconds per operation of a product of numpy arrays in float32."""
-    import numpy as np
-
-    array = np.random.default_rng(0).standard_normal((_SIZE, _SIZE), dtype=np.float32)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        array @ array
-        best = min(best, time.perf_counter() - began)
-    return best / (2 * _SIZE**3)
