@@ -72,7 +72,10 @@ def sample_flops(architecture: Architecture, setting: Setting, teacher: Architec
     backward = round((1 + trained) * (own.products + own.head)) + 2 * own.attention
     # recomputing a layer stops before its last product, whose result nothing needs
     share = recomputed_layers(architecture, setting) / (architecture.layers + architecture.encoder_layers)
-    again = 0 if setting.keeps_operators else round(share * (own.products + own.attention - own.last))
+    if setting.keeps_operators:  # scores are never kept; fused attention is
+        again = round(share * own.attention) if architecture.scores else 0
+    else:
+        again = round(share * (own.products + own.attention - own.last))
     return Flops(own.total, backward, again, 0 if teacher is None else _forward(teacher, setting).total)
 
 

@@ -168,9 +168,7 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     stream = (2 if setting.shards > 1 and setting.bf16 else 4) * architecture.hidden_size
     inputs: float = stream * (architecture.layers * decoded + architecture.encoder_layers * encoded)
     if setting.keeps_operators:
-        of_decoder, of_encoder = (
-            _results(architecture, setting, each, cross=both) for each, both in ((own, cross), (theirs, False))
-        )
+        of_decoder, of_encoder = (_results(architecture, setting, cross=both) for both in (cross, False))
         inputs += architecture.layers * decoded * of_decoder + architecture.encoder_layers * encoded * of_encoder
         if cross:
             inputs += architecture.layers * encoded * size * 2 * architecture.kv_heads * architecture.head_dim
@@ -178,13 +176,13 @@ def _activations(architecture: Architecture, setting: Setting, encoded: int, dec
     return share * inputs + (1 - share) * everything + max(decoder - logits, encoder - logits, 0)
 
 
-def _results(architecture: Architecture, setting: Setting, length: int, *, cross: bool) -> float:
-    """The bytes per token of the results of a layer's products and attention."""
+def _results(architecture: Architecture, setting: Setting, *, cross: bool) -> float:
+    """The bytes per token of the results of a layer's products with weights and of fused attention."""
     a, size = architecture, 2 if setting.bf16 else 4
     # queries, the output of attention and its projection, in self- and cross-attention; keys and values of the own text
-    attention = (2 * a.heads * a.head_dim + a.hidden_size) * (2 if cross else 1) + 2 * a.kv_heads * a.head_dim
-    mlp = a.inner * (2 if a.gated else 1) + a.hidden_size
-    return size * (attention + mlp) + (size * a.heads * length if a.scores else 0)
+    heads = (1 if a.scores else 2) * a.heads * a.head_dim
+    attention = (heads + a.hidden_size) * (2 if cross else 1) + 2 * a.kv_heads * a.head_dim
+    return size * (attention + a.inner * (2 if a.gated else 1) + a.hidden_size)
 
 
 def _masks(architecture: Architecture, setting: Setting) -> float:

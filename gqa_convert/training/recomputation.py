@@ -14,8 +14,6 @@ _KEPT = {
     for name in (
         "mm",
         "addmm",
-        "bmm",
-        "baddbmm",
         "_grouped_mm",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -26,7 +24,9 @@ _KEPT = {
     if (packet := getattr(torch.ops.aten, name, None)) is not None
     for overload in (getattr(packet, each) for each in packet.overloads())
 }
-"""The operators whose results are kept: nearly all of a layer's arithmetic, in a part of its memory."""
+"""The operators whose results are kept: nearly all of a layer's arithmetic, in a part of its memory. Batched products are
+not among them, since the scores of attention that is not fused take more memory than all that is saved.
+"""
 
 
 def recompute(model: Any, interval: int = 1, policy: CheckpointingPolicy = "layers") -> None:
@@ -35,7 +35,8 @@ def recompute(model: Any, interval: int = 1, policy: CheckpointingPolicy = "laye
     Args:
         model: a transformers model.
         interval: of the layers.
-        policy: `layers` keeps only the input of a layer, `operators` also the results of its products and its attention.
+        policy: `layers` keeps only the input of a layer, `operators` also the results of its products with
+            weights and of fused attention.
 
     Raises:
         RecipeError: the model's class recomputes all layers or none.

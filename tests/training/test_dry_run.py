@@ -1,5 +1,6 @@
 """Estimates of a run, against what torch counts on small models."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +16,7 @@ from gqa_convert.training import memory
 from gqa_convert.training.architecture import Architecture, read_architecture
 from gqa_convert.training.communication import Collective
 from gqa_convert.training.dry_run import Hardware, dry_run
-from gqa_convert.training.flops import sample_flops
+from gqa_convert.training.flops import _forward, sample_flops
 from gqa_convert.training.gpus import find_gpu, named_gpu
 from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.memory import Setting
@@ -30,9 +31,13 @@ LENGTH, TARGET = 16, 8
 
 
 class LiveBytes:
-    """Counts the bytes that are allocated inside it and not freed."""
+    """Counts the bytes that are allocated inside it and not freed. Nothing from before may be freed inside: garbage is
+    collected first and then left alone, and the caller drops what a name inside holds.
+    """
 
     def __enter__(self) -> Self:
+        gc.collect()
+        gc.disable()
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=False
         )
@@ -41,6 +46,7 @@ class LiveBytes:
 
     def __exit__(self, *_: object) -> None:
         self._profile.__exit__(None, None, None)
+        gc.enable()
         self.kept = sum(event.self_cpu_memory_usage for event in self._profile.key_averages())
 
 
@@ -120,7 +126,7 @@ def test_every_second_layer_is_recomputed_with_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_results_of_operators_are_kept_with_the_same_gradients(kind: str) -> None:
-    """Bit for bit, without repeating a product, and with saved bytes between those of all and of none."""
+    """Bit for bit, without repeating a product with a weight, and with saved bytes between those of all and of none."""
     found = []
     for policy in (None, "operators", "layers"):
         model, sample, sizes = prepared(kind)
@@ -130,9 +136,12 @@ def test_results_of_operators_are_kept_with_the_same_gradients(kind: str) -> Non
             with LiveBytes() as alive:
                 logits = model(**sample, use_cache=False).logits
             logits.float().square().sum().backward()
+        del logits
         keys = {} if policy is None else {"gradient_checkpointing": True, "checkpointing_policy": policy}
         planned = setting(model, kind, **keys)
-        assert sample_flops(sizes, planned).total == counter.get_total_flops()
+        # the plan of a Llama counts on fused attention, and what is run here computes its scores again
+        eager = 0 if policy != "operators" or sizes.scores else _forward(sizes, planned).attention
+        assert sample_flops(sizes, planned).total + eager == counter.get_total_flops()
         gradients = [parameter.grad for parameter in model.parameters()]
         found.append((gradients, alive.kept, memory.plan(sizes, planned)["activations"]))
     for gradients, _, _ in found[1:]:

@@ -153,8 +153,8 @@ class Recipe:
         aliases=("selective_ac_option",),
     )
     checkpointing_policy: CheckpointingPolicy = key(
-        "With `gradient_checkpointing`, what is recomputed: `layers` as a whole, or with `operators` all but matrix products "
-        "and attention, whose results are kept.",
+        "With `gradient_checkpointing`, what is recomputed: `layers` as a whole, or with `operators` all but products with "
+        "weights and fused attention, whose results are kept.",
         default="layers",
         change="execution",
         aliases=("activation_checkpointing_policy", "selective_ac"),
