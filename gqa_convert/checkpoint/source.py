@@ -1,9 +1,10 @@
 """Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
 from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError, is_hub_file
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.paths import expanded
+from gqa_convert.checkpoint.stores import StoreFiles, store_address
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
+from gqa_convert.checkpoint.transfers import OnBytes
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -45,11 +48,11 @@ class Checkpoint:
     """A checkpoint whose headers have been read and checked."""
 
     source_id: str
-    """The folder or Hub id that the user named."""
+    """The folder, Hub id or address that the user named."""
     revision: str | None
-    """The commit on the Hub, or None for a local folder."""
+    """The commit on the Hub, or None for any other checkpoint."""
     folder: Path | None
-    """The local folder with the files, or None if they are on the Hub and were not downloaded."""
+    """The local folder with the files, or None if they are remote and were not downloaded."""
     config: JsonObject
     weights_format: Literal["safetensors", "torch"]
     shards: tuple[Shard, ...]
@@ -61,6 +64,8 @@ class Checkpoint:
     """Weights in other formats and training state, which a conversion must not copy."""
     sizes: dict[str, int]
     """Size in bytes of every file."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """By file in an object store: its ETag, or by what else the store states a change is recognised."""
     dequantised: JsonObject | None = None
     """The quantised file that this checkpoint was written from, for the record; None for any other checkpoint."""
 
@@ -75,17 +80,28 @@ class Checkpoint:
         return sum(entry.nbytes for _, _, entry in self.tensors())
 
 
-def open_checkpoint(source: str | Path, *, revision: str | None = None, download: bool = False) -> Checkpoint:
-    """Open a local folder or a Hub repository.
+def open_checkpoint(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    download: bool = False,
+    stores: bool = False,
+    on_fetched: OnBytes = lambda done, total: None,
+) -> Checkpoint:
+    """Open a local folder, a Hub repository or a checkpoint in an object store.
 
     Args:
         source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
-        download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the
-            config, the index and the tensor headers of a Hub repository are read, through range requests.
+        download: download the whole checkpoint into the Hub's cache or that of this package, so that `folder` is set.
+            Otherwise only the config, the index and the tensor headers of a remote checkpoint are read, through range
+            requests.
+        stores: accept an address such as `s3://bucket/model`; without it, one is refused.
+        on_fetched: called with the bytes that were fetched from an object store, and with all that will be.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
+        StoreError: there is no such bucket, or its store refuses access or cannot be reached.
         ConfigError: `config.json` is missing or no JSON object.
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
         GGUFSourceError: a GGUF file, or GGUF files and no other weights.
@@ -100,6 +116,11 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
         return read_checkpoint(LocalFiles(path), expanded(source), None)
     if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
         raise GGUFSourceError(expanded(source))
+    address = store_address(source) if stores and path is None else None
+    if address is not None:
+        if revision is not None:
+            raise SourceNotFoundError(f"{source} is an address, which has no revision {revision!r}: omit --revision")
+        return _open_store(address, on_fetched if download else None)
     if path is None and "://" in str(source):
         raise SourceNotFoundError(
             f"{source} is an address, and checkpoints are read from folders and the Hub: copy it to a folder with the "
@@ -118,22 +139,55 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     return read_checkpoint(files, str(source), commit)
 
 
-def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
-    """Open a checkpoint as a local folder, and download one on the Hub only after its headers have passed a check.
+def _open_store(address: str, on_fetched: OnBytes | None) -> Checkpoint:
+    """Open a checkpoint in an object store.
+
+    Args:
+        address: from `store_address`.
+        on_fetched: to fetch the files too, called with the progress; None to read headers only.
+    """
+    files = StoreFiles(address)
+    try:
+        if on_fetched is None:
+            checkpoint = read_checkpoint(files, address, None)
+            files.check_unchanged()
+        else:
+            folder = files.fetch(_survey(files, address).others, on_fetched)
+            checkpoint = read_checkpoint(LocalFiles(folder), address, None)
+    except GGUFSourceError:
+        raise UnsupportedFormatError(
+            f"{address} holds GGUF files and no other weights, and GGUF files are read from folders and the Hub: fetch one "
+            "with the store's own client, and name it"
+        ) from None
+    return replace(checkpoint, versions={name: files.versions[name] for name in checkpoint.sizes})
+
+
+def open_local(
+    source: str | Path,
+    revision: str | None,
+    check: Callable[[Checkpoint], Any],
+    *,
+    stores: bool = False,
+    on_fetched: OnBytes = lambda done, total: None,
+) -> Checkpoint:
+    """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
 
     Args:
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
-        check: called with a checkpoint on the Hub before the download; an exception prevents the download.
+        check: called with a remote checkpoint before the download; an exception prevents the download.
+        stores: as for `open_checkpoint`.
+        on_fetched: as for `open_checkpoint`.
     """
+    opened = partial(open_checkpoint, source, revision=revision, stores=stores, on_fetched=on_fetched)
     try:
-        remote = open_checkpoint(source, revision=revision)
+        remote = opened()
     except RemoteHeadersError:  # `.bin` files have no headers that could be read first
-        return open_checkpoint(source, revision=revision, download=True)
+        return opened(download=True)
     if remote.folder is not None:
         return remote
     check(remote)
-    return open_checkpoint(source, revision=revision, download=True)
+    return opened(download=True)
 
 
 def whole_folder(source: str | Path, revision: str | None) -> tuple[Path, str | None]:

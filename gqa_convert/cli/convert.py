@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import (
+    AnySource,
     Budget,
     Calibration,
     CalibrationContext,
@@ -20,14 +21,13 @@ from .options import (
     KLSteps,
     Method,
     Native,
-    NewFolder,
+    NewFolderOrAddress,
     PartOfFiles,
     Quiet,
     ReplaceResult,
     Revision,
     Seed,
     ShardSize,
-    SourceOrGGUF,
     Workers,
     byte_count,
     cache_budget,
@@ -38,8 +38,8 @@ from .options import (
 
 
 def convert(
-    source: SourceOrGGUF,
-    out: NewFolder,
+    source: AnySource,
+    out: NewFolderOrAddress,
     groups: Groups = None,
     groups_file: GroupsFile = None,
     kv_budget: Budget = None,
@@ -95,6 +95,10 @@ def convert(
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
+    Object stores work too: SOURCE is fetched, and the result is uploaded (s3:// with the extra s3; docs/at-scale.md).
+
+      gqa-convert convert s3://bucket/Llama-2-7b s3://bucket/Llama-2-7b-gqa8 --groups 8 --calibration text.txt
+
     A GGUF file is dequantised first; several in a folder or repository are told apart by name.
 
       gqa-convert convert ./model-Q4_K_M.gguf ./model-gqa8 --groups 8
@@ -129,18 +133,19 @@ def convert(
     if budget is None:
         wanted = group_counts(groups, groups_file)
     else:
-        from gqa_convert.checkpoint.paths import local_path
+        from gqa_convert.checkpoint.store_results import working_folder
         from gqa_convert.cli.console.budget import note_choice
         from gqa_convert.cli.console.progress import stage_progress
         from gqa_convert.conversion.fit.calibrated import CalibrationOptions
         from gqa_convert.measuring.budget.kept import KeptDivergences
         from gqa_convert.measuring.budget.run import choose_groups
 
-        kept = KeptDivergences(local_path(out))
+        folder, replaceable = working_folder(out, overwrite=overwrite)
+        kept = KeptDivergences(folder)
         with stage_progress(quiet=quiet) as step:
             (choice,) = choose_groups(
                 source,
-                out,
+                folder,
                 [budget],
                 CalibrationOptions(
                     source=calibration,
@@ -154,7 +159,7 @@ def convert(
                 ),
                 method=method,
                 revision=revision,
-                overwrite=overwrite,
+                overwrite=replaceable,
                 kept=kept,
                 progress=step,
                 encoder=encoder,
@@ -191,6 +196,7 @@ def convert(
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
             on_note=screen.note,
             on_cost=None if quiet else screen.expect,
+            on_transfer=screen.transferred,
             progress=screen.written,
         )
     if kept is not None:

@@ -14,13 +14,13 @@ from .options import (
     Quiet,
     Revision,
     SeveralGroups,
-    Source,
+    SourceOrAddress,
     counts,
 )
 
 
 def inspect(
-    source: Source,
+    source: SourceOrAddress,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     groups: SeveralGroups = None,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .options import (
+    AnySource,
     Budget,
     Calibration,
     CalibrationContext,
@@ -20,7 +21,6 @@ from .options import (
     Quiet,
     Revision,
     ShardSize,
-    SourceOrGGUF,
     byte_count,
     cache_budget,
     check_one_choice_of_groups,
@@ -29,7 +29,7 @@ from .options import (
 
 
 def plan(
-    source: SourceOrGGUF,
+    source: AnySource,
     groups: Groups = None,
     groups_file: GroupsFile = None,
     kv_budget: Budget = None,
@@ -50,10 +50,10 @@ def plan(
 ) -> None:
     """Show what a conversion would change, what it would save, and which software would load the result.
 
-    The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
-    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message. The estimate of
-    time, memory and disk space times a product of matrices on this machine, or those of a layer on a GPU; convert begins
-    with a closer one. Calibration text is not read.
+    The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id or an address only the
+    headers are downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
+    The estimate of time, memory and disk space times a product of matrices on this machine, or those of a layer on a
+    GPU; convert begins with a closer one. Calibration text is not read.
 
     With --kv-budget, the source also runs on the text, as in [bold]convert --kv-budget[/bold], and the list that it
     would choose is shown with its divergence from the source. Give the list to --groups of convert, which then does not

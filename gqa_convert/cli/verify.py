@@ -5,17 +5,20 @@ from typing import Annotated
 
 import typer
 
-from .options import Converted, Json, Quiet, Revision
+from .options import Json, Quiet, Revision
 
 
 def verify(
-    out: Converted,
+    out: Annotated[
+        str,
+        typer.Argument(metavar="OUT", help="Folder or address of the converted checkpoint.", show_default=False),
+    ],
     source: Annotated[
         str,
         typer.Option(
             "--source",
             metavar="SOURCE",
-            help="Checkpoint that OUT was converted from: a folder, a Hub id or a GGUF file.",
+            help="Checkpoint that OUT was converted from: a folder, a Hub id, an address or a GGUF file.",
             show_default=False,
         ),
     ],

@@ -121,7 +121,7 @@ class PartsFolder:
             OutputError: it is of another plan.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        stated = json.dumps(_fingerprint(self._plan))
+        stated = json.dumps(weights_fingerprint(self._plan))
         own = self.path / f".{secrets.token_hex(4)}"
         own.write_text(stated, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
@@ -189,15 +189,17 @@ def _link(old: Path, new: Path) -> None:
         old.rename(new)
 
 
-def _fingerprint(plan: Plan) -> dict[str, Any]:
+def weights_fingerprint(plan: Plan) -> dict[str, Any]:
     """What the bytes of weight files depend on."""
     checkpoint = plan.checkpoint
+    remote = checkpoint.revision is not None or bool(checkpoint.versions)
     return {
         "version": __version__,
-        "source": checkpoint.source_id if checkpoint.revision else str(checkpoint.folder),
+        "source": checkpoint.source_id if remote else str(checkpoint.folder),
         "revision": checkpoint.revision,
         "files": [[shard.file, shard.size] for shard in checkpoint.shards],
-        "modified_ns": None if checkpoint.revision else [shard.modified_ns for shard in checkpoint.shards],
+        "modified_ns": None if remote else [shard.modified_ns for shard in checkpoint.shards],
+        "versions": [checkpoint.versions.get(shard.file) for shard in checkpoint.shards],
         "method": plan.method,
         "seed": plan.seed,
         "groups": plan.stated_groups,

@@ -99,7 +99,10 @@ def record_conversion(
         machine=machine(),
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
-        source_files={name: FileRecord(checkpoint.sizes[name], digests.get(name)) for name in sorted(checkpoint.sizes)},
+        source_files={
+            name: FileRecord(checkpoint.sizes[name], digests.get(name), checkpoint.versions.get(name))
+            for name in sorted(checkpoint.sizes)
+        },
         dequantised=checkpoint.dequantised,
         model_type=plan.family.model_type,
         method=plan.effective_method,

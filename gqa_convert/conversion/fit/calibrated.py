@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
@@ -39,6 +40,13 @@ class CalibrationOptions:
     """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
     """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
+
+
+def describe(options: CalibrationOptions) -> list[Any]:
+    """Return the options as plain data, with the sizes and modification times of the files that they name."""
+    sources = options.source if isinstance(options.source, list) else [options.source]
+    files = [path.stat() for each in sources if isinstance(each, str) and (path := local_path(each)).is_file()]
+    return [repr(options), [[file.st_size, file.st_mtime_ns] for file in files]]
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:

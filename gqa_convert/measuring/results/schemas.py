@@ -387,6 +387,7 @@ class FileRecord(Stored):
 
     bytes: Count = None
     sha256: Text = None
+    etag: Text = None
 
 
 class GGUFRecord(Stored):
