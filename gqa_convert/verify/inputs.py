@@ -10,7 +10,6 @@ from typing import Any
 from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.stores import fetch_store, store_address
-from gqa_convert.checkpoint.transfers import FETCHING, OnBytes
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.dequantised_source import check_space, dequantised
 from gqa_convert.families.family import Family
@@ -77,11 +76,11 @@ def read_inputs(
         OptionError: the text cannot be read or scored.
     """
     address = store_address(out)
-    out = local_path(out) if address is None else fetch_store(address, partial(progress, f"{FETCHING} OUT"))
+    out = local_path(out) if address is None else fetch_store(address, partial(progress, "fetching OUT"))
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     content = None if text is None else _read_text(local_path(text))
-    folder = _source_folder(source, revision, out, stack, partial(progress, FETCHING))
+    folder = _source_folder(source, revision, out, stack, partial(progress, "fetching SOURCE"))
     config = _read_config(folder)
     family = family_of(config)
     if text is not None:
@@ -90,7 +89,9 @@ def read_inputs(
     return Inputs(out, folder, config, family, weights, content)
 
 
-def _source_folder(source: str | Path, revision: str | None, out: Path, stack: ExitStack, on_fetched: OnBytes) -> Path:
+def _source_folder(
+    source: str | Path, revision: str | None, out: Path, stack: ExitStack, on_fetched: Callable[[int, int], None]
+) -> Path:
     path = local_path(source)
     if path.is_dir() and not _holds_gguf(path):
         if revision is not None:
