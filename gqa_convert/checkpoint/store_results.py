@@ -30,6 +30,9 @@ _LAST = (formats.SAFETENSORS_INDEX, "config.json", RECORD)
 _MARKER = ".gqa-convert-upload.json"
 """An object that exists during an upload: which run's it is, and which objects it may write or delete."""
 
+_LOCK = ".lock"
+"""A file in the scratch folder that a run holds."""
+
 
 class StoreResult:
     """A context that holds the scratch folder of a result, alone among the processes of this machine.
@@ -56,11 +59,12 @@ class StoreResult:
         self._writing_state = Lock()
         self._store = Store(address)
         self._handle: int | None = None
+        self._uploaded = False
 
     def __enter__(self) -> "StoreResult":
         self._scratch.mkdir(parents=True, exist_ok=True)
         try:
-            self._handle = try_lock(self._scratch / ".lock")
+            self._handle = try_lock(self._scratch / _LOCK)
         except OSError:  # the filesystem has no locks
             self._handle = None
         else:
@@ -77,6 +81,8 @@ class StoreResult:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._uploaded or not any(path.name != _LOCK for path in self._scratch.iterdir()):
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -89,11 +95,12 @@ class StoreResult:
         """
         if self._state.get("depends_on") == json.loads(json.dumps(depends_on)) and (self.folder / RECORD).is_file():
             return _read(self.folder / RECORD)
-        self._state.pop("depends_on", None)
+        if self._state.pop("depends_on", None) is not None:  # the folder will hold another result
+            write_json(self._state_file, self._state)
         return None
 
     def upload(self, depends_on: JsonObject, on_bytes: OnBytes) -> None:
-        """Upload the finished result and remove the scratch folder.
+        """Upload the finished result; leaving the context then removes the scratch folder.
 
         Args:
             depends_on: as for `finished`; if the upload fails, a repeated command uploads what is missing.
@@ -118,7 +125,7 @@ class StoreResult:
             raise UploadError(
                 f"{self._store.explained(problem)}; the result is kept in {self.folder}, and the same command continues the upload"
             ) from None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._uploaded = True
 
     def _upload(self, on_bytes: OnBytes) -> None:
         sizes = {

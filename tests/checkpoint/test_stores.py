@@ -317,6 +317,22 @@ class TestResult:
         convert(folder, folder.parent / "two", 2, max_shard_size=200_000, overwrite=True)
         assert in_store(memory, "/models/out") == digests(folder.parent / "two")
 
+    def test_a_result_that_took_the_place_of_another_is_not_taken_for_it(
+        self, memory: Any, folder: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The upload of one conversion was interrupted, and another died before its own upload began."""
+
+        def stop(*_: Any) -> None:
+            raise InterruptedRunError("stopped")
+
+        with pytest.raises(InterruptedRunError):
+            convert(folder, "memory://models/out", on_transfer=stop)
+        with monkeypatch.context() as patch, pytest.raises(InterruptedRunError):
+            patch.setattr("gqa_convert.conversion.run.StoreResult.upload", stop)
+            convert(folder, "memory://models/out", 2)
+        convert(folder, "memory://models/out")
+        assert in_store(memory, "/models/out") == expected
+
     def test_a_store_that_refuses_the_last_object(self, s3: S3Server, folder: Path, expected: dict[str, str]) -> None:
         def before(method: str, key: str) -> None:
             if method == "PUT" and key == f"models/out/{CONFIG}":
@@ -370,11 +386,14 @@ class TestWhatIsThere:
         convert(folder, "memory://models/out", 2, max_shard_size=200_000)
         return memory
 
-    def test_a_result_is_refused_and_replaced(self, earlier: Any, folder: Path, expected: dict[str, str]) -> None:
+    def test_a_result_is_refused_and_replaced(
+        self, earlier: Any, folder: Path, expected: dict[str, str], cache: Path
+    ) -> None:
         before = objects(earlier, "/models/out")
         with pytest.raises(OutputError, match="exists already: name a new address, or replace it with --overwrite"):
             convert(folder, "memory://models/out")
         assert objects(earlier, "/models/out") == before
+        assert not list((cache / "results").iterdir())
         convert(folder, "memory://models/out", overwrite=True)
         assert in_store(earlier, "/models/out") == expected
         assert set(before) - {*expected, RECORD}  # files that only the earlier result had
