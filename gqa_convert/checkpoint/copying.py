@@ -8,6 +8,7 @@ the disk is reading they are not, because one disk is slower when it reads and w
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -46,11 +47,19 @@ class SourceFile:
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
         self._advised = 0 if read_ahead and hasattr(os, "posix_fadvise") else self.size
+        self._pages: memoryview | None = None
         self.cached = True
         """Whether the bytes being read were in the page cache already, so that the disk is free to write."""
 
     def close(self) -> None:
+        self._pages = None
         os.close(self.fd)
+
+    def pages(self) -> memoryview:
+        """The whole file, mapped. Only the kernel may touch it, which answers EFAULT where the file ends too early."""
+        if self._pages is None:
+            self._pages = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))
+        return self._pages
 
     def expect(self, start: int) -> None:
         """Announce that reading has reached byte `start`, so that the kernel fetches what follows in time."""
@@ -105,11 +114,14 @@ class OutputFile:
         self._sent = 0
         self._in_kernel = hasattr(os, "copy_file_range")
         self._buffer = bytearray()
+        self.reserved = False
+        """Whether the file has its final size and its space on the disk already."""
         if size and hasattr(_libc, "fallocate"):
             result = _libc.fallocate(self.fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
             if result != 0 and ctypes.get_errno() == errno.ENOSPC:
                 os.close(self.fd)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            self.reserved = result == 0
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes."""

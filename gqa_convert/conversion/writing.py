@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gqa_convert.checkpoint.copying import BLOCK, OutputFile
+from gqa_convert.checkpoint.direct_writing import DirectOutputFile, is_large, new_output_file
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import build_header
 from gqa_convert.checkpoint.source import Checkpoint
@@ -24,6 +25,7 @@ from gqa_convert.merging.pooling import BlockMerger, fresh_numbers, standard_dev
 _BLOCK_NUMBERS = 1 << 16
 """Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32."""
 
+AnyOutputFile = OutputFile | DirectOutputFile
 Progress = Callable[[int], None]
 
 
@@ -65,7 +67,11 @@ def write_weights(plan: Writable, folder: Path, progress: Progress) -> dict[str,
             ThreadPoolExecutor(1)
         )  # the next file is written while the disk finishes the one before
         writer = _ShardWriter(plan, sources, progress)
-        closed = [syncing.submit(writer.write(shard, folder / shard.file).close) for shard in plan.shards]
+        closed: list[Future[None]] = []
+        for shard in plan.shards:
+            closed.append(syncing.submit(writer.write(shard, folder / shard.file).close))
+            if len(closed) > 1:
+                closed[-2].result()  # no more than one, because a file that is not finished holds buffers
         for future in closed:
             future.result()
         sources.check_unchanged()
@@ -120,7 +126,7 @@ class _ShardWriter:
         self._sources[number].read_into(block.data, entry.start + first * row_bytes)
         return block.view(DTYPES[entry.dtype]).reshape(rows, *entry.shape[1:])
 
-    def write(self, shard: OutputShard, path: Path) -> OutputFile:
+    def write(self, shard: OutputShard, path: Path) -> AnyOutputFile:
         """Write a whole file, first the header, then the tensors. The caller closes it, which waits for the disk."""
         header, copied = b"", 0
         if shard.whole_copy_of is None:
@@ -128,7 +134,7 @@ class _ShardWriter:
         else:
             copied = self._plan.checkpoint.shards[shard.whole_copy_of].size
         reserved = 0 if self._sources.shared else copied or len(header) + shard.nbytes
-        out = OutputFile(path, reserved, self._progress)
+        out = new_output_file(path, reserved, self._progress)
         try:
             if shard.whole_copy_of is None:
                 out.write(header)
@@ -141,16 +147,16 @@ class _ShardWriter:
         return out
 
     def _header(self, shard: OutputShard) -> bytes:
-        """The header, padded so that the tensors start where blocks can be shared with the source, if they can be
-        shared at all.
+        """The header. Where blocks can be shared with the source, or written from its pages, it is padded so that the
+        tensors start at the same place of a block as there.
         """
         described = ((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in shard.tensors)
         alignment = (0, 8)
-        if self._sources.shared and shard.tensors and shard.tensors[0].pieces:
+        if (self._sources.shared or is_large(shard.nbytes)) and shard.tensors and shard.tensors[0].pieces:
             alignment = (shard.tensors[0].pieces[0].ranges[0][1] % BLOCK, BLOCK)
         return build_header(described, {"format": "pt"} | shard.metadata, data_start_modulo=alignment)
 
-    def _write_tensors(self, shard: OutputShard, out: OutputFile) -> None:
+    def _write_tensors(self, shard: OutputShard, out: AnyOutputFile) -> None:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             assert tensor.pieces or tensor.translated, f"{tensor.name} belongs to a layer that is not merged yet"
@@ -177,12 +183,12 @@ class _ShardWriter:
                     self._merge(tensor, piece, out, fresh)
         self._flush(joined, out)
 
-    def _flush(self, joined: tuple[int, int, int] | None, out: OutputFile) -> None:
+    def _flush(self, joined: tuple[int, int, int] | None, out: AnyOutputFile) -> None:
         if joined:
             number, start, nbytes = joined
             out.copy(self._sources[number], start, nbytes)
 
-    def _merge(self, tensor: OutputTensor, piece: Piece, out: OutputFile, fresh: "_Fresh | None") -> None:
+    def _merge(self, tensor: OutputTensor, piece: Piece, out: AnyOutputFile, fresh: "_Fresh | None") -> None:
         assert piece.pooling is not None
         dtype = DTYPES[tensor.dtype]
         merger = self._merger(len(piece.ranges), tensor.dtype, 0)
@@ -197,7 +203,7 @@ class _ShardWriter:
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
 
-    def _write_unit_rows(self, tensor: OutputTensor, out: OutputFile) -> None:
+    def _write_unit_rows(self, tensor: OutputTensor, out: AnyOutputFile) -> None:
         """A matrix whose rows are divided by their lengths, as torch.nn.functional.normalize does it."""
         dtype, (rows, columns) = DTYPES[tensor.dtype], tensor.shape
         number, start = tensor.pieces[0].ranges[0]
@@ -213,7 +219,7 @@ class _ShardWriter:
                 raise NonFiniteError(f"tensor {tensor.name} holds NaN or Inf: repair the checkpoint first")
             out.write((wide / np.maximum(lengths, 1e-12)).astype(dtype).view(np.uint8).reshape(-1).data)
 
-    def _write_rows(self, tensor: OutputTensor, out: OutputFile, fresh: "_Fresh | None") -> None:
+    def _write_rows(self, tensor: OutputTensor, out: AnyOutputFile, fresh: "_Fresh | None") -> None:
         """A tensor whose heads lie along its last axis: some rows at a time are read, cut into columns and merged."""
         dtype = DTYPES[tensor.dtype]
         number = tensor.pieces[0].ranges[0][0]
