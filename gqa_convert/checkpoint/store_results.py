@@ -10,7 +10,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -56,7 +55,6 @@ class StoreResult:
         self.folder = scratch_folder(address)
         self._state_file = self._scratch / "upload.json"
         self._state: JsonObject = {}
-        self._writing_state = Lock()
         self._store = Store(address)
         self._handle: int | None = None
         self._uploaded = False
@@ -148,14 +146,15 @@ class StoreResult:
             lambda name, callback: self._upload_one(name, sizes[name], callback),
             sum(sizes[name] for name in first),
             on_bytes,
+            self._remember,
         )
         self._check_marker()
         for name in _LAST:
             if name in missing:
-                self._upload_one(name, sizes[name])
+                self._remember(name, self._upload_one(name, sizes[name]))
         self._store.files.rm_file(self._store.path(_MARKER))
 
-    def _upload_one(self, name: str, nbytes: int, callback: Any = None) -> None:
+    def _upload_one(self, name: str, nbytes: int, callback: Any = None) -> StoredObject:
         path = self._store.path(name)
         options = {} if callback is None else {"callback": callback}
         self._store.files.put_file(str(self.folder / name), path, **options)
@@ -164,9 +163,11 @@ class StoreResult:
             raise UploadError(
                 f"{self.address}/{name} has {stored.nbytes:,} bytes after the upload instead of {nbytes:,}"
             )
-        with self._writing_state:
-            self._state["uploaded"][name] = _identity(stored)
-            write_json(self._state_file, self._state)
+        return stored
+
+    def _remember(self, name: str, stored: StoredObject) -> None:
+        self._state["uploaded"][name] = _identity(stored)
+        write_json(self._state_file, self._state)
 
     def _replaceable(self) -> dict[str, StoredObject]:
         """Return the objects under the address; all of them may be replaced.
