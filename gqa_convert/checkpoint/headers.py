@@ -6,9 +6,9 @@ nothing, because the converter copies the byte ranges that a header names.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import mul
 from typing import Any
 
@@ -64,6 +64,29 @@ class TensorEntry:
         for size in self.shape:
             count *= size
         return count
+
+
+class JoinedTensors(Mapping[str, TensorEntry]):
+    """The tensors of several headers, which have no name in common, by name.
+
+    Args:
+        headers: the tensors of each.
+    """
+
+    def __init__(self, headers: Iterable[Mapping[str, TensorEntry]]) -> None:
+        self._headers = tuple(headers)
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        for tensors in self._headers:
+            if name in tensors:
+                return tensors[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self._headers)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._headers))
 
 
 @dataclass(frozen=True, slots=True)

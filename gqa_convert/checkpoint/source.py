@@ -1,6 +1,5 @@
 """Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from gqa_convert.checkpoint import foreign, formats, quantised
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
 from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError, is_hub_file
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
+from gqa_convert.checkpoint.index import parse_index
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.stores import StoreFiles, store_address
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -322,7 +322,7 @@ def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict
     """Return the index's weight map (tensor to file) and metadata, after checking that every entry is a file name."""
     where = f"{source_id}/{name}"
     suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
-    index = parse_object(_read_json(files, name, source_id), where)
+    index = parse_index(_read_json(files, name, source_id), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
@@ -335,8 +335,7 @@ def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict
             raise CorruptCheckpointError(
                 f"{where} maps tensor {tensor!r} to {file!r}, which is not a {suffix} file: download the index again"
             )
-    # interned, because the headers hold the same tens of thousands of names
-    return {sys.intern(tensor): sys.intern(file) for tensor, file in weight_map.items()}, metadata
+    return weight_map, metadata
 
 
 def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
@@ -357,19 +356,29 @@ def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
     return Shard(file, size, header, spilled, modified_ns)
 
 
+def _is_as_listed(shards: list[Shard], weight_map: dict[str, str]) -> bool:
+    return sum(len(shard.header.tensors) for shard in shards) == len(weight_map) and all(
+        weight_map.get(name) == shard.file for shard in shards for name in shard.header.tensors
+    )
+
+
 def _check_tensor_list(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
     """Check that every tensor occurs once, in the file that the index names, and is neither quantised nor wrapped."""
-    file_of: dict[str, str] = {}
     for shard in shards:
         for name, entry in shard.header.tensors.items():
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
             quantised.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
+    if weight_map is not None and _is_as_listed(shards, weight_map):
+        return
+    file_of: dict[str, str] = {}
+    for shard in shards:
+        for name in shard.header.tensors:
             if name in file_of:
                 raise CorruptCheckpointError(
                     f"{source_id} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"
                 )
             file_of[name] = shard.file
-    if weight_map is None or file_of == weight_map:
+    if weight_map is None:
         return
     for name, file in weight_map.items():
         if file_of.get(name) != file:

@@ -1,12 +1,12 @@
 """Finds the attention of a checkpoint in its tensor headers and checks it against the config, without reading weights."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.headers import JoinedTensors, TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
@@ -60,7 +60,7 @@ class AttentionFinder:
 
     def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
         self.family = family
-        self.entries: dict[str, TensorEntry] = {name: entry for _, name, entry in checkpoint.tensors()}
+        self.entries: Mapping[str, TensorEntry] = JoinedTensors(shard.header.tensors for shard in checkpoint.shards)
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
         self.config = config = decoder_config(checkpoint.config)

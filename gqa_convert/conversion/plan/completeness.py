@@ -35,7 +35,7 @@ def check_tensors(checkpoint: Checkpoint, finder: AttentionFinder) -> Iterator[s
     for place, keys in finder.family.layers:
         yield from _Layers(checkpoint, finder, place, keys).check()
     _check_widths(finder)
-    _check_vocabulary(finder)
+    _check_vocabulary(checkpoint, finder)
 
 
 class _Layers:
@@ -45,10 +45,15 @@ class _Layers:
         self._checkpoint, self._family, self._place = checkpoint, finder.family, place
         self._where, self._config = finder.where, finder.config
         pattern = re.compile(rf"(?:{'|'.join(map(re.escape, finder.family.prefixes))}){re.escape(place)}\.(\d+)\.(.+)")
+        looked_at = "|".join(map(re.escape, (*finder.family.attention, *finder.family.without_attention)))
+        modules = re.compile(rf"(?:.+\.)?(?:{looked_at})\.")
         self._found: dict[int, set[str]] = {}
+        """By layer, the names in it that are looked at; there may be thousands of experts beside them."""
         for name in finder.entries:
             if match := pattern.fullmatch(name):
-                self._found.setdefault(int(match[1]), set()).add(match[2])
+                names = self._found.setdefault(int(match[1]), set())
+                if modules.match(match[2]):
+                    names.add(match[2])
         self._example = finder.layers[0].module
         self._key, self._count = self._stated(keys)
 
@@ -169,9 +174,9 @@ def _check_axis(finder: AttentionFinder, names: list[str], key: str, *, reads: b
             )
 
 
-def _check_vocabulary(finder: AttentionFinder) -> None:
+def _check_vocabulary(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
     stated = {key: value for key in _VOCABULARY if (value := config_value(finder.config, key)) is not None}
-    for name, entry in finder.entries.items():
+    for _, name, entry in checkpoint.tensors():
         if finder.family.wrapped and not _is_language_model(name, finder):
             continue
         if finder.config.get("model_type") in FURTHER_ROWS and not name.endswith("lm_head.weight"):

@@ -1,8 +1,12 @@
 """What a plan consists of."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Final
 
 from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -15,6 +19,9 @@ from gqa_convert.families.target_architectures import TargetArchitecture
 from gqa_convert.families.target_choice import engines_for
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
+
+_ENTRY_BYTES: Final = 120
+"""Of a tensor in a file's header beside its name, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,54 @@ class OutputTensor:
         return self.rows * sum(piece.nbytes for piece in self.pieces)
 
 
+def copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
+    """A tensor of the source as it is.
+
+    Args:
+        name: of the tensor.
+        shard: the number of its file.
+        entry: of the file's header.
+    """
+    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
+
+
+class MostlyCopied(Sequence[OutputTensor]):
+    """The tensors of one file of the source, most of them copied.
+
+    Copies are made when they are looked at: five objects for each of a hundred thousand experts would take more memory
+    than the headers.
+
+    Args:
+        shard: the number of the file.
+        entries: of its header.
+        planned: by name, the tensors that are no copies, and None for those that the result lacks; of any file.
+    """
+
+    def __init__(
+        self, shard: int, entries: Mapping[str, TensorEntry], planned: Mapping[str, OutputTensor | None]
+    ) -> None:
+        self._shard, self._entries = shard, entries
+        self._planned = {name: planned[name] for name in planned.keys() & entries.keys()}
+
+    def __iter__(self) -> Iterator[OutputTensor]:
+        planned, shard = self._planned, self._shard
+        for name, entry in self._entries.items():
+            tensor = planned[name] if name in planned else copied(name, shard, entry)
+            if tensor is not None:
+                yield tensor
+
+    def __len__(self) -> int:
+        return len(self._entries) - sum(tensor is None for tensor in self._planned.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index] if index != 0 else next(iter(self))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorChange:
     """A tensor whose K/V heads change in number, or into which a method folds maps, with its shape before and after."""
@@ -80,14 +135,34 @@ class OutputShard:
     """One output file."""
 
     file: str
-    tensors: tuple[OutputTensor, ...]
+    tensors: Sequence[OutputTensor]
     metadata: dict[str, str]
     whole_copy_of: int | None = None
     """The number of the source shard that this file equals byte for byte, if it does."""
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.totals.nbytes
+
+    @cached_property
+    def totals(self) -> "ShardTotals":
+        """Sums over the tensors."""
+        nbytes = elements = header_bytes = 0
+        for tensor in self.tensors:
+            nbytes += tensor.nbytes
+            elements += tensor.elements
+            header_bytes += len(tensor.name) + _ENTRY_BYTES
+        return ShardTotals(nbytes, elements, header_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTotals:
+    """Sums over the tensors of an output file."""
+
+    nbytes: int
+    elements: int
+    header_bytes: int
+    """About."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +269,12 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return sum(tensor.elements for shard in self.shards for tensor in shard.tensors)
+        return sum(shard.totals.elements for shard in self.shards)
 
     @property
     def disk_bytes(self) -> int:
         """What the result takes on disk, headers and carried files included, to within a few KiB."""
-        headers = sum(len(tensor.name) + 120 for shard in self.shards for tensor in shard.tensors)
+        headers = sum(shard.totals.header_bytes for shard in self.shards)
         return (
             self.weight_bytes_after
             + headers

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.plan.model import OutputShard, OutputTensor, Piece, TensorChange
+from gqa_convert.conversion.plan.model import MostlyCopied, OutputShard, OutputTensor, Piece, TensorChange, copied
 from gqa_convert.conversion.translation.description import TranslatedTensor
 from gqa_convert.conversion.translation.tensors import translate_tensors
 from gqa_convert.errors import GroupsError
@@ -26,7 +26,9 @@ def plan_tensors(
         counts: N of each of the finder's layers.
         method: that merges.
     """
-    source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
+    attention = {name for layer in finder.layers for name, _ in finder.sections(layer)}
+    attention |= {name for layer in finder.layers for names in finder.head_lists(layer) for name in names}
+    source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors() if name in attention}
     changed: set[str] = set()
     planned: dict[str, OutputTensor | None] = {}
     changes: list[TensorChange] = []
@@ -35,7 +37,7 @@ def plan_tensors(
         for name, cut in finder.sections(layer):
             number, entry = source_tensors[name]
             if groups == layer.kv_heads:
-                output = _copied(name, number, entry)
+                output = copied(name, number, entry)
             elif merged_first:
                 output = _unmerged(name, entry, cut, groups, transposed=finder.family.transposed)
                 changed.add(name)
@@ -80,15 +82,9 @@ def plan_tensors(
                 )
     shards = []
     for number, shard in enumerate(checkpoint.shards):
-        tensors = []
-        for name, entry in shard.header.tensors.items():
-            wanted = planned.get(name, _copied(name, number, entry))
-            if wanted is not None:
-                tensors.append(wanted)
+        tensors = MostlyCopied(number, shard.header.tensors, planned)
         untouched = changed.isdisjoint(shard.header.tensors)
-        shards.append(
-            OutputShard(shard.file, tuple(tensors), dict(shard.header.metadata), number if untouched else None)
-        )
+        shards.append(OutputShard(shard.file, tensors, dict(shard.header.metadata), number if untouched else None))
     return shards, changes
 
 
@@ -158,10 +154,6 @@ def _change(
     if groups >= layer.kv_heads:
         used = (COPY if groups == layer.kv_heads else REPEAT).name
     return TensorChange(name, layer.module, roles, entry.dtype, before or entry.shape, after, used)
-
-
-def _copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
-    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
 
 
 def _unmerged(
