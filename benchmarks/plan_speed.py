@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import sys
@@ -49,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to put the headers")
+    parser.add_argument("--only", metavar="CASE", help="measure one case, and keep the others of the output file")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     options = parser.parse_args()
     program = [sys.executable, "-m", "gqa_convert"]
@@ -75,13 +77,15 @@ def main() -> None:
             ),
             "plan, 100,000 tensors": ([*program, "plan", str(mixtral), "--groups", "4", "--method", "mean"], 0),
         }
+        if options.only is not None:
+            cases = {options.only: cases[options.only]}
         environment = dict(os.environ, HF_HUB_OFFLINE="1")
         runs: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
         for _ in range(options.rounds):
             for name, (command, code) in cases.items():
                 runs[name].append(measured(command, environment, code))
     report: dict[str, Any] = {
-        "command": " ".join(["python", "-m", "benchmarks.plan_speed", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.plan_speed", *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
         "load_average": os.getloadavg()[0],
         "cases": {
@@ -93,6 +97,11 @@ def main() -> None:
             for seconds in [[round(each, 3) for each, _ in done]]
         },
     }
+    if options.only is not None and options.output:
+        kept = json.loads(options.output.read_text(encoding="utf-8"))
+        measured_alone = {key: report[key] for key in ("command", "load_average")}
+        kept["cases"] |= {name: case | measured_alone for name, case in report["cases"].items()}
+        report = kept
     for name, case in report["cases"].items():
         seconds = case["cpu_seconds"]
         print(f"{name:24} {seconds['median']:6.3f} s ({seconds['min']:.3f}) {case['resident_bytes'] / 2**20:7.1f} MiB")
