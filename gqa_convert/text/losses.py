@@ -8,7 +8,7 @@ read once and the teacher's logits need not be kept for the backward pass.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,18 @@ from torch.autograd.function import once_differentiable
 
 from gqa_convert.errors import OptionError
 from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.output_layers import OutputLayer, capped
 
 _CHUNK: Final = 1 << 18
 """The number of logits in a CPU thread's chunk: 1 MiB in float32."""
 _CHUNK_ON_ACCELERATOR: Final = 1 << 24
-_LEAST: Final = 1e-12
+_POSITIONS, _PARTS = 1024, 8
+"""Positions whose logits `linear_loss` makes at a time, and into how many parts it divides a batch at most: with more of them, reading the
+layer and adding to its gradient would take longer than the products.
+"""
+
+
+AnyTeacher = TypeVar("AnyTeacher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +161,157 @@ def combined_loss(
         OptionError: an option is out of range, or the shapes do not match.
     """
     _check_options(weight, temperature, top_k)
-    if weight == 0.0:
-        teacher = None
-    elif teacher is None:
-        raise OptionError(f"a divergence with weight {weight} needs the logits of a teacher")
+    teacher = _weighted(teacher, weight)
     _check_shapes(logits, labels, teacher, temperature)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
-    total, lm, kl, by_sequence = _Loss.apply(
-        logits, labels, teacher, weight, temperature, top_k, z_loss, differentiable, overwrite
+    terms = _Terms(weight, temperature, top_k, z_loss)
+    return _combined(_Loss.apply(logits, labels, teacher, terms, differentiable, overwrite), labels, terms)
+
+
+def linear_loss(
+    states: Tensor,
+    layer: OutputLayer,
+    labels: Tensor,
+    teacher: Tensor | None = None,
+    teacher_layer: OutputLayer | None = None,
+    *,
+    weight: float = 0.0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    z_loss: float = 0.0,
+) -> CombinedLoss:
+    """Compute what `combined_loss` does from the input of the output layer, without ever holding the logits of all positions.
+
+    The logits of student and teacher are made for `positions_at_once` positions at a time, and the gradients with respect to the states and
+    the layer in the same pass, as in Liger (Hsu et al. 2024, section 3.2) and for the divergence as well. Only one backward pass is
+    possible. Products are computed in the dtype of the layer, or that of autocasting; the layer's gradient has the layer's dtype.
+
+    Args:
+        states: [b, L, d], the input of the student's output layer.
+        layer: the student's output layer.
+        labels: see `combined_loss`.
+        teacher: [b, L, d'], the input of the teacher's output layer, or [b, L, V'], the teacher's logits.
+        teacher_layer: the teacher's output layer; None if `teacher` contains logits.
+        weight: see `combined_loss`, like the other options.
+        temperature: see there.
+        top_k: see there.
+        z_loss: see there.
+
+    Raises:
+        OptionError: an option is out of range, or the shapes do not match.
+    """
+    _check_options(weight, temperature, top_k)
+    teacher = _weighted(teacher, weight)
+    _check_shapes(states, labels, teacher, temperature)
+    terms = _Terms(weight, temperature, top_k, z_loss)
+    found = _LinearLoss.apply(
+        states, layer.weight, layer.bias, layer.cap, labels, teacher, teacher_layer, terms, torch.is_grad_enabled()
     )
+    return _combined(found, labels, terms)
+
+
+def positions_at_once(positions: int) -> int:
+    """The number of positions, of a batch, whose logits `linear_loss` holds together."""
+    return min(positions, max(_POSITIONS, -(-positions // _PARTS)))
+
+
+class _Terms(NamedTuple):
+    """The terms of a combined loss; see `combined_loss`."""
+
+    weight: float
+    temperature: float
+    top_k: int | None
+    z_loss: float
+
+
+class _Found(NamedTuple):
+    """The parts of the loss of rows, [rows, 1] each: the cross-entropy, the divergence divided by the square of the
+    temperature, and the square of log(Z).
+    """
+
+    lm: Tensor
+    kl: Tensor
+    z: Tensor
+
+    def totals(self, shape: torch.Size, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The weighted sum, the sums of its first two parts, and the weighted sum of each sequence [b]."""
+        lm, kl, z = (part.view(shape).sum(-1) for part in self)
+        kl = kl * terms.temperature**2
+        by_sequence = lm * (1.0 - terms.weight) + kl * terms.weight + z * terms.z_loss
+        return by_sequence.sum(), lm.sum(), kl.sum(), by_sequence
+
+
+def _combined(found: tuple[Tensor, Tensor, Tensor, Tensor], labels: Tensor, terms: _Terms) -> CombinedLoss:
+    total, lm, kl, by_sequence = found
     count = (labels != IGNORED).sum().to(total.dtype)
-    return CombinedLoss(total, count, None if weight == 1.0 else lm, None if teacher is None else kl, by_sequence)
+    parts = None if terms.weight == 1.0 else lm, None if terms.weight == 0.0 else kl
+    return CombinedLoss(total, count, *parts, by_sequence)
+
+
+def _weighted(teacher: AnyTeacher, weight: float) -> AnyTeacher | None:
+    """The teacher, if the divergence from it has a weight."""
+    if weight == 0.0:
+        return None
+    if teacher is None:
+        raise OptionError(f"a divergence with weight {weight} needs the logits of a teacher")
+    return teacher
+
+
+def _exact(logits: Tensor) -> torch.dtype:
+    """The dtype of sums and softmaxes."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _evaluate(
+    flat: Tensor, labels: Tensor, teacher: Tensor | Compressed | None, terms: _Terms, gradient: Tensor | None
+) -> _Found:
+    """The parts of the loss of rows of logits, and its gradient.
+
+    Args:
+        flat: [n, V], logits.
+        labels: [n].
+        teacher: its logits [n, V'], or compressed; None if the divergence has no weight.
+        terms: of the loss.
+        gradient: [n, V], overwritten with the gradient; may be `flat`; None if none is needed.
+    """
+    vocabulary, (weight, temperature, top_k, z_loss) = flat.shape[-1], terms
+    labels = labels.reshape(-1, 1)
+    ignored = labels == IGNORED
+    labels = labels.masked_fill(ignored, 0)
+    exact = _exact(flat)
+    lm, kl, z = (torch.zeros(len(flat), 1, dtype=exact, device=flat.device) for _ in range(3))
+    whole = _Teacher(teacher, vocabulary, temperature, top_k) if teacher is not None else None
+    rows = _rows(flat)
+    for start in range(0, len(flat), rows):
+        part = slice(start, start + rows)
+        log_p, slope = None, None
+        if weight < 1.0 or z_loss:
+            log_p = flat[part].log_softmax(-1, dtype=exact)
+            torch.neg(log_p.gather(1, labels[part]), out=lm[part])
+            if z_loss:
+                z[part] = flat[part].gather(1, labels[part]).to(exact) + lm[part]  # log(Z)
+        if whole is not None:
+            same = log_p is not None and temperature == 1.0 and whole.shared == vocabulary
+            log_q = log_p if same else _log_softmax(flat[part, : whole.shared], temperature)
+            kl[part], slope = whole.divergence(log_q, part)
+            slope.mul_(weight * temperature)
+        if gradient is None:
+            continue
+        if log_p is not None:
+            step = log_p.exp_()
+            if z_loss:
+                step.mul_(2.0 * z_loss * z[part] + (1.0 - weight))
+            elif slope is not None:
+                step.mul_(1.0 - weight)
+            step.scatter_add_(1, labels[part], torch.full_like(lm[part], weight - 1.0))
+            if slope is not None:
+                step[:, : slope.shape[1]] += slope
+            slope = step
+        assert slope is not None
+        slope.masked_fill_(ignored[part], 0.0)
+        gradient[part, : slope.shape[1]] = slope
+        gradient[part, slope.shape[1] :] = 0.0
+    return _Found(*(part.masked_fill_(ignored, 0.0) for part in (lm, kl, z.square_())))
 
 
 class _Loss(torch.autograd.Function):  # type: ignore[misc]
@@ -174,61 +321,18 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         logits: Tensor,
         labels: Tensor,
         teacher: Tensor | Compressed | None,
-        weight: float,
-        temperature: float,
-        top_k: int | None,
-        z_loss: float,
+        terms: _Terms,
         differentiable: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        shape = labels.shape
-        vocabulary = logits.shape[-1]
-        flat = logits.detach().reshape(-1, vocabulary)
-        labels = labels.reshape(-1, 1)
-        ignored = labels == IGNORED
-        labels = labels.masked_fill(ignored, 0)
-        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        lm, kl, z = (torch.zeros(len(flat), 1, dtype=exact, device=flat.device) for _ in range(3))
+        flat = logits.detach().reshape(-1, logits.shape[-1])
         gradient = (flat if overwrite else torch.empty_like(flat)) if differentiable else None
-        whole = _Teacher(teacher, vocabulary, temperature, top_k) if teacher is not None else None
-        rows = _rows(flat)
-        for start in range(0, len(flat), rows):
-            part = slice(start, start + rows)
-            log_p, slope = None, None
-            if weight < 1.0 or z_loss:
-                log_p = flat[part].log_softmax(-1, dtype=exact)
-                torch.neg(log_p.gather(1, labels[part]), out=lm[part])
-                if z_loss:
-                    z[part] = flat[part].gather(1, labels[part]).to(exact) + lm[part]  # log(Z)
-            if whole is not None:
-                same = log_p is not None and temperature == 1.0 and whole.shared == vocabulary
-                log_q = log_p if same else _log_softmax(flat[part, : whole.shared], temperature)
-                kl[part], slope = whole.divergence(log_q, part)
-                slope.mul_(weight * temperature)
-            if gradient is None:
-                continue
-            if log_p is not None:
-                step = log_p.exp_()
-                if z_loss:
-                    step.mul_(2.0 * z_loss * z[part] + (1.0 - weight))
-                elif slope is not None:
-                    step.mul_(1.0 - weight)
-                step.scatter_add_(1, labels[part], torch.full_like(lm[part], weight - 1.0))
-                if slope is not None:
-                    step[:, : slope.shape[1]] += slope
-                slope = step
-            assert slope is not None
-            slope.masked_fill_(ignored[part], 0.0)
-            gradient[part, : slope.shape[1]] = slope
-            gradient[part, slope.shape[1] :] = 0.0
+        found = _evaluate(flat, labels, teacher, terms, gradient).totals(labels.shape, terms)
         if gradient is not None:
             ctx.save_for_backward(gradient.view(logits.shape))
         ctx.overwrite = overwrite
-        lm, kl, z = (part.masked_fill_(ignored, 0.0).view(shape).sum(-1) for part in (lm, kl, z.square_()))
-        lm_sum, kl_sum = lm.sum(), kl.sum() * temperature**2
-        by_sequence = lm * (1.0 - weight) + kl * (temperature**2 * weight) + z * z_loss
-        ctx.mark_non_differentiable(lm_sum, kl_sum, by_sequence)
-        return lm_sum * (1.0 - weight) + kl_sum * weight + z.sum() * z_loss, lm_sum, kl_sum, by_sequence
+        ctx.mark_non_differentiable(*found[1:])
+        return found
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -238,9 +342,75 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         source, target = (tensor.view(-1, gradient.shape[-1]) for tensor in (gradient, scaled))
         rows = _rows(source)
         for old, new in zip(source.split(rows), target.split(rows), strict=True):
-            # a scale in the logits' dtype would be rounded, with the same error for all of them
-            new.copy_(old.to(scale.dtype) * scale)
-        return scaled, *[None] * 8
+            _scale(old, scale, new)
+        return scaled, *[None] * 5
+
+
+class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        cap: float | None,
+        labels: Tensor,
+        teacher: Tensor | None,
+        teacher_layer: OutputLayer | None,
+        terms: _Terms,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kind = states.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+        flat, labels_flat = states.detach().reshape(-1, states.shape[-1]), labels.reshape(-1)
+        theirs = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
+        needed = [differentiable and each for each in ctx.needs_input_grad[:3]]
+        layer = OutputLayer(*(None if each is None else each.detach().to(dtype) for each in (weights, bias)))
+        of_states = torch.empty_like(flat) if needed[0] else None
+        of_weights, of_bias = (
+            torch.zeros_like(each) if asked else None for each, asked in zip((weights, bias), needed[1:], strict=True)
+        )
+        found = []
+        with torch.autocast(kind, enabled=False):
+            step = positions_at_once(len(flat))
+            for start in range(0, len(flat), step):
+                part = slice(start, start + step)
+                some = flat[part].to(dtype)
+                logits = layer.logits(some)
+                slope = None
+                if cap is not None:
+                    logits = capped(logits, cap)
+                    slope = 1.0 - (logits / cap).square_() if any(needed) else None
+                other = None if theirs is None else theirs[part]
+                if other is not None and teacher_layer is not None:
+                    other = teacher_layer.logits(other)
+                found.append(_evaluate(logits, labels_flat[part], other, terms, logits if any(needed) else None))
+                gradient = logits if slope is None else logits.mul_(slope)
+                if of_states is not None:
+                    of_states[part] = gradient @ layer.weight
+                if of_weights is not None:
+                    if of_weights.dtype == dtype:
+                        of_weights.addmm_(gradient.T, some)
+                    else:
+                        of_weights += gradient.T @ some
+                if of_bias is not None:
+                    of_bias += gradient.sum(0, dtype=of_bias.dtype)
+        ctx.save_for_backward(None if of_states is None else of_states.view(states.shape), of_weights, of_bias)
+        parts = _Found(*(torch.cat(each) for each in zip(*found, strict=True)))
+        totals = parts.totals(labels.shape, terms)
+        ctx.mark_non_differentiable(*totals[1:])
+        return totals
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if each is None else _scale(each, scale, each) for each in ctx.saved_tensors)
+        return *scaled, *[None] * 6
+
+
+def _scale(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write a gradient times a scale, which in the gradient's own dtype would be rounded, with the same error for all numbers."""
+    return out.copy_(gradient.to(scale.dtype) * scale)
 
 
 class _Teacher:

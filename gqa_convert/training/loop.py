@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.losses import combined_loss
+from gqa_convert.text.losses import CombinedLoss, combined_loss, linear_loss
 from gqa_convert.text.order import mix
+from gqa_convert.text.output_layers import removed_output_layer
 from gqa_convert.text.samples import Samples
 from gqa_convert.training import sharding
 from gqa_convert.training.attention_matching import AttentionTap, attention_match
@@ -237,23 +238,25 @@ class Trainer:
         }
         labels = tensors.pop("labels")
         student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
-        with student_tap, torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
-            logits = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
+        with student_tap, self._precision():
+            output = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
         theirs, teacher_tap = None, None
         if self.teacher is not None and (self._weight > 0 or self._taps):
             teacher_tap = AttentionTap(self.teacher) if self._taps else nullcontext()
             with teacher_tap:
                 theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
-        found = combined_loss(
-            logits,
+        found = self._loss(
+            self.model,
+            output,
             labels,
             theirs if self._weight > 0 else None,
             weight=self._weight,
             temperature=self.recipe.temperature,
             top_k=self.recipe.teacher_top_k,
             z_loss=self.recipe.z_loss,
-            overwrite=True,
         )
+        if self.teacher is not None:
+            sharding.reshard(self.teacher)
         nothing = torch.zeros((), device=labels.device)
         loss, attention = found.sum, nothing
         if isinstance(student_tap, AttentionTap) and isinstance(teacher_tap, AttentionTap):
@@ -261,6 +264,20 @@ class Trainer:
             loss = loss + self.recipe.attention_matching * attention
         parts = [loss, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl, attention]
         return loss, torch.stack([part.detach().double() for part in parts]), found.by_sequence
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
+
+    def _loss(
+        self, model: Any, output: Tensor, labels: Tensor, theirs: Tensor | None = None, **terms: Any
+    ) -> CombinedLoss:
+        """The loss of what a model and the teacher returned: logits, or states if their output layers were removed."""
+        layer = removed_output_layer(_unwrapped(model))
+        if layer is None:
+            return combined_loss(output, labels, theirs, overwrite=True, **terms)
+        with self._precision():
+            their_layer = None if theirs is None else removed_output_layer(self.teacher)
+            return linear_loss(output, layer, labels, theirs, their_layer, **terms)
 
     def _inner(self) -> Any:
         return _unwrapped(self.model)
@@ -288,9 +305,8 @@ class Trainer:
             }
             labels = tensors.pop("labels")
             inputs = model_inputs(_unwrapped(model), tensors)
-            with torch.no_grad(), torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast):
-                logits = model(**inputs, use_cache=False).logits
-                found = combined_loss(logits, labels)
+            with torch.no_grad(), self._precision():
+                found = self._loss(model, model(**inputs, use_cache=False).logits, labels)
             if at + rank < len(batches):
                 total += float(found.sum)
                 count += float(found.count)

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from gqa_convert.text.output_layers import remove_output_layer
 from gqa_convert.text.samples import Samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.documents import keep_apart
+from gqa_convert.training.liger import use_liger
 from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.models import load_student, place_fixed, place_student
 from gqa_convert.training.opening import Opened, explained
@@ -20,6 +22,8 @@ _MOST_ROUNDING = 0.01
 """Nats per token by which a rounded teacher may differ before float32 is recommended; a fitted student that needs
 uptraining differs by a multiple of it.
 """
+_TRIED = 8
+"""Tokens on which models are tried."""
 
 
 class RunModels:
@@ -40,12 +44,18 @@ class RunModels:
         recipe, layout = context.recipe, context.layout
         with context.together():
             self.inner = load_student(recipe, opened.student_folder, layout)
+            if recipe.liger and not use_liger(self.inner):
+                context.say(
+                    f"Liger has no kernels for {self.inner.config.model_type}: {recipe.model} is trained without them"
+                )
         self.student = place_student(self.inner, context.accelerator, layout, bf16=recipe.precision == "bf16")
         self._check_apart(recipe.model, self.inner)
         self.optimizer = build_optimizer(self.inner, recipe)
 
     def load_teacher(self, samples: Samples) -> Any:
-        """Load the teacher, if the recipe names one. With `compile`, student and teacher are compiled from now on."""
+        """Load the teacher, if the recipe names one. From now on, student and teacher are compiled with `compile`, and return
+        states in place of logits where this is possible.
+        """
         recipe, layout, teacher = self._context.recipe, self._context.layout, None
         if self._opened.teacher_folder is not None:
             assert self._opened.teacher is not None
@@ -53,9 +63,11 @@ class RunModels:
             rounds = rounds_teacher(dtype, memory.bytes_each(self._opened.teacher), device.type)
             if rounds and layout.sharded:
                 dtype = "bf16"
-            teacher = self.load_fixed(self._opened.teacher_folder, str(recipe.teacher), dtype)
+            teacher = self._load(self._opened.teacher_folder, str(recipe.teacher), dtype)
             if rounds and not layout.sharded:
                 self._round_teacher(teacher, samples)
+        if self._remove_output(recipe.model, self.inner) and teacher is not None:
+            self._remove_output(str(recipe.teacher), teacher)
         if recipe.compile:
             self.student.compile()
             if teacher is not None:
@@ -63,7 +75,12 @@ class RunModels:
         return teacher
 
     def load_fixed(self, folder: Path, name: str, dtype: str) -> Any:
-        """Load a model that is not trained."""
+        """Load a model that is not trained and returns states in place of logits where this is possible."""
+        model = self._load(folder, name, dtype)
+        self._remove_output(name, model)
+        return model
+
+    def _load(self, folder: Path, name: str, dtype: str) -> Any:
         context = self._context
         with context.together(), explained(name):
             model = load_teacher(folder, dtype, "cpu", by_first=context.layout.sharded)
@@ -94,6 +111,15 @@ class RunModels:
             f"the teacher runs in bfloat16, with a KL of {divergence:.2g} nats per token from its float32{advice}"
         )
 
+    def _remove_output(self, name: str, model: Any) -> bool:
+        """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was possible."""
+        with self._context.together():
+            removed = remove_output_layer(model, _trial(model))
+        sharding.reshard(model)
+        if not removed:
+            self._context.say(f"{name} makes the logits of a batch at once: expect more memory than was estimated")
+        return removed
+
     def _check_apart(self, name: str, model: Any) -> None:
         """If `document_mask` is set, refuse a model in which documents in one row affect each other."""
         recipe, layout = self._context.recipe, self._context.layout
@@ -104,3 +130,9 @@ class RunModels:
             if note is not None:
                 self._context.say(note)
             sharding.reshard(model)
+
+
+def _trial(model: Any) -> dict[str, torch.Tensor]:
+    """Inputs on which any model runs."""
+    ids = torch.arange(_TRIED, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})

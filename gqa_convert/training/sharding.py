@@ -148,9 +148,8 @@ def shard(model: Any, device: Any, layout: Layout, *, bf16: bool) -> Any:
     frees = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in (*_TRUE, "full_shard")
     for layer in layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-    # parameters outside the layers are needed again immediately in a backward pass; without one they are freed
-    learns = any(parameter.requires_grad for parameter in model.parameters())
-    model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not learns)
+    # parameters outside the layers are needed again immediately, by the loss and in a backward pass
+    model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if apart := [name for name, _ in model.named_parameters() if name not in names]:
         raise LaunchError(
             f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately ({len(apart)} in all): launch with "

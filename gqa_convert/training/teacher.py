@@ -116,7 +116,7 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def teacher_logits(teacher: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The teacher's logits [b, L, V], in a form that losses accept.
+    """The teacher's logits [b, L, V], or its states [b, L, d] if its output layer was removed.
 
     Autocasting, which may be active for the student, is disabled: the teacher computes in the dtype it was loaded in.
 

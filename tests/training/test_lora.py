@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError, RecipeError
+from gqa_convert.text.output_layers import restore_output_layer
 from gqa_convert.training import lora as adapters
 from gqa_convert.training import memory
 from gqa_convert.training import run as run_module
@@ -109,6 +110,7 @@ def test_only_adapters_change_and_are_saved(home: Path, trained: Trained) -> Non
 
 def test_the_merged_checkpoint_computes_the_same(home: Path, trained: Trained) -> None:
     merged = AutoModelForCausalLM.from_pretrained(trained.output / "model")
+    restore_output_layer(trained.model)
     torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-4)
     before, after = start_of(home), load_file(trained.output / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -201,7 +201,7 @@ def test_what_lasts_is_exact() -> None:
     few = plan(SIZES, replace(SETTING, trained=10**9))
     assert (few["weights"], few["gradients"], few["moments"]) == (24 * 10**9, 4 * 10**9, 8 * 10**9)
     taught = plan(SIZES, replace(SETTING, teacher_parameters=7 * 10**9))
-    assert taught["teacher"] == 14 * 10**9 + 2 * 4096 * 32000
+    assert taught["teacher"] == 14 * 10**9 + 2 * 1024 * 32000
 
 
 def test_optimizers_differ_in_their_moments() -> None:
@@ -212,7 +212,7 @@ def test_optimizers_differ_in_their_moments() -> None:
     assert moments["muon"] == moments["adamw"] - 4 * (SETTING.parameters - 2 * 32000 * 4096)
 
 
-@pytest.mark.parametrize("vocabulary", [100, 32000])
+@pytest.mark.parametrize("vocabulary", [100, 128000])
 def test_the_logits_are_gone_when_a_layer_is_recomputed(vocabulary: int) -> None:
     """So that the larger of the two counts."""
     sizes = replace(SIZES, vocabulary=vocabulary)

@@ -4,7 +4,8 @@ Logits are the largest tensors: they are made for some rows at a time where the 
 rows at a time, in float32. The callers sum over tokens in float64.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gqa_convert.text.output_layers import OutputLayer, without_output_layer
 from gqa_convert.text.scoring.material import Batches
-from gqa_convert.text.scoring.output_head import OutputHead, Rows
 
 _CHUNK = 1 << 20
 """The number of logits processed at a time on a CPU."""
@@ -23,6 +24,8 @@ _ROWS, _ROWS_ON_ACCELERATOR = 256, 1024
 """Rows whose logits are made at a time: fewer would read the output projection too often."""
 
 Floats = npt.NDArray[np.float32]
+Rows = Callable[[Tensor], Tensor]
+"""The logits [r, V] of rows [r]."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,46 @@ def score(
         progress: called after each batch with the number of tokens that it scored.
     """
     scores = Scores(*(np.zeros(count, np.float32) for _ in range(1 if reference is None else 4)))
-    head, other = OutputHead(model), None if reference is None or reference is model else OutputHead(reference)
-    with torch.inference_mode():
-        for number in range(len(batches)) if numbers is None else numbers:
+    chosen = list(range(len(batches)) if numbers is None else numbers)
+    if not chosen:
+        return scores
+    with torch.inference_mode(), ExitStack() as stack:
+        first = _tensors(batches[chosen[0]].inputs)
+        models = [model] if reference is None or reference is model else [model, reference]
+        layers = [stack.enter_context(without_output_layer(each, _on(each, first))) for each in models]
+        for number in chosen:
             batch = batches[number]
-            inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
-            ours = head.rows(inputs)
-            theirs = None if reference is None else ours if other is None else other.rows(inputs)
+            inputs = _tensors(batch.inputs)
+            rows = [_rows(each, layer, inputs) for each, layer in zip(models, layers, strict=True)]
+            ours, theirs = rows[0], None if reference is None else rows[-1]
             size = _ROWS if model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
             found = _batch_scores(torch.from_numpy(batch.rows), torch.from_numpy(batch.targets), ours, theirs, size)
             for array, values in zip(scores.arrays(), found, strict=True):
                 array[batch.places] = values.cpu().numpy()
             progress(len(batch.places))
     return scores
+
+
+def _tensors(inputs: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in inputs.items()}
+
+
+def _on(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+
+def _rows(model: Any, layer: OutputLayer | None, inputs: Mapping[str, Tensor]) -> Rows:
+    """Run a batch; returns the function from indices of its rows, of b * L, to their logits.
+
+    Args:
+        model: without its output layer, if that was removed.
+        layer: the layer.
+        inputs: [b, L] each.
+    """
+    found: Tensor = model(**_on(model, inputs), use_cache=False).logits.flatten(0, 1)
+    if layer is None:
+        return lambda rows: found[rows.to(found.device)]
+    return lambda rows: layer.logits(found[rows.to(found.device)])
 
 
 def _batch_scores(rows: Tensor, targets: Tensor, ours: Rows, theirs: Rows | None, size: int) -> list[Tensor]:
