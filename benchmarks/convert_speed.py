@@ -1,11 +1,14 @@
 """Conversion against `cp -r` of the same folder, and against loading the model: time and memory of whole commands.
 
-    python benchmarks/convert_speed.py --layers 4 --rounds 5 --peer --output docs/results/convert-2gb.json     (2 GB)
+    python benchmarks/convert_speed.py --layers 4 --rounds 10 --peer --output docs/results/convert-2gb.json    (2 GB)
     python benchmarks/convert_speed.py --layers 32 --rounds 3 --peer --output docs/results/convert-13gb.json   (13 GB)
 
 Every round runs each contender once, in an order that alternates, from a warm and from a cold page cache; every file is
 on the disk before the clock stops, `cp`'s too. The figure to read is the ratio within a round: absolute times mean
-nothing on a shared machine.
+nothing on a shared machine. Beside the time stand what explains it: processor seconds, bytes moved, and the time until
+the first weight file exists. `bare copy` writes the bytes of the result from the source's pages to the disk in large
+aligned requests and does nothing else, which is as fast as this machine's disk lets any of the others be. Modules are
+compiled beforehand, as they are after an installation.
 """
 
 import argparse
@@ -40,23 +43,70 @@ model.config.num_key_value_heads = groups
 model.save_pretrained(out)
 """
 
+BARE_COPY = """
+import mmap, os, sys, threading
+source, out, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.mkdir(out)
+step, jobs = 4 << 20, []
+for name in sorted(name for name in os.listdir(source) if name.endswith(".safetensors")):
+    nbytes = min(os.path.getsize(os.path.join(source, name)), left) // 4096 * 4096
+    left -= nbytes
+    if not nbytes:
+        continue
+    pages = memoryview(mmap.mmap(os.open(os.path.join(source, name), os.O_RDONLY), 0, prot=mmap.PROT_READ))
+    into = os.open(os.path.join(out, name), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    os.posix_fallocate(into, 0, nbytes)
+    jobs += [(into, pages[at : min(at + step, nbytes)], at) for at in range(0, nbytes, step)]
+waiting = iter(jobs)
+lock = threading.Lock()
+def work():
+    while True:
+        with lock:
+            job = next(waiting, None)
+        if job is None:
+            return
+        into, view, at = job
+        while view:
+            done = os.pwritev(into, [view], at)
+            view, at = view[done:], at + done
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for into in {job[0] for job in jobs}:
+    os.fsync(into)
+"""
+
 
 class Measured:
-    """Wall time of a command, and the peak of the anonymous memory of its largest process in bytes."""
+    """What a command took.
 
-    def __init__(self, command: list[str]) -> None:
+    Attributes:
+        seconds: of wall time.
+        cpu_seconds: of its processes, user and system.
+        read_bytes, written_bytes: what they read from the disk and handed to it or to the page cache.
+        first_file_seconds: until the first weight file of the result existed.
+        peak_anonymous: the largest anonymous memory of the process, in bytes.
+    """
+
+    def __init__(self, command: list[str], out: Path) -> None:
         self.peak_anonymous = 0
-        began = time.perf_counter()
+        self.first_file_seconds: float | None = None
+        self._began = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        watcher = threading.Thread(target=self._watch, args=(process.pid,))
+        watcher = threading.Thread(target=self._watch, args=(process.pid, out))
         watcher.start()
-        code = process.wait()
-        self.seconds = time.perf_counter() - began
+        _, status, usage = os.wait4(process.pid, 0)
+        self.seconds = time.perf_counter() - self._began
+        process.returncode = os.waitstatus_to_exitcode(status)
         watcher.join()
-        if code:
-            raise SystemExit(f"{command[0]} failed with exit code {code}")
+        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        self.read_bytes, self.written_bytes = 512 * usage.ru_inblock, 512 * usage.ru_oublock
+        if process.returncode:
+            raise SystemExit(f"{command[0]} failed with exit code {process.returncode}")
 
-    def _watch(self, pid: int) -> None:
+    def _watch(self, pid: int, out: Path) -> None:
         while True:
             try:
                 status = Path(f"/proc/{pid}/status").read_text()
@@ -66,6 +116,10 @@ class Measured:
             if not lines:
                 return
             self.peak_anonymous = max(self.peak_anonymous, 1024 * int(lines[0].split()[1]))
+            if self.first_file_seconds is None and any(
+                file for folder in out.parent.glob(f"*{out.name}*") for file in folder.glob("*.safetensors")
+            ):
+                self.first_file_seconds = round(time.perf_counter() - self._began, 3)
             time.sleep(0.005)
 
 
@@ -83,19 +137,25 @@ def warm(folder: Path) -> None:
         subprocess.run(["cat", str(path)], stdout=subprocess.DEVNULL, check=True)
 
 
-def contenders(source: Path, out: Path, peer: bool) -> dict[str, list[str]]:
+def contenders(source: Path, out: Path, peer: bool, nbytes: int) -> dict[str, list[str]]:
+    """The commands by name; the bare copy writes `nbytes`."""
     convert = [
-        str(Path(sys.executable).with_name("gqa-convert")),
+        sys.executable,
+        "-m",
+        "gqa_convert",
         "convert",
         str(source),
         str(out),
         "--groups",
         str(GROUPS),
+        "--method",
+        "mean",
         "-q",
     ]
     commands = {
         "cp": ["sh", "-c", f"cp -r '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": convert,
+        "bare copy": [sys.executable, "-S", "-c", BARE_COPY, str(source), str(out), str(nbytes)],
     }
     if peer:
         script = [sys.executable, "-c", POOL_IN_MEMORY, str(source), str(out), str(GROUPS)]
@@ -124,7 +184,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, out = Path(scratch, "source"), Path(scratch, "out")
         nbytes = make_llama(source, layers=arguments.layers)
-        commands = contenders(source, out, arguments.peer)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(scratch, "compiled"))
+        subprocess.run(contenders(source, out, peer=False, nbytes=0)["gqa-convert"], check=True)
+        converted = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        shutil.rmtree(out)
+        commands = contenders(source, out, arguments.peer, converted)
         runs: list[dict[str, object]] = []
         for cache in states:
             for round_number in range(arguments.rounds):
@@ -132,7 +197,7 @@ def main() -> None:
                 for name in names if round_number % 2 == 0 else reversed(names):
                     (warm if cache == "warm" else evict)(source)
                     os.sync()
-                    measured = Measured(commands[name])
+                    measured = Measured(commands[name], out)
                     shutil.rmtree(out)
                     runs.append(
                         {
@@ -140,23 +205,30 @@ def main() -> None:
                             "round": round_number,
                             "name": name,
                             "seconds": round(measured.seconds, 3),
+                            "cpu_seconds": round(measured.cpu_seconds, 3),
+                            "first_file_seconds": measured.first_file_seconds,
+                            "read_bytes": measured.read_bytes,
+                            "written_bytes": measured.written_bytes,
                             "peak_anonymous_bytes": measured.peak_anonymous,
                         }
                     )
                     print(
-                        f"{cache} {round_number} {name:<16} {measured.seconds:7.2f} s  {measured.peak_anonymous / 2**20:7.1f} MiB",
+                        f"{cache} {round_number} {name:<16} {measured.seconds:7.2f} s  {measured.cpu_seconds:6.2f} CPU s  {measured.peak_anonymous / 2**20:7.1f} MiB",
                         flush=True,
                     )
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "load_average": os.getloadavg()[0],
         "source_bytes": nbytes,
+        "converted_bytes": converted,
         "ratios_to_cp": {
             f"{cache} {name}": ratios(runs, cache, name) for cache in states for name in commands if name != "cp"
         },
+        "medians": {f"{cache} {name}": medians(runs, cache, name) for cache in states for name in commands},
         "runs": runs,
     }
-    print(json.dumps(report["ratios_to_cp"], indent=2))
+    print(json.dumps({key: report[key] for key in ("ratios_to_cp", "medians")}, indent=2))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -167,6 +239,14 @@ def ratios(runs: list[dict[str, object]], cache: str, name: str) -> dict[str, fl
     seconds = {(run["round"], run["name"]): float(str(run["seconds"])) for run in runs if run["cache"] == cache}
     values = [value / seconds[number, "cp"] for (number, contender), value in seconds.items() if contender == name]
     return {"min": round(min(values), 3), "median": round(statistics.median(values), 3), "max": round(max(values), 3)}
+
+
+def medians(runs: list[dict[str, object]], cache: str, name: str) -> dict[str, float]:
+    """The medians over the rounds of what was measured of one contender."""
+    own = [run for run in runs if run["cache"] == cache and run["name"] == name]
+    keys = ("seconds", "cpu_seconds", "first_file_seconds", "read_bytes", "written_bytes", "peak_anonymous_bytes")
+    known = {key: [float(str(run[key])) for run in own if run[key] is not None] for key in keys}
+    return {key: round(statistics.median(values), 3) for key, values in known.items() if values}
 
 
 if __name__ == "__main__":

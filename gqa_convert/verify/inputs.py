@@ -15,7 +15,6 @@ from gqa_convert.families.dequantised_source import check_space, dequantised
 from gqa_convert.families.family import Family
 from gqa_convert.families.table import family_of
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.text.scoring.text_to_score import read_file
 from gqa_convert.verify.checkpoint_reader import CONFIG, PREFERENCE, Weights, first_line, read_object
 
 Progress = Callable[[str, int, int], None]
@@ -143,6 +142,8 @@ def _check_scores_text(family: Family, config: dict[str, Any]) -> None:
 
 
 def _read_text(path: Path) -> str:
+    from gqa_convert.text.scoring.text_to_score import read_file
+
     try:
         return read_file(path)
     except GQAConvertError as problem:

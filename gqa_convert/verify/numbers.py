@@ -16,7 +16,18 @@ def same_bits(a: Any, b: Any) -> bool:
 
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bool(torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))
+    ours, theirs = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return bool(torch.equal(*_as_words(ours, theirs)))
+
+
+def _as_words(*buffers: Any) -> tuple[Any, ...]:
+    """Bytes [n] of equal length in the largest words that fit them all, because torch compares word by word."""
+    import torch
+
+    for word in (torch.int64, torch.int32, torch.int16):
+        if all(buffer.numel() % word.itemsize == buffer.storage_offset() % word.itemsize == 0 for buffer in buffers):
+            return tuple(buffer.view(word) for buffer in buffers)
+    return buffers
 
 
 def differing(a: Any, b: Any) -> int:

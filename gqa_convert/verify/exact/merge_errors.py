@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+_BLOCK = 1 << 16
+"""Numbers that are widened at a time: as many as a core's cache holds."""
+
 
 @dataclass
 class MergeError:
@@ -15,12 +18,13 @@ class MergeError:
 
     def add(self, heads: Iterable[Any], merged: Any) -> None:
         """Add the heads of one group and the stored merged head that replaces them."""
-        wide_merged = merged.double().reshape(-1)
+        wide_merged = [block.double() for block in merged.reshape(-1).split(_BLOCK)]
         for head in heads:
-            wide = head.double().reshape(-1)
-            self.squared_norm += float(wide.dot(wide))
-            wide = wide - wide_merged if wide.data_ptr() == head.data_ptr() else wide.sub_(wide_merged)
-            self.squared_error += float(wide.dot(wide))
+            for block, other in zip(head.reshape(-1).split(_BLOCK), wide_merged, strict=True):
+                wide = block.double()
+                self.squared_norm += float(wide.dot(wide))
+                wide = wide - other if wide.data_ptr() == block.data_ptr() else wide.sub_(other)
+                self.squared_error += float(wide.dot(wide))
 
     def value(self) -> float:
         """The error; 0 where all heads are zero."""

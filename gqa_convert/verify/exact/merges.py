@@ -1,10 +1,13 @@
 """Merges the heads of a group again, in torch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
 from gqa_convert.verify.numbers import wide_dtype
+
+_BLOCK = 1 << 16
+"""Numbers of a head that are merged at a time."""
 
 
 def _mean(heads: Iterable[Any]) -> Any:
@@ -39,6 +42,14 @@ def merge(heads: Iterable[Any], method: str) -> Any:
     first = next(left)
     wide = (head.to(wide_dtype(first.dtype)) for head in chain((first,), left))
     return MERGES[method](wide).to(first.dtype)
+
+
+def merge_blocks(heads: Sequence[Any], method: str) -> Any:
+    """What `merge` returns, computed a block at a time, so that sums stay in a core's cache."""
+    import torch
+
+    blocks = zip(*(head.reshape(-1).split(_BLOCK) for head in heads), strict=True)
+    return torch.cat([merge(block, method) for block in blocks]).view_as(heads[0])
 
 
 def merge_groups(heads: Any, groups: int, method: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from gqa_convert.verify.checkpoint_reader import Weights
 from gqa_convert.verify.exact.fresh_numbers import FreshNumbers, deviation
 from gqa_convert.verify.exact.merge_errors import MergeErrors
-from gqa_convert.verify.exact.merges import NORM_MERGES, merge
+from gqa_convert.verify.exact.merges import NORM_MERGES, merge_blocks
 from gqa_convert.verify.geometry import Counts, Cut, Geometry
 from gqa_convert.verify.layout import Run
 from gqa_convert.verify.numbers import bits_differ
@@ -222,12 +222,11 @@ class TensorComparison:
         """How many numbers of a merged head are wrong, in words."""
         if counts.after >= counts.before:
             return bits_differ(ours, source_head(group * counts.before // counts.after))
-        heads = counts.group(group)
-        self._errors.add(name, (source_head(head) for head in heads), ours)
+        heads = [source_head(head) for head in counts.group(group)]
+        self._errors.add(name, heads, ours)
         if fresh is not None:
             return None if fresh.accept(ours) else "number(s)"
-        method = NORM_MERGES[self._method] if norm else self._method
-        return bits_differ(ours, merge((source_head(head) for head in heads), method))
+        return bits_differ(ours, merge_blocks(heads, NORM_MERGES[self._method] if norm else self._method))
 
 
 def _some(names: list[str]) -> str:
