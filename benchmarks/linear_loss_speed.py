@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear, linear_cross_entropy
 
 from benchmarks.loss_speed import resident, spread
-from gqa_convert.text.losses import combined_loss, linear_loss
+from gqa_convert.text.linear_losses import linear_loss
+from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.output_layers import OutputLayer
 
 

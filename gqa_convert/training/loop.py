@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.losses import CombinedLoss, combined_loss, linear_loss
+from gqa_convert.text.linear_losses import linear_loss
+from gqa_convert.text.loss_terms import CombinedLoss
+from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.order import mix
 from gqa_convert.text.output_layers import removed_output_layer
 from gqa_convert.text.samples import Samples

@@ -15,7 +15,7 @@ from gqa_convert.errors import RecipeError, UnsupportedFamilyError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
-from gqa_convert.text.losses import positions_at_once
+from gqa_convert.text.linear_losses import positions_at_once
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.block_masks import mask_bytes, repeats_heads, uses_block_masks

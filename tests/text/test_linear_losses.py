@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from gqa_convert.errors import OptionError
-from gqa_convert.text import losses
-from gqa_convert.text.losses import CombinedLoss, combined_loss, linear_loss
+from gqa_convert.text import linear_losses, loss_terms
+from gqa_convert.text.linear_losses import linear_loss
+from gqa_convert.text.loss_terms import CombinedLoss
+from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.output_layers import OutputLayer, remove_output_layer, removed_output_layer
 from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import make_config, make_model
@@ -20,8 +22,8 @@ BATCH, LENGTH, SIZE, VOCAB = 3, 7, 11, 37
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of five positions at a time, the last chunk smaller."""
-    monkeypatch.setattr(losses, "_POSITIONS", 5)
-    monkeypatch.setattr(losses, "_rows", lambda logits: 3)
+    monkeypatch.setattr(linear_losses, "_POSITIONS", 5)
+    monkeypatch.setattr(loss_terms, "rows_at_once", lambda logits: 3)
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

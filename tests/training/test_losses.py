@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, RecipeError
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.text import losses
+from gqa_convert.text import loss_terms, losses
 from gqa_convert.text.losses import combined_loss, compress, kl_loss, lm_loss
 from gqa_convert.training.attention_matching import AttentionTap, attention_match
 from gqa_convert.training.teacher import (
@@ -35,7 +35,8 @@ BATCH, LENGTH, VOCAB = 3, 7, 37
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four rows, the last one smaller."""
-    monkeypatch.setattr(losses, "_rows", lambda logits: 4)
+    for module in (loss_terms, losses):
+        monkeypatch.setattr(module, "rows_at_once", lambda logits: 4)
 
 
 def made(dtype: torch.dtype = torch.float64, *, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.text import losses
+from gqa_convert.text import linear_losses
 from gqa_convert.training import run_models
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.largest import LargestWith
@@ -35,7 +35,7 @@ def few_steps(home: Path, **keys: Any) -> dict[str, Any]:
 def test_steps_are_those_of_whole_logits(
     keys: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_POSITIONS", PART)
+    monkeypatch.setattr(linear_losses, "_POSITIONS", PART)
     run(home, tmp_path / "parts", **few_steps(home, **keys))
     monkeypatch.setattr(run_models, "remove_output_layer", lambda model, inputs: False)
     messages: list[str] = []
@@ -52,7 +52,7 @@ def test_steps_are_those_of_whole_logits(
 
 def test_no_logits_of_a_whole_micro_batch(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in training nor in evaluation, of the student or of the teacher."""
-    monkeypatch.setattr(losses, "_POSITIONS", PART)
+    monkeypatch.setattr(linear_losses, "_POSITIONS", PART)
     with LargestWith(VOCABULARY, HIDDEN_SIZE) as largest:
         run(home, tmp_path / "run", **few_steps(home, **DISTILLED))
     assert largest.rows == PART
