@@ -24,7 +24,6 @@ class Method:
     calibrated: bool = False
     fit_steps: int | None = None
     kl_steps: int | None = None
-    length: int | None = None
 
 
 METHODS = {
@@ -37,9 +36,8 @@ METHODS = {
         Method("default", None),
         Method("factor-calibrated", "factor", calibrated=True),
         Method("fit-closed", "fit", calibrated=True, fit_steps=0, kl_steps=0),
-        Method("fit-short", "fit", calibrated=True, fit_steps=100, kl_steps=0, length=1024),
-        Method("fit-100", "fit", calibrated=True, kl_steps=100),
         Method("fit-gradient", "fit", calibrated=True, kl_steps=0),
+        Method("fit-100", "fit", calibrated=True, kl_steps=100),
         Method("fit", "fit", calibrated=True),
     )
 }
@@ -133,7 +131,6 @@ def _calibration(job: Job, method: Method, folder: Path) -> CalibrationOptions |
     return CalibrationOptions(
         str(calibration_file(folder, job.calibration)),
         job.calibration_tokens,
-        method.length,
         seed=job.seed or 0,
         steps=method.fit_steps,
         kl_steps=method.kl_steps,
