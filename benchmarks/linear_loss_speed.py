@@ -1,10 +1,10 @@
-"""Losses from the input of the output layer, forward and backward: ours in parts, ours from whole logits, the plain formula, torch's.
+"""Losses from the input of the output layer, with gradients: ours in parts and from whole logits, the plain formula, torch's.
 
     python -m benchmarks.linear_loss_speed --output docs/results/linear-losses-cpu.json
 
-Sizes are those of SmolLM2-135M by default. Every round runs each contender once, in an order that alternates; the figure to read is the
-ratio to ours within a round. Memory is the peak beyond states, layers and the gradients that all contenders return, of a process that runs
-one contender once.
+Sizes are those of SmolLM2-135M by default. Every round runs each contender once, in an order that alternates; the
+figure to read is the ratio to ours within a round. Memory is the peak beyond states, layers and the gradients that all
+contenders return, of a process that runs one contender once.
 """
 
 import argparse

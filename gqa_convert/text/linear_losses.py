@@ -38,11 +38,12 @@ def linear_loss(
     top_k: int | None = None,
     z_loss: float = 0.0,
 ) -> CombinedLoss:
-    """Compute what `combined_loss` does from the input of the output layer, without ever holding the logits of all positions.
+    """Compute what `losses.combined_loss` does, from the input of the output layer.
 
-    The logits of student and teacher are made for `positions_at_once` positions at a time, and the gradients with respect to the states and
-    the layer in the same pass, as in Liger (Hsu et al. 2024, section 3.2) and for the divergence as well. Only one backward pass is
-    possible. Products are computed in the dtype of the layer, or that of autocasting; the layer's gradient has the layer's dtype.
+    The logits of student and teacher are made for `positions_at_once` positions at a time, and the gradients with respect
+    to the states and the layer in the same pass, as in Liger (Hsu et al. 2024, section 3.2) and for the divergence as
+    well. Only one backward pass is possible. Products are computed in the dtype of the layer, or that of autocasting; the
+    layer's gradient has the layer's dtype.
 
     Args:
         states: [b, L, d], the input of the student's output layer.

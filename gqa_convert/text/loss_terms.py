@@ -14,9 +14,9 @@ from torch import Tensor
 from gqa_convert.errors import OptionError
 from gqa_convert.text.labels import IGNORED
 
-_CHUNK: Final = 1 << 18
+CHUNK: Final = 1 << 18
 """The number of logits in a CPU thread's chunk: 1 MiB in float32."""
-_CHUNK_ON_ACCELERATOR: Final = 1 << 24
+CHUNK_ON_ACCELERATOR: Final = 1 << 24
 
 AnyTeacher = TypeVar("AnyTeacher")
 
@@ -179,7 +179,9 @@ def evaluate(
 
 
 def scale_into(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """Write a gradient times a scale, which in the gradient's own dtype would be rounded, with the same error for all numbers."""
+    """Write a gradient times a scale. In the gradient's own dtype the scale would be rounded, with the same error for all
+    numbers.
+    """
     return out.copy_(gradient.to(scale.dtype) * scale)
 
 
@@ -248,5 +250,5 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 def rows_at_once(logits: Tensor) -> int:
     """The number of rows of logits [n, V] in a chunk."""
-    size = _CHUNK * torch.get_num_threads() if logits.is_cpu else _CHUNK_ON_ACCELERATOR
+    size = CHUNK * torch.get_num_threads() if logits.is_cpu else CHUNK_ON_ACCELERATOR
     return max(1, size // int(logits.shape[-1]))

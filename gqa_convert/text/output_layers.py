@@ -1,4 +1,4 @@
-"""Takes output layers out of models, so that their logits, a batch's largest tensor by far, need not be made at once."""
+"""Takes output layers out of models, so that logits, a batch's largest tensor by far, need not be made at once."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +60,8 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     """Take the output layer out of a model, which from then on returns, as its logits, the states [b, L, d] of which
     `removed_output_layer` makes them. Parameters and their names stay.
 
-    This is possible for a model that does nothing else with its logits than to multiply or to cap them. Whether it does is tried.
+    This is possible for a model that does nothing else with its logits than to multiply or to cap them. Whether it does
+    is tried.
 
     Args:
         model: a transformers model with a language-model head. If it is sharded, all processes must call this.

@@ -16,6 +16,7 @@ from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
 from gqa_convert.text.linear_losses import positions_at_once
+from gqa_convert.text.loss_terms import CHUNK, CHUNK_ON_ACCELERATOR
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.block_masks import mask_bytes, repeats_heads, uses_block_masks
@@ -26,8 +27,6 @@ from gqa_convert.training.teacher import rounds_teacher
 GB = 1e9
 _NF4 = 0.6
 """The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
-_LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""The number of logits that the loss turns into distributions at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +87,16 @@ def plan(architecture: Architecture, setting: Setting) -> dict[str, int]:
 
 
 def _loss(architecture: Architecture, setting: Setting, held: int) -> float:
-    """What the loss takes of the student: the logits that it makes at once, whose place their gradient takes; for a part of
-    them, the float32 distributions and gradients of student and teacher; and the gradient of the output layer, which exists from then on.
+    """What the loss takes of the student: the logits that it makes at once, whose place their gradient takes; for a part
+    of them, the float32 distributions and gradients of student and teacher; and the gradient of the output layer, which
+    exists from then on.
 
     Args:
         architecture: that of the student.
         setting: of the run.
         held: the number of logits that are made at once.
     """
-    chunk = min(held, _LOSS_CHUNK.get(setting.device, _LOSS_CHUNK["cuda"]))
+    chunk = min(held, CHUNK if setting.device == "cpu" else CHUNK_ON_ACCELERATOR)
     learns = setting.trained == setting.parameters and setting.shards == 1  # sharding counts this gradient as gathered
     of_layer = 4 * architecture.vocabulary * architecture.hidden_size * learns
     return (2 if setting.bf16 else 4) * held + 4 * 4 * chunk + of_layer
@@ -165,8 +165,8 @@ def _copies(architecture: Architecture, setting: Setting) -> float:
 
 def _activations(architecture: Architecture, setting: Setting, encoded: int, decoded: int, logits: float) -> float:
     """What the layers save for the backward pass. With recomputation (Chen et al. 2016), each layer saves its input,
-    and one layer saves everything: from the moment that the backward pass reaches it, when what the loss took, which is given
-    in bytes, is no longer needed. Only what this layer takes beyond them is counted. Where the
+    and one layer saves everything: from the moment that the backward pass reaches it, when what the loss took, which is
+    given in bytes, is no longer needed. Only what this layer takes beyond them is counted. Where the
     results of operators are kept, each layer saves these as well.
     """
     cross, size = architecture.encoder_layers > 0, 2 if setting.bf16 else 4

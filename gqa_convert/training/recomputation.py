@@ -24,8 +24,8 @@ _KEPT = {
     if (packet := getattr(torch.ops.aten, name, None)) is not None
     for overload in (getattr(packet, each) for each in packet.overloads())
 }
-"""The operators whose results are kept: nearly all of a layer's arithmetic, in a part of its memory. Batched products are
-not among them, since the scores of attention that is not fused take more memory than all that is saved.
+"""The operators whose results are kept: nearly all of a layer's arithmetic, in a part of its memory. Batched products
+are not among them, since the scores of attention that is not fused take more memory than all that is saved.
 """
 
 

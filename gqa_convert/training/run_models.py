@@ -53,8 +53,8 @@ class RunModels:
         self.optimizer = build_optimizer(self.inner, recipe)
 
     def load_teacher(self, samples: Samples) -> Any:
-        """Load the teacher, if the recipe names one. From now on, student and teacher are compiled with `compile`, and return
-        states in place of logits where this is possible.
+        """Load the teacher, if the recipe names one. From now on, student and teacher are compiled with `compile`, and
+        return states in place of logits where this is possible.
         """
         recipe, layout, teacher = self._context.recipe, self._context.layout, None
         if self._opened.teacher_folder is not None:
@@ -112,7 +112,9 @@ class RunModels:
         )
 
     def _remove_output(self, name: str, model: Any) -> bool:
-        """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was possible."""
+        """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was
+        possible.
+        """
         with self._context.together():
             removed = remove_output_layer(model, _trial(model))
         sharding.reshard(model)
