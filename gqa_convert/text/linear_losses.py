@@ -2,10 +2,13 @@
 
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gqa_convert.text.labels import IGNORED
 from gqa_convert.text.loss_terms import (
     CombinedLoss,
     Found,
@@ -24,6 +27,7 @@ _PARTS: Final = 8
 """Positions whose logits are made at a time, and into how many parts a batch is divided at most: with more of them,
 reading the layer and adding to its gradient would take longer than the products.
 """
+_MOST_LABELLED: Final = 0.9
 
 
 def linear_loss(
@@ -33,6 +37,7 @@ def linear_loss(
     teacher: Tensor | None = None,
     teacher_layer: OutputLayer | None = None,
     *,
+    labelled: Tensor | None = None,
     weight: float = 0.0,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -51,6 +56,7 @@ def linear_loss(
         labels: see `combined_loss`.
         teacher: [b, L, d'], the input of the teacher's output layer, or [b, L, V'], the teacher's logits.
         teacher_layer: the teacher's output layer; None if `teacher` contains logits.
+        labelled: [k], the positions of b * L whose logits are needed, as `labelled_positions` finds them; by default all.
         weight: see `combined_loss`, like the other options.
         temperature: see there.
         top_k: see there.
@@ -64,9 +70,28 @@ def linear_loss(
     check_shapes(states, labels, teacher, temperature)
     terms = Terms(weight, temperature, top_k, z_loss)
     found = _LinearLoss.apply(
-        states, layer.weight, layer.bias, layer.cap, labels, teacher, teacher_layer, terms, torch.is_grad_enabled()
+        states,
+        layer.weight,
+        layer.bias,
+        layer.cap,
+        labels,
+        labelled,
+        teacher,
+        teacher_layer,
+        terms,
+        torch.is_grad_enabled(),
     )
     return combined(found, labels, terms)
+
+
+def labelled_positions(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """The positions that have a label, at least one; None if nearly all have, so that leaving out the others gains nothing.
+
+    Args:
+        labels: [b, L], with -100 at positions to ignore.
+    """
+    found = np.flatnonzero(labels != IGNORED)
+    return None if len(found) > _MOST_LABELLED * labels.size else found if len(found) else np.zeros(1, np.int64)
 
 
 def positions_at_once(positions: int) -> int:
@@ -83,6 +108,7 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
         bias: Tensor | None,
         cap: float | None,
         labels: Tensor,
+        labelled: Tensor | None,
         teacher: Tensor | None,
         teacher_layer: OutputLayer | None,
         terms: Terms,
@@ -90,8 +116,9 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
-        flat, labels_flat = states.detach().reshape(-1, states.shape[-1]), labels.reshape(-1)
-        theirs = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
+        flat = _rows(states, labelled)
+        wanted = _rows(labels[..., None], labelled)
+        theirs = None if teacher is None else _rows(teacher, labelled)
         needed = [differentiable and each for each in ctx.needs_input_grad[:3]]
         layer = OutputLayer(*(None if each is None else each.detach().to(dtype) for each in (weights, bias)))
         of_states = torch.empty_like(flat) if needed[0] else None
@@ -112,7 +139,7 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
                 other = None if theirs is None else theirs[part]
                 if other is not None and teacher_layer is not None:
                     other = teacher_layer.logits(other)
-                found.append(evaluate(logits, labels_flat[part], other, terms, logits if any(needed) else None))
+                found.append(evaluate(logits, wanted[part], other, terms, logits if any(needed) else None))
                 gradient = logits if slope is None else logits.mul_(slope)
                 if of_states is not None:
                     of_states[part] = gradient @ layer.weight
@@ -123,8 +150,11 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
                         of_weights += gradient.T @ some
                 if of_bias is not None:
                     of_bias += gradient.sum(0, dtype=of_bias.dtype)
-        ctx.save_for_backward(None if of_states is None else of_states.view(states.shape), of_weights, of_bias)
-        parts = Found(*(torch.cat(each) for each in zip(*found, strict=True)))
+        count = labels.numel()
+        if of_states is not None:
+            of_states = _placed(of_states, labelled, count).view(states.shape)
+        ctx.save_for_backward(of_states, of_weights, of_bias)
+        parts = Found(*(_placed(torch.cat(each), labelled, count) for each in zip(*found, strict=True)))
         totals = parts.totals(labels.shape, terms)
         ctx.mark_non_differentiable(*totals[1:])
         return totals
@@ -133,4 +163,17 @@ class _LinearLoss(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if each is None else scale_into(each, scale, each) for each in ctx.saved_tensors)
-        return *scaled, *[None] * 6
+        return *scaled, *[None] * 7
+
+
+def _rows(tensor: Tensor, places: Tensor | None) -> Tensor:
+    """The rows of a tensor [b, L, ...] at some places of b * L, or all of them."""
+    flat = tensor.detach().flatten(0, 1)
+    return flat if places is None else flat[places]
+
+
+def _placed(rows: Tensor, places: Tensor | None, count: int) -> Tensor:
+    """Rows at their places, among zeros."""
+    if places is None:
+        return rows
+    return torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=rows.device).index_copy_(0, places, rows)

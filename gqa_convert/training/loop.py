@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.text.labels import IGNORED
-from gqa_convert.text.linear_losses import linear_loss
+from gqa_convert.text.linear_losses import labelled_positions, linear_loss
 from gqa_convert.text.loss_terms import CombinedLoss
 from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.order import mix
@@ -238,7 +238,7 @@ class Trainer:
             name: torch.from_numpy(np.ascontiguousarray(array)).to(self.accelerator.device)
             for name, array in batch.items()
         }
-        labels = tensors.pop("labels")
+        labels, labelled = tensors.pop("labels"), labelled_positions(batch["labels"])
         student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
         with student_tap, self._precision():
             output = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
@@ -252,6 +252,7 @@ class Trainer:
             output,
             labels,
             theirs if self._weight > 0 else None,
+            labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
             weight=self._weight,
             temperature=self.recipe.temperature,
             top_k=self.recipe.teacher_top_k,
@@ -271,7 +272,14 @@ class Trainer:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _loss(
-        self, model: Any, output: Tensor, labels: Tensor, theirs: Tensor | None = None, **terms: Any
+        self,
+        model: Any,
+        output: Tensor,
+        labels: Tensor,
+        theirs: Tensor | None = None,
+        *,
+        labelled: Tensor | None = None,
+        **terms: Any,
     ) -> CombinedLoss:
         """The loss of what a model and the teacher returned: logits, or states if their output layers were removed."""
         layer = removed_output_layer(_unwrapped(model))
@@ -279,7 +287,7 @@ class Trainer:
             return combined_loss(output, labels, theirs, overwrite=True, **terms)
         with self._precision():
             their_layer = None if theirs is None else removed_output_layer(self.teacher)
-            return linear_loss(output, layer, labels, theirs, their_layer, **terms)
+            return linear_loss(output, layer, labels, theirs, their_layer, labelled=labelled, **terms)
 
     def _inner(self) -> Any:
         return _unwrapped(self.model)

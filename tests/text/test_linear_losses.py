@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gqa_convert.errors import OptionError
 from gqa_convert.text import linear_losses, loss_terms
-from gqa_convert.text.linear_losses import linear_loss
+from gqa_convert.text.linear_losses import labelled_positions, linear_loss
 from gqa_convert.text.loss_terms import CombinedLoss
 from gqa_convert.text.losses import combined_loss
 from gqa_convert.text.output_layers import OutputLayer, remove_output_layer, removed_output_layer
@@ -50,9 +51,10 @@ def assert_same(ours: CombinedLoss, wanted: CombinedLoss, leaves: list[Tensor]) 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.02}, {"top_k": 4}, {"temperature": 2.0}], ids=str)
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("kind", ["states", "logits", "capped"])
+@pytest.mark.parametrize("kind", ["states", "logits", "capped", "labelled"])
 def test_as_of_whole_logits(kind: str, cap: float | None, weight: float, options: dict[str, Any]) -> None:
     """With biases, and a teacher of another size and a smaller vocabulary."""
+    labelled = torch.from_numpy(labelled_positions(labels().numpy())) if kind == "labelled" else None
     leaves = [
         numbers(*shape, seed=seed).requires_grad_()
         for seed, shape in enumerate([(BATCH, LENGTH, SIZE), (VOCAB, SIZE), (VOCAB,)])
@@ -62,7 +64,7 @@ def test_as_of_whole_logits(kind: str, cap: float | None, weight: float, options
     their_layer = OutputLayer(numbers(VOCAB - 4, SIZE + 2, seed=6), None, 3.0 if kind == "capped" else None)
     logits = their_layer.logits(theirs)
     teacher = (logits, None) if kind == "logits" else (theirs, their_layer)
-    ours = linear_loss(states, layer, labels(), *teacher, weight=weight, **options)
+    ours = linear_loss(states, layer, labels(), *teacher, labelled=labelled, weight=weight, **options)
     wanted = combined_loss(layer.logits(states), labels(), logits, weight=weight, **options)
     assert_same(ours, wanted, leaves)
 
@@ -74,6 +76,34 @@ def test_only_what_is_trained_gets_gradients(trained: tuple[int, ...]) -> None:
         leaves[at].requires_grad_()
     linear_loss(leaves[0], OutputLayer(leaves[1]), labels()).sum.backward()
     assert [each.grad is not None for each in leaves] == [at in trained for at in range(2)]
+
+
+def test_labelled_positions() -> None:
+    some = labels().numpy()
+    found = labelled_positions(some)
+    assert found is not None
+    assert found.tolist() == [place for place, label in enumerate(some.flatten()) if label != -100]
+    some[some == -100] = 0
+    assert labelled_positions(some) is None
+    nothing = labelled_positions(np.full((2, 3), -100))
+    assert nothing is not None
+    assert nothing.tolist() == [0]
+
+
+def test_other_positions_are_left_out() -> None:
+    """A state without a label may hold anything, and no logits are made of it."""
+    states, layer = numbers(BATCH, LENGTH, SIZE, seed=0), OutputLayer(numbers(VOCAB, SIZE, seed=1))
+    targets = torch.full((BATCH, LENGTH), -100)
+    targets[1, 3] = 5
+    states[targets == -100] = torch.nan
+    states.requires_grad_()
+    with LargestWith(VOCAB, SIZE) as largest:
+        found = linear_loss(states, layer, targets, labelled=torch.tensor([LENGTH + 3]))
+        found.sum.backward()
+    assert largest.rows == 1
+    assert found.sum.isfinite()
+    assert states.grad is not None
+    assert (states.grad != 0).any(-1).nonzero().tolist() == [[1, 3]]
 
 
 def test_without_gradients() -> None:
