@@ -132,7 +132,7 @@ def _capping(model: Any) -> tuple[Any, ...]:
 
 def _set_cap(holders: tuple[Any, ...], cap: float | None) -> None:
     for holder in holders:
-        setattr(holder, _CAP, cap)
+        object.__setattr__(holder, _CAP, cap)  # past the checks of configs that want a number
 
 
 def _trial(states: Tensor) -> Tensor:
