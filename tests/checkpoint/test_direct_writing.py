@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gqa_convert.checkpoint import direct_writing
+from gqa_convert.checkpoint import direct_writing, early_reading
 from gqa_convert.checkpoint.copying import BLOCK, SourceFile
 from gqa_convert.checkpoint.direct_writing import DirectOutputFile, new_output_file
 from gqa_convert.checkpoint.early_reading import read_early
@@ -134,32 +134,30 @@ def test_conversions_agree_with_plain_writing(tmp_path: Path, monkeypatch: pytes
     assert len(direct) in (0, 3)  # none on a filesystem without O_DIRECT
 
 
-def test_reading_early_fills_the_page_cache(tmp_path: Path) -> None:
-    for name, nbytes in (("model-1.safetensors", 3 * BLOCK), ("model-2.safetensors", 64 * BLOCK), ("other.txt", BLOCK)):
+def test_reading_early_reads_the_weights_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, up to a number of bytes for all of them together, and no other file."""
+    for name, nbytes in (("model-2.safetensors", 32 * BLOCK), ("model-1.safetensors", 3 * BLOCK), ("other.txt", BLOCK)):
         (tmp_path / name).write_bytes(DATA[:nbytes])
-    handles = {path.name: os.open(path, os.O_RDONLY) for path in tmp_path.iterdir()}
+    read: dict[str, int] = {}
+    send = os.sendfile
 
-    def cached(name: str) -> bool:
-        try:
-            return os.preadv(handles[name], [bytearray(1)], 0, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
+    def sendfile(out: int, source: int, at: int, most: int) -> int:
+        done = send(out, source, at, most)
+        if done:
+            name = Path(f"/proc/self/fd/{source}").readlink().name
+            assert at == read.get(name, 0)
+            read[name] = at + done
+        return done
 
-    try:
-        os.sync()
-        for handle in handles.values():
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    monkeypatch.setattr(early_reading, "_STEP", 8 * BLOCK)
+    for most, second in ((1 << 30, 32 * BLOCK), (13 * BLOCK, 10 * BLOCK)):
+        monkeypatch.setattr(early_reading, "_BYTES", most)
+        read.clear()
         reader = read_early(tmp_path)
         assert reader is not None
         reader.join()
-        # asking starts to read as well, so that each file is asked once; the last one shows that files were evicted
-        assert cached("model-1.safetensors")
-        assert cached("model-2.safetensors")
-        if cached("other.txt"):
-            pytest.skip("this filesystem evicts nothing")
-    finally:
-        for handle in handles.values():
-            os.close(handle)
+        assert list(read.items()) == [("model-1.safetensors", 3 * BLOCK), ("model-2.safetensors", second)]
 
 
 def test_reading_early_leaves_mistakes_to_others(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """An S3 server (moto's) in this process, with a log of what travelled and a way to interfere."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from tests.helpers.local_server import LocalServer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Request:
 
 
 @dataclass
-class S3Server:
+class S3Server(LocalServer):
     """A context that serves S3 at `url`.
 
     Args:
@@ -38,19 +38,8 @@ class S3Server:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._application = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.serve(make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
 
     def sent(self, key: str) -> int:
         """Bytes of an object that were sent."""

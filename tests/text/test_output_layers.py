@@ -17,7 +17,8 @@ from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
 PROJECTED = ("llama", "gemma", "qwen3", "gpt_neox", "phi", "mixtral")
-CAPPED_OR_SCALED = ("gemma2", "gemma3_text", "cohere", "granite")
+CAPPED_OR_SCALED = ("gemma2", "gemma3_text", "gemma3n_text", "cohere", "granite")
+"""The config of `gemma3n_text` accepts no other cap than a number."""
 
 
 def tokens(rows: int = 2, length: int = 30) -> torch.Tensor:
@@ -30,6 +31,7 @@ def tiny(model_type: str) -> Any:
         "cohere": {"logit_scale": 0.3},
         "gemma2": {"final_logit_softcapping": 2.0},
         "gemma3_text": {"final_logit_softcapping": 2.0},
+        "gemma3n_text": {"final_logit_softcapping": 2.0},
     }
     return make_model(make_config(model_type, **changed.get(model_type, {})))
 
