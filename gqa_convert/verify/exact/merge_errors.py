@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_BLOCK = 1 << 16
-"""Numbers that are widened at a time: as many as a core's cache holds."""
+from gqa_convert.verify.exact.merges import BLOCK
 
 
 @dataclass
@@ -18,9 +17,9 @@ class MergeError:
 
     def add(self, heads: Iterable[Any], merged: Any) -> None:
         """Add the heads of one group and the stored merged head that replaces them."""
-        wide_merged = [block.double() for block in merged.reshape(-1).split(_BLOCK)]
+        wide_merged = [block.double() for block in merged.reshape(-1).split(BLOCK)]
         for head in heads:
-            for block, other in zip(head.reshape(-1).split(_BLOCK), wide_merged, strict=True):
+            for block, other in zip(head.reshape(-1).split(BLOCK), wide_merged, strict=True):
                 wide = block.double()
                 self.squared_norm += float(wide.dot(wide))
                 wide = wide - other if wide.data_ptr() == block.data_ptr() else wide.sub_(other)

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from gqa_convert.verify.numbers import wide_dtype
 
-_BLOCK = 1 << 16
-"""Numbers of a head that are merged at a time."""
+BLOCK: Final = 1 << 16
+"""Numbers of a head that are widened at a time: as many as a core's cache holds."""
 
 
 def _mean(heads: Iterable[Any]) -> Any:
@@ -48,7 +48,7 @@ def merge_blocks(heads: Sequence[Any], method: str) -> Any:
     """What `merge` returns, computed a block at a time, so that sums stay in a core's cache."""
     import torch
 
-    blocks = zip(*(head.reshape(-1).split(_BLOCK) for head in heads), strict=True)
+    blocks = zip(*(head.reshape(-1).split(BLOCK) for head in heads), strict=True)
     return torch.cat([merge(block, method) for block in blocks]).view_as(heads[0])
 
 
