@@ -163,9 +163,9 @@ def shard(model: Any, device: Any, layout: Layout, *, bf16: bool) -> Any:
 
 def reshard(model: Any) -> None:
     """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because the optimizer needs
-    shards.
+    shards. A model that is not sharded stays as it is.
     """
-    for module in model.modules():
+    for module in model.modules() if is_sharded(model) else ():
         if hasattr(module, "reshard"):
             module.reshard()
 
