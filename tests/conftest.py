@@ -57,12 +57,17 @@ def environment_restored() -> Iterator[None]:
         os.environ.update(before)
 
 
-@pytest.fixture(scope="module")
-def modeling_files_registered() -> Iterator[None]:
-    """Results with a modelling file load from the package's copy of it, and no test waits for `fsync`."""
-    from gqa_convert.families import modeling  # imports torch
-
-    modeling.register_modeling()
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """No test waits for `fsync`: it matters when the machine dies, not when a process does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def modeling_files_registered() -> None:
+    """Results with a modelling file load from the package's copy of it."""
+    from gqa_convert.families import modeling  # imports torch
+
+    modeling.register_modeling()

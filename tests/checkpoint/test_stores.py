@@ -5,7 +5,6 @@ S3 is a server of its own (moto's), reached through s3fs; other cases use fsspec
 
 import hashlib
 import json
-import os
 import sys
 import threading
 import time
@@ -105,8 +104,7 @@ def memory(folder: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of each test is its own, and no test waits for `fsync`."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    """The cache of each test is its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return cache_folder()
 

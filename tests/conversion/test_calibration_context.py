@@ -72,7 +72,7 @@ def test_it_needs_text() -> None:
 
 
 def test_the_command_line_passes_it_on(far: Path, tmp_path: Path) -> None:
-    done = run("convert", far, tmp_path / "out", "--groups", "3", "-c", __file__, "--calibration-context", "9000")
+    done = run("convert", far, tmp_path / "out", "--groups", "3", "-c", __file__, "--calibration-context", "9000", "-q")
     assert done.returncode == 2
     assert "--calibration-context is 9000" in done.stderr
     assert not (tmp_path / "out").exists()

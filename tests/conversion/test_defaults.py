@@ -24,14 +24,14 @@ GROUPS = 3
 
 def test_the_default_measures_on_the_built_in_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BUILT_IN_TOKENS >= 4096
-    monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 1024)
+    monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 512)
     monkeypatch.setattr(sources, "source_files", lambda held_out: source_files(held_out=held_out)[::20])
     result = convert_checkpoint(CHECKPOINT, tmp_path / "default", GROUPS)
     assert result.plan.method == "factor"
     assert result.calibration is not None
-    assert result.calibration.tokens == 1024
+    assert result.calibration.tokens == 512
     assert "python-stdlib" in result.calibration.text
-    options = {"method": "factor", "calibration": "python-stdlib", "calibration_tokens": 1024}
+    options = {"method": "factor", "calibration": "python-stdlib", "calibration_tokens": 512}
     convert_checkpoint(CHECKPOINT, tmp_path / "stated", GROUPS, **options)
     assert same_weights(tmp_path / "default", tmp_path / "stated")
     convert_checkpoint(CHECKPOINT, tmp_path / "weights", GROUPS, method="factor")

@@ -4,7 +4,6 @@ line.
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,8 @@ def _scores(heads: Heads, constraints: FoldingConstraints, rotated: int) -> tupl
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield folded.build("llama").save(tmp_path / "source")
+def source(tmp_path: Path) -> Path:
+    return folded.build("llama").save(tmp_path / "source")
 
 
 def fit(source: Path, out: Path) -> None:

@@ -4,8 +4,6 @@ not at all.
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,17 @@ from gqa_convert.conversion.fit import limits, whole_model
 from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.records import TrainingProgress
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run
 from tests.helpers.fitting import batches_for, fitted
 from tests.helpers.native import distance
+from tests.helpers.uptrain_runs import die, in_child
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
@@ -191,24 +192,23 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
 @pytest.mark.slow
 def test_killed_in_this_stage_it_goes_on_to_the_same_bytes(small: Path, text: Path, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = ["--groups", "3", "-c", str(text), "--calibration-tokens", "1500", "--fit-steps", "3"]
-    first = run("convert", small, straight, *options, "--kl-steps", "20")
-    assert first.returncode == 0, first.stderr
-    command = [sys.executable, "-m", "gqa_convert", "convert", str(small)]
-    with subprocess.Popen(
-        [*command, str(resumed), *options, "--kl-steps", "2000"], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "layer 3 of 3" in line:
-                process.send_signal(signal.SIGKILL)
-                break
+    fitting = {"calibration": text, "calibration_tokens": 1500, "fit_steps": 3}
+    convert_checkpoint(small, straight, 3, **fitting, kl_steps=8)
+
+    def killed(done: int, total: int, record: Any) -> None:
+        if isinstance(record, TrainingProgress) and record.done == 2:
+            assert done == total == 3
+            die()
+
+    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, **fitting, kl_steps=2000, on_layer=killed))
+    assert (status, problem) == (-signal.SIGKILL, "")
     assert not resumed.exists()
-    again = run("convert", small, resumed, *options, "--kl-steps", "20")
+    options = ["--calibration", text, "--calibration-tokens", "1500", "--fit-steps", "3", "--kl-steps", "8"]
+    again = run("convert", small, resumed, "--groups", "3", *options)
     assert again.returncode == 0, again.stderr
     assert "divergence from the source" in again.stderr
     assert digests(straight) == digests(resumed)
     note = json.loads((resumed / "gqa_conversion.json").read_text())["calibration"]
-    assert note["kl_steps"] == 20
+    assert note["kl_steps"] == 8
     assert note["kl"]["after"] < note["kl"]["before"]
     assert note["kl"]["curve"][0][0] == note["kl_steps"] // 4

@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from gqa_convert.conversion.fit.lockstep import LockstepRunner, offloaded_weight
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError
 from tests.helpers import folding_cases as folded
+from tests.helpers.command_line import run_python
 from tests.helpers.tiny import make_config, make_model, randomise
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -460,11 +459,9 @@ def measured(*runs: tuple[Path, int, Path | None, int]) -> list[tuple[Any, float
         runs: folder, memory limit, folder to spill to, and rows of a batch.
     """
     arguments = json.dumps([[str(folder), limit, spill and str(spill), rows] for folder, limit, spill, rows in runs])
-    command = [sys.executable, "-c", _MEASURED, arguments]
-    output = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ).stdout
-    return [json.loads(line) for line in output.splitlines()]
+    done = run_python("-c", _MEASURED, arguments, environment=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def save_llama(folder: Path, layers: int, inner: int) -> Path:

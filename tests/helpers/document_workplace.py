@@ -49,7 +49,7 @@ NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks: ben
 """Packages whose import keeps the tests from executing a block of Python, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
-    "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "2"},
+    "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "1"},
     "inspect": {"--calibration-tokens": "300"},
     "recommend": {"--calibration-tokens": "300"},
     "evaluate": {"--tokens": "400", "--context": "32"},

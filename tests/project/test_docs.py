@@ -5,6 +5,7 @@ import ast
 import contextlib
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -334,11 +335,14 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
 
 
-def test_the_readmes_figure_shows_the_measurements(tmp_path: Path) -> None:
+def test_the_readmes_figure_shows_the_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Both variants are drawn anew, with a panel for each model and a mark for each loss."""
-    command = [sys.executable, "-m", "benchmarks.quality.figure", "--folder", str(tmp_path)]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert made.stderr == ""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["figure", "--folder", str(tmp_path)])
+    runpy.run_module("benchmarks.quality.figure", run_name="__main__")
+    assert capfd.readouterr().err == ""
     models = json.loads((ROOT / "docs" / "results" / "quality.json").read_text())["models"]
     for theme in ("light", "dark"):
         name = f"loss-against-cache-{theme}.svg"

@@ -6,9 +6,11 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -341,47 +343,61 @@ def test_progress_comes_to_its_end(tmp_path: Path) -> None:
     assert seen[-1] == (str(path), size, size)
 
 
-BUILD = """
-import sys, time
-from pathlib import Path
-from gqa_convert.text.samples import open_samples
-from tests.helpers.data_helpers import span_tokenizer
+def build(said: Connection, path: Path, cache: Path, pause: float) -> None:
+    """Open samples; say "tokenised" at every step of the work, wait, and at the end say which samples they are."""
 
-def progress(label, done, total):
-    print("tokenised", flush=True)
-    time.sleep(float(sys.argv[3]))
+    def progress(*_: Any) -> None:
+        said.send("tokenised")
+        time.sleep(pause)
 
-samples = open_samples(
-    sys.argv[1], span_tokenizer(), objective="causal", sequence_length=16, seed=3, cache=Path(sys.argv[2]), progress=progress
-)
-print(samples.fingerprint, samples.batch([5])["input_ids"].tolist(), flush=True)
-"""
-
-
-def build_elsewhere(path: Path, cache: Path, pause: float) -> "subprocess.Popen[str]":
-    root = Path(__file__).parents[2]
-    arguments = [sys.executable, "-c", BUILD, str(path), str(cache), str(pause)]
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    samples = open_samples(
+        str(path),
+        span_tokenizer(),
+        objective="causal",
+        sequence_length=16,
+        seed=3,
+        cache=cache,
+        progress=progress,
     )
+    said.send(f"{samples.fingerprint} {samples.batch([5])['input_ids'].tolist()}")
+
+
+def build_elsewhere(path: Path, cache: Path, pause: float) -> tuple[BaseProcess, Connection]:
+    """`build` in a fork of this process, and what it says."""
+    context = get_context("fork")
+    heard, said = context.Pipe(duplex=False)
+    process = context.Process(target=build, args=(said, path, cache, pause))
+    process.start()
+    said.close()
+    return process, heard
+
+
+def lines_of(heard: Connection) -> list[str]:
+    """All that is said until the process ends."""
+    lines: list[str] = []
+    with suppress(EOFError):
+        while heard.poll(120):
+            lines.append(heard.recv())
+    return lines
 
 
 @pytest.mark.slow
 def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
     path = written(tmp_path, "some.jsonl", json_lines(*[f"w{number % 400} w{number % 7}" for number in range(3000)]))
     cache = tmp_path / "cache"
-    killed = build_elsewhere(path, cache, 60)
-    assert killed.stdout is not None
-    assert killed.stdout.readline() == "tokenised\n"
+    killed, heard = build_elsewhere(path, cache, 60)
+    assert heard.recv() == "tokenised"
     assert list(cache.glob("*.part"))
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stdout.close()
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert list(cache.glob("*.part"))
 
     both = [build_elsewhere(path, cache, 0.5) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0].splitlines() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    said = [lines_of(heard) for _, heard in both]
+    for process, _ in both:
+        process.join()
+        assert process.exitcode == 0
     assert said[0][-1] == said[1][-1]
     assert sorted(len(lines) for lines in said) == [
         1,
