@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gqa_convert.attention.decoding.operator import decode, supports
 from gqa_convert.attention.masks import split_mask
 from gqa_convert.attention.row_times import ASSUMED, RowTimes, bfloat16_times
 from gqa_convert.errors import GroupsError, OptionError
@@ -86,17 +87,30 @@ def grouped_query_attention(
         return query.new_zeros(*query.shape[:3], value.shape[3])
     hides_later = causal and queries > 1
     masked = mask is not None or bias is not None
+    if dropout == 0.0 and supports(query, key, value, bias):
+        if hides_later:
+            assert cached is not None
+            mask = _and_order(mask, queries, keys, cached, query.device)
+        added = mask if bias is None else bias.float()
+        if bias is not None and mask is not None:
+            added = torch.where(mask, bias.float(), -torch.inf)
+        return decode(query, key, value, added, query.shape[3] ** -0.5 if scale is None else scale)
     square = hides_later and cached == 0 and keys == queries and not masked
     packing = _packing(query, key, value, square, masked or (hides_later and not square), bias, dropout)
     if square and packing == 1:
         return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
     if hides_later:
         assert cached is not None
-        order = torch.arange(keys, device=query.device) <= torch.arange(queries, device=query.device)[:, None] + cached
-        mask = order[None, None] if mask is None else mask & order
+        mask = _and_order(mask, queries, keys, cached, query.device)
     scores, blind = _score_mask(mask, bias, query, masked)
     out = _attend(query, key, value, scores, scale, dropout, packing)
     return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _and_order(mask: Tensor | None, queries: int, keys: int, cached: int, device: torch.device) -> Tensor:
+    """The mask without the keys that come after a query."""
+    order = torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None] + cached
+    return order[None, None] if mask is None else mask & order
 
 
 def _attend(

@@ -44,7 +44,8 @@ def test_what_is_imported_is_installed() -> None:
     extra = names(
         [line for group, lines in project["optional-dependencies"].items() if group != "dev" for line in lines]
     )
-    derived = {"adamw8bit.py": {"torchao"}}  # classes of an extra's classes, in files that are imported late themselves
+    # files that cannot do without an extra, and are imported late themselves
+    derived = {"adamw8bit.py": {"torchao"}, "llvm_emitter.py": {"llvmlite"}, "llvm_kernel.py": {"llvmlite"}}
     elsewhere = {"optimum", "vllm", "llama_cpp"}  # engines that run in environments of their own
     for path in (ROOT / "gqa_convert").rglob("*.py"):
         own = elsewhere if path.parent.name == "serving" else set()
@@ -55,7 +56,7 @@ def test_what_is_imported_is_installed() -> None:
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             known = required | sys.stdlib_module_names | (extra | own if id(node) in late else at_once)
-            if id(node) not in late:
+            if id(node) not in late and path.name not in derived:
                 assert not {f"{name.rpartition('.')[2]}.py" for name in imported} & set(derived), path
             assert {name.split(".")[0] for name in imported} <= known, f"{path}: {imported}"
 
