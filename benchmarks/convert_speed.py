@@ -137,8 +137,8 @@ def warm(folder: Path) -> None:
         subprocess.run(["cat", str(path)], stdout=subprocess.DEVNULL, check=True)
 
 
-def contenders(source: Path, out: Path, peer: bool, nbytes: int) -> dict[str, list[str]]:
-    """The commands by name; the bare copy writes `nbytes`."""
+def contenders(source: Path, out: Path, peer: bool, nbytes: int, copy: str = "cp -r") -> dict[str, list[str]]:
+    """The commands by name; the bare copy writes `nbytes`, and `copy` is what `cp` is called with."""
     convert = [
         sys.executable,
         "-m",
@@ -153,7 +153,7 @@ def contenders(source: Path, out: Path, peer: bool, nbytes: int) -> dict[str, li
         "-q",
     ]
     commands = {
-        "cp": ["sh", "-c", f"cp -r '{source}' '{out}' && sync '{out}'/* '{out}'"],
+        "cp": ["sh", "-c", f"{copy} '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": convert,
         "bare copy": [sys.executable, "-S", "-c", BARE_COPY, str(source), str(out), str(nbytes)],
     }
@@ -177,6 +177,11 @@ def main() -> None:
     parser.add_argument(
         "--cache", choices=("warm", "cold"), action="append", help="only this state of the page cache (default: both)"
     )
+    parser.add_argument(
+        "--cp-copies",
+        action="store_true",
+        help="let cp copy what it could share: from coreutils 9 on it shares all blocks where the filesystem can",
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where to work (on the disk to measure)")
     parser.add_argument("--output", type=Path, default=None, help="write the figures here as JSON")
     arguments = parser.parse_args()
@@ -189,7 +194,8 @@ def main() -> None:
         subprocess.run(contenders(source, out, peer=False, nbytes=0)["gqa-convert"], check=True)
         converted = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         shutil.rmtree(out)
-        commands = contenders(source, out, arguments.peer, converted)
+        copy = "cp -r --reflink=never" if arguments.cp_copies else "cp -r"
+        commands = contenders(source, out, arguments.peer, converted, copy)
         runs: list[dict[str, object]] = []
         for cache in states:
             for round_number in range(arguments.rounds):

@@ -9,9 +9,11 @@ sizes made the constants of `gqa_convert/conversion/fit/probe.py`.
 
 import argparse
 import statistics
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[192, 512, 1024], help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     options = parser.parse_args()
-    precisions = {"float32": nullcontext}
+    precisions: dict[str, Callable[[], AbstractContextManager[Any]]] = {"float32": nullcontext}
     if has_fast_bfloat16():
         precisions["bfloat16"] = partial(torch.autocast, "cpu", torch.bfloat16)
     names = [rate.name for rate in fields(Rates)]

@@ -1,14 +1,13 @@
-"""The dtypes of tensors that can be merged."""
+"""The numpy dtypes of tensors that can be merged."""
 
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
+
+_NUMPY = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(_NUMPY[name]) for name in ITEM_BYTES}
 """NumPy dtype by safetensors name."""

@@ -5,14 +5,13 @@ nothing, because the converter copies the byte ranges that a header names.
 """
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
-from gqa_convert.checkpoint.strict_json import parse_object
+from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.errors import CorruptCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -122,13 +121,14 @@ def header_length(first_bytes: bytes, file_size: int, where: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, file_size: int, where: str) -> Header:
+def parse_header(raw: bytes, file_size: int, where: str, names: Iterable[str] = ()) -> Header:
     """Parse and check a JSON header, without its 8 length bytes.
 
     Args:
         raw: the bytes of the header.
         file_size: size of the whole file in bytes.
         where: the name of the file in error messages.
+        names: of tensors that the file may hold. The header refers to these objects instead of making its own.
 
     Raises:
         CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
@@ -139,14 +139,15 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 
     if not raw.startswith(b"{"):
         raise corrupt("it does not begin with '{'")
-    fields = parse_object(raw, f"the header of {where}", parse_int=_natural)
+    fields = parse_object(raw, f"the header of {where}", parse_int=_natural, convert=_compactor())
     metadata = fields.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt("its __metadata__ is not a map of strings")
     data_start = LENGTH_BYTES + len(raw)
-    known: dict[Any, Any] = {dtype: dtype for dtype in DTYPE_BITS}
-    tensors = {sys.intern(name): _entry(name, field, data_start, corrupt, known) for name, field in fields.items()}
+    held = {name: name for name in names}
+    tensors = {held.get(name, name): _entry(name, field, data_start, corrupt) for name, field in fields.items()}
+    del fields, held
     try:
         "".join([*tensors, *metadata, *metadata.values()]).encode("utf-8")
     except UnicodeEncodeError:
@@ -167,30 +168,61 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     return Header(ordered, metadata, data_start)
 
 
-def _entry(name: str, field: Any, data_start: int, corrupt: Any, known: dict[Any, Any]) -> TensorEntry:
-    """Check a tensor's field. Experts have the same types, shapes and sizes, so that `known` holds one object of each for
-    tens of thousands.
+class _Field(NamedTuple):
+    """A tensor's field of the header, whose types have been checked."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+def _compactor() -> Callable[[JsonObject], Any]:
+    """Return a function that makes a `_Field` of an object that is one, and returns any other object.
+
+    Experts have the same types, shapes and sizes: there is one object of each for tens of thousands of fields.
     """
-    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise corrupt(f"tensor {name!r} does not have exactly the keys dtype, shape and data_offsets")
+    known: dict[Any, Any] = {dtype: dtype for dtype in DTYPE_BITS}
+
+    def compact(found: JsonObject) -> Any:
+        if _problem(found) is not None:
+            return found
+        shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
+        nbytes = end - begin
+        return _Field(known[found["dtype"]], known.setdefault(shape, shape), begin, known.setdefault(nbytes, nbytes))
+
+    return compact
+
+
+def _problem(field: Any) -> str | None:
+    """What is wrong with the types of a tensor's field, or None."""
+    if not isinstance(field, dict) or field.keys() != _KEYS:
+        return "does not have exactly the keys dtype, shape and data_offsets"
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise corrupt(f"tensor {name!r} has the unknown type {dtype!r}")
+        return f"has the unknown type {dtype!r}"
     if not _naturals(shape) or len(shape) > 64:
-        raise corrupt(f"tensor {name!r} has an impossible shape")
+        return "has an impossible shape"
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise corrupt(f"tensor {name!r} has impossible offsets")
-    nbytes = offsets[1] - offsets[0]
-    shape = tuple(shape)
-    entry = TensorEntry(
-        known[dtype], known.setdefault(shape, shape), data_start + offsets[0], known.setdefault(nbytes, nbytes)
-    )
+        return "has impossible offsets"
+    return None
+
+
+def _entry(name: str, field: Any, data_start: int, corrupt: Callable[[str], CorruptCheckpointError]) -> TensorEntry:
+    """Check a tensor's field."""
+    if not isinstance(field, _Field):
+        raise corrupt(f"tensor {name!r} {_problem(field)}")
+    dtype, shape, begin, nbytes = field
+    entry = TensorEntry(dtype, shape, data_start + begin, nbytes)
     # also refuses [2**62, 2**62, 0], as the safetensors library does
     if max(accumulate(shape, mul, initial=DTYPE_BITS[dtype])) > _LARGEST:
         raise corrupt(f"tensor {name!r} has an impossible shape")
-    if entry.elements * DTYPE_BITS[dtype] != entry.nbytes * 8:
+    if entry.elements * DTYPE_BITS[dtype] != nbytes * 8:
         raise corrupt(
-            f"tensor {name!r} of shape {list(shape)} and type {dtype} does not fit its byte range of {entry.nbytes} bytes"
+            f"tensor {name!r} of shape {list(shape)} and type {dtype} does not fit its byte range of {nbytes} bytes"
         )
     return entry
 

@@ -13,8 +13,7 @@ _PAIR = re.compile(f"{_TEXT}:{_TEXT}([,}}])")
 
 
 def parse_index(raw: bytes, where: str) -> JsonObject:
-    """Parse an index as `parse_object` does. The names of tensors and files in its `weight_map` are interned, because
-    headers hold the same names.
+    """Parse an index as `parse_object` does. Its `weight_map` holds one object for each file's name.
 
     Args:
         raw: UTF-8 text.
@@ -35,7 +34,7 @@ def parse_index(raw: bytes, where: str) -> JsonObject:
     weight_map = index.get("weight_map")
     if isinstance(weight_map, dict):
         index["weight_map"] = {
-            sys.intern(name): sys.intern(file) if isinstance(file, str) else file for name, file in weight_map.items()
+            name: sys.intern(file) if isinstance(file, str) else file for name, file in weight_map.items()
         }
     return index
 
@@ -52,7 +51,7 @@ def _parse_long(text: str, where: str) -> JsonObject | None:
         if pair is None:
             return None
         name, file, separator = pair.groups()
-        weight_map[sys.intern(name)] = sys.intern(file)
+        weight_map[name] = sys.intern(file)
         count, end = count + 1, pair.end()
     if count != len(weight_map):
         return None

@@ -1,6 +1,6 @@
 """Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -227,8 +227,8 @@ class _Survey:
     config: JsonObject
     chosen: str
     """The weight file or index that transformers would load."""
-    weight_map: dict[str, str] | None
-    """File by tensor name, or None if there is no index."""
+    listed: dict[str, list[str]] | None
+    """The names of the tensors by file, or None if there is no index."""
     index_metadata: JsonObject | None
     shard_files: list[str]
     others: tuple[str, ...]
@@ -249,17 +249,17 @@ def _survey(files: CheckpointFiles, source_id: str) -> _Survey:
         raise UnsupportedFormatError(
             f"{source_id}/{CONFIG} names {named!r} as its weights instead of {chosen}: save the model again with save_pretrained"
         )
-    weight_map: dict[str, str] | None = None
+    listed: dict[str, list[str]] | None = None
     index_metadata: JsonObject | None = None
     if chosen in (formats.SAFETENSORS_INDEX, formats.TORCH_INDEX):
-        weight_map, index_metadata = _read_index(files, chosen, source_id)
-        shard_files = sorted(set(weight_map.values()))
+        listed, index_metadata = _read_index(files, chosen, source_id)
+        shard_files = sorted(listed)
         _check_shards(files, shard_files, source_id, chosen)
     else:
         shard_files = [chosen]
     read = {chosen, *shard_files}
     others = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
-    return _Survey(config, chosen, weight_map, index_metadata, shard_files, others)
+    return _Survey(config, chosen, listed, index_metadata, shard_files, others)
 
 
 def _choose_weights(files: CheckpointFiles, source_id: str) -> str:
@@ -286,12 +286,16 @@ def _check_shards(files: CheckpointFiles, shard_files: list[str], source_id: str
 def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None) -> Checkpoint:
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     survey = _survey(files, source_id)
+
+    def read(file: str) -> Shard:
+        return read_shard(files, file, source_id, () if survey.listed is None else survey.listed[file])
+
     if files.folder is None:
         with ThreadPoolExecutor(8) as pool:  # network latency dominates
-            shards = list(pool.map(lambda file: read_shard(files, file, source_id), survey.shard_files))
+            shards = list(pool.map(read, survey.shard_files))
     else:
-        shards = [read_shard(files, file, source_id) for file in survey.shard_files]
-    _check_tensor_list(shards, survey.weight_map, source_id, survey.chosen)
+        shards = [read(file) for file in survey.shard_files]
+    _check_tensor_list(shards, survey.listed, source_id, survey.chosen)
     carried = tuple(name for name in files.sizes if name != CONFIG and not formats.is_weight_file(name))
     if files.folder is not None:
         foreign.refuse_pointers(files, carried, source_id)
@@ -318,14 +322,15 @@ def _read_json(files: CheckpointFiles, name: str, source_id: str) -> bytes:
     return files.read(name, 0, files.sizes[name])
 
 
-def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict[str, str], JsonObject]:
-    """Return the index's weight map (tensor to file) and metadata, after checking that every entry is a file name."""
+def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict[str, list[str]], JsonObject]:
+    """Return the names of the tensors by file, and the index's metadata, after checking that every entry is a file name."""
     where = f"{source_id}/{name}"
     suffix = ".safetensors" if name == formats.SAFETENSORS_INDEX else ".bin"
     index = parse_index(_read_json(files, name, source_id), where)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
+    listed: dict[str, list[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CorruptCheckpointError(
@@ -335,17 +340,19 @@ def _read_index(files: CheckpointFiles, name: str, source_id: str) -> tuple[dict
             raise CorruptCheckpointError(
                 f"{where} maps tensor {tensor!r} to {file!r}, which is not a {suffix} file: download the index again"
             )
-    return weight_map, metadata
+        listed.setdefault(file, []).append(tensor)
+    return listed, metadata
 
 
-def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
-    """Read and check the header of one weight file."""
+def read_shard(files: CheckpointFiles, file: str, source_id: str, names: Iterable[str] = ()) -> Shard:
+    """Read and check the header of one weight file, which refers to the objects in `names`."""
     where, size = f"{source_id}/{file}", files.sizes[file]
     foreign.refuse_pointer(files, file, source_id)
     modified_ns = (files.folder / file).stat().st_mtime_ns if files.folder else None
     if file.endswith(".safetensors"):
         length = header_length(files.read(file, 0, LENGTH_BYTES), size, where)
-        return Shard(file, size, parse_header(files.read(file, LENGTH_BYTES, length), size, where), False, modified_ns)
+        header = parse_header(files.read(file, LENGTH_BYTES, length), size, where, names)
+        return Shard(file, size, header, False, modified_ns)
     if files.folder is None:
         raise RemoteHeadersError(
             f"{source_id} holds {file} and no safetensors, so that its tensors cannot be listed remotely: download it and name the folder"
@@ -356,19 +363,15 @@ def read_shard(files: CheckpointFiles, file: str, source_id: str) -> Shard:
     return Shard(file, size, header, spilled, modified_ns)
 
 
-def _is_as_listed(shards: list[Shard], weight_map: dict[str, str]) -> bool:
-    return sum(len(shard.header.tensors) for shard in shards) == len(weight_map) and all(
-        weight_map.get(name) == shard.file for shard in shards for name in shard.header.tensors
-    )
-
-
-def _check_tensor_list(shards: list[Shard], weight_map: dict[str, str] | None, source_id: str, index_name: str) -> None:
+def _check_tensor_list(
+    shards: list[Shard], listed: Mapping[str, list[str]] | None, source_id: str, index_name: str
+) -> None:
     """Check that every tensor occurs once, in the file that the index names, and is neither quantised nor wrapped."""
     for shard in shards:
         for name, entry in shard.header.tensors.items():
             formats.refuse_wrapped_tensor(name, f"{source_id}/{shard.file}")
             quantised.refuse_quantised_tensor(name, entry.dtype, f"{source_id}/{shard.file}")
-    if weight_map is not None and _is_as_listed(shards, weight_map):
+    if listed is not None and all(shard.header.tensors.keys() == set(listed[shard.file]) for shard in shards):
         return
     file_of: dict[str, str] = {}
     for shard in shards:
@@ -378,8 +381,9 @@ def _check_tensor_list(shards: list[Shard], weight_map: dict[str, str] | None, s
                     f"{source_id} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"
                 )
             file_of[name] = shard.file
-    if weight_map is None:
+    if listed is None:
         return
+    weight_map = {name: file for file, names in listed.items() for name in names}
     for name, file in weight_map.items():
         if file_of.get(name) != file:
             raise CorruptCheckpointError(

@@ -36,6 +36,7 @@ def parse_object(
     where: str,
     error: type[GQAConvertError] = CorruptCheckpointError,
     parse_int: Callable[[str], int] | None = None,
+    convert: Callable[[JsonObject], Any] = lambda found: found,
 ) -> JsonObject:
     """Parse the JSON object in `raw`.
 
@@ -44,6 +45,7 @@ def parse_object(
         where: the name of the file in error messages.
         error: the exception class to raise.
         parse_int: turns a number's digits into an integer, or raises ValueError.
+        convert: called with every object as soon as it is read, returns what takes its place.
 
     Raises:
         error: the text is not UTF-8, not JSON, not an object, nested too deeply, or repeats a key.
@@ -53,7 +55,9 @@ def parse_object(
             f"{where} begins with a byte order mark, which transformers cannot read: save it as UTF-8 without the mark"
         )
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=lambda pairs: convert(_unique_keys(pairs)), parse_int=parse_int
+        )
     except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
     if not isinstance(value, dict):

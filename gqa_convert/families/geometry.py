@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import JoinedTensors, TensorEntry
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
@@ -255,7 +255,7 @@ class AttentionFinder:
 
     def _mergeable(self, *names: str) -> str:
         dtypes = {self.entries[name].dtype for name in names}
-        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        if len(dtypes) != 1 or not dtypes <= set(ITEM_BYTES):
             raise UnsupportedFormatError(
                 f"{names[0]} has type {', '.join(sorted(dtypes))}, which can't be merged: save the model in one float type"
             )

@@ -6,10 +6,10 @@ K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores i
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Role = Literal["query", "key", "value", "key_norm", "output"]
 
@@ -92,7 +92,7 @@ def regrouped(sections: tuple[Section, ...], groups: int) -> tuple[Section, ...]
     return tuple(found)
 
 
-def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.NDArray[Any]]:
+def split(array: "npt.NDArray[Any]", sections: tuple[Section, ...]) -> "list[npt.NDArray[Any]]":
     """Copies of each section's heads, [heads, head_rows, ...], from an array [rows, ...].
 
     Raises:
@@ -102,11 +102,15 @@ def split(array: npt.NDArray[Any], sections: tuple[Section, ...]) -> list[npt.ND
         raise ValueError(
             f"sections of {[section.rows for section in sections]} rows do not tile an axis of {array.shape[0]}"
         )
+    import numpy as np  # plans, which need none of this, do without
+
     return [np.stack([array[start : start + section.head_rows] for start in section.starts]) for section in sections]
 
 
-def join(heads: list[npt.NDArray[Any]], sections: tuple[Section, ...]) -> npt.NDArray[Any]:
+def join(heads: "list[npt.NDArray[Any]]", sections: tuple[Section, ...]) -> "npt.NDArray[Any]":
     """The inverse of `split`."""
+    import numpy as np
+
     array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
     for section, own in zip(sections, heads, strict=True):
         for start, head in zip(section.starts, own, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gqa_convert.checkpoint.headers import parse_header
 from gqa_convert.checkpoint.index import _parse_long, parse_index
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
@@ -85,6 +86,9 @@ def test_bytes_that_are_not_utf8() -> None:
 
 @pytest.mark.parametrize("text", ['{"weight_map": {"a.b-c": "f.g-h"}}', '{"weight_map": {"a.b\\u002dc": "f.g-h"}}'])
 def test_names_are_those_of_the_headers(text: str) -> None:
+    """A header that is read with the index's names holds the same objects, and a file has one name."""
     ((name, file),) = parse_index(text.encode(), "index")["weight_map"].items()
-    assert name is sys.intern("".join(["a.b", "-c"]))
+    raw = b'{"a.b-c": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'
+    ((found, _),) = parse_header(raw, 8 + len(raw), "header", [name]).tensors.items()
+    assert found is name
     assert file is sys.intern("".join(["f.g", "-h"]))

@@ -60,3 +60,11 @@ def test_plan_imports_no_library_of_models() -> None:
     found = libraries(loaded_after(RUN, "plan", str(model), "--groups", "3", "--device", "cpu"))
     assert {"numpy", "tokenizers", "rich"} <= found
     assert not found & {"torch", "transformers", "huggingface_hub", "datasets", "accelerate", "pyarrow", "jinja2"}
+
+
+def test_a_plan_without_text_needs_no_numpy() -> None:
+    """A plan of many tensors takes little more memory than they do."""
+    model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+    found = libraries(loaded_after(RUN, "plan", str(model), "--groups", "3", "--method", "mean"))
+    assert "rich" in found
+    assert not found & {"numpy", "ml_dtypes", "tokenizers"}

@@ -36,6 +36,19 @@ def test_a_tensor_takes_little_memory(experts: Path) -> None:
     assert at_most < 40 * count
 
 
+def test_a_tensors_header_takes_little_memory(experts: Path) -> None:
+    assert open_checkpoint(experts)  # with imports
+    tracemalloc.start()
+    try:
+        checkpoint = open_checkpoint(experts)
+        held, at_most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    count = sum(1 for _ in checkpoint.tensors())
+    assert held < 290 * count
+    assert at_most < 570 * count
+
+
 def test_the_tensors_are_those_of_the_source(experts: Path) -> None:
     checkpoint = open_checkpoint(experts)
     plan = make_plan(checkpoint, 4)

@@ -12,7 +12,6 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.merging.folding.rotary import rotary_pairs
 from gqa_convert.merging.methods import CHOICES, DEFAULT, METHODS, Need, names
 
 
@@ -193,6 +192,8 @@ def _context(plan: Plan, options: CalibrationOptions) -> int | None:
     """The position up to which blocks of text are stretched; None for models whose positions can't skip."""
     config, stated = decoder_config(plan.checkpoint.config), options.context
     layer = plan.layers[0]
+    from gqa_convert.merging.folding.rotary import rotary_pairs  # imports numpy
+
     rotary = len(rotary_pairs(plan.family, config, layer.key_head_dim)[0]) > 0
     most = reachable_context(config) if rotary and layer.attention_kind == "decoder" else None
     if stated is None:

@@ -18,7 +18,6 @@ from gqa_convert.families.context_length import has_fixed_source
 from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import family_of
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN
-from gqa_convert.text.sources import STDLIB
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
@@ -56,6 +55,8 @@ def plan_conversion(
                     f"heads are averaged by default, because {reason}: --method factor merges by weights alone",
                 )
             else:
+                from gqa_convert.text.sources import STDLIB  # imports numpy
+
                 calibration = replace(calibration, source=STDLIB, tokens=BUILT_IN_TOKENS)
     plan = make_plan(checkpoint, groups, method=method, **options)
     check_calibration(plan.method, calibration)

@@ -20,8 +20,6 @@ from gqa_convert.families.target_architectures import NoTargetArchitecture, Targ
 from gqa_convert.families.target_choice import find_target_architecture
 from gqa_convert.families.target_configs import translate_config
 from gqa_convert.families.wrappers import decoder_config, decoder_section, with_kv_heads
-from gqa_convert.merging.folding.constraints import find_folding_constraints
-from gqa_convert.merging.folding.heads import LayerTensors
 from gqa_convert.merging.methods import COPY, MEAN, REPEAT, MergeMethod, choose_method
 
 
@@ -208,6 +206,9 @@ def _folded(
     """The changes of a folding method: K/V tensors with the method that applies to each, then the projections into
     which maps are folded.
     """
+    from gqa_convert.merging.folding.constraints import find_folding_constraints  # imports numpy
+    from gqa_convert.merging.folding.heads import LayerTensors
+
     groups_of = {layer.module: count for layer, count in zip(finder.layers, counts, strict=True)}
     reasons = {layer.module: find_folding_constraints(finder, layer) for layer in finder.layers}
     for change in changes:
@@ -252,6 +253,8 @@ def _constraints(finder: AttentionFinder, counts: tuple[int, ...], method: Merge
     """Which heads a folding method cannot fold, and why."""
     if all(layer.kv_heads <= count for layer, count in zip(finder.layers, counts, strict=True)):
         return
+    from gqa_convert.merging.folding.constraints import find_folding_constraints  # imports numpy
+
     found = [find_folding_constraints(finder, layer) for layer in finder.layers]
     for role, reasons in (
         ("keys", [each.key_constraint for each in found]),

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -64,7 +64,7 @@ class OutputTensor:
         if self.translated:
             return self.translated.nbytes
         if not self.pieces:
-            return self.elements * DTYPES[self.dtype].itemsize
+            return self.elements * ITEM_BYTES[self.dtype]
         return self.rows * sum(piece.nbytes for piece in self.pieces)
 
 
@@ -290,7 +290,7 @@ class Plan:
         return sum(
             (groups if after else layer.kv_heads)
             * (layer.key_head_dim + layer.value_head_dim)
-            * DTYPES[layer.dtype].itemsize
+            * ITEM_BYTES[layer.dtype]
             for layer, groups in zip(self.layers, self.layer_groups, strict=True)
             if layer.attention_kind == attention_kind
         )

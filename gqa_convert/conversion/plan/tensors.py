@@ -11,7 +11,6 @@ from gqa_convert.errors import GroupsError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layouts import Role, Section, regrouped
 from gqa_convert.families.target_architectures import TargetArchitecture
-from gqa_convert.merging.folding.heads import LayerTensors
 from gqa_convert.merging.methods import COPY, REPEAT, MergeMethod, Pooling
 
 
@@ -98,6 +97,8 @@ def plan_translation(
     """Every tensor of the target architecture, in the file of the source tensor that it comes from, and those whose
     heads become fewer.
     """
+    from gqa_convert.merging.folding.heads import LayerTensors  # imports numpy
+
     source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
     merged_layers = frozenset(
         name

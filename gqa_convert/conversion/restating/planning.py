@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import OutputShard, OutputTensor, Piece
@@ -220,7 +220,7 @@ class _Restater:
             self.outputs.setdefault(name, []).append(replace(output, unit_rows=unit))
 
     def _check_numbers(self, name: str, entry: TensorEntry) -> None:
-        if entry.dtype not in DTYPES or len(entry.shape) != 2:
+        if entry.dtype not in ITEM_BYTES or len(entry.shape) != 2:
             raise UnsupportedFormatError(
                 f"{name} has type {entry.dtype}, which has no arithmetic here: save the model in one float type"
             )

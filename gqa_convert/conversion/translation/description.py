@@ -7,7 +7,7 @@ Shape legend: H attention heads of the source, N K/V heads of the result, c head
 from dataclasses import dataclass
 from typing import Protocol
 
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.families.layouts import Role
 from gqa_convert.families.target_architectures import TargetArchitecture
 from gqa_convert.merging.methods import Pooling
@@ -90,7 +90,7 @@ class TranslatedTensor:
 
     @property
     def nbytes(self) -> int:
-        count = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+        count = ITEM_BYTES.get(self.dtype, 0)
         for size in self.shape:
             count *= size
         return count

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.conversion.translation.description import Described, Rows, Run, TranslatedTensor
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.families.source_sizes import Config, read_dimensions
@@ -72,7 +72,7 @@ class SourceTensors:
         return TranslatedTensor(name=name, dtype=dtype, shape=(rows,), runs=(Run(rows, fill=fill),), place=like)
 
     def check_arithmetic(self, name: str, dtype: str) -> None:
-        if dtype not in DTYPES:
+        if dtype not in ITEM_BYTES:
             raise UnsupportedFormatError(
                 f"{name} has type {dtype}, which can't be translated: save the model in one float type"
             )

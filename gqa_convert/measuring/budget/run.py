@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
@@ -182,7 +182,7 @@ def _numbered(plan: Plan) -> list[AttentionLayer]:
 
 
 def _head_bytes(layer: AttentionLayer) -> int:
-    return (layer.key_head_dim + layer.value_head_dim) * DTYPES[layer.dtype].itemsize
+    return (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
 
 
 def _taken(layers: Sequence[AttentionLayer], counts: Sequence[int]) -> int:
