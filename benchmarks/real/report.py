@@ -21,6 +21,7 @@ from .decoding import OUTPUT as DECODING
 from .folders import KV_HEADS, SECOND, SMOLLM2, TARGETS, Target
 from .needle import DEPTHS
 from .text import KINDS
+from .uptraining import OUTPUT as UPTRAINING
 
 PAGE = Path("docs/real-model.md")
 NAMES = {SMOLLM2: "SmolLM2-135M", SECOND: "second model"}
@@ -244,6 +245,35 @@ def choice_table(data: Data) -> str:
     return table([*LABELS, "continuation", "cloze"], lines) if lines else MISSING
 
 
+def uptraining_table(uptraining: Data) -> str:
+    """What uptraining adds to a conversion, by starting point and number of tokens."""
+    if not uptraining:
+        return MISSING
+    lines = []
+    for cell in sorted(uptraining["cells"], key=lambda cell: (list(METHODS).index(cell["start"]), cell["tokens"])):
+        target = Target(cell["model"], cell["groups"])
+        rate, minutes = (
+            (f"{cell['recipe']['learning_rate']:g}", f"{cell['core_minutes']:.0f}") if cell["tokens"] else ("", "")
+        )
+        scored = [next(iter(cell["loss"].get(kind, {}).values()), None) for kind in KINDS]
+        lines.append(
+            [
+                NAMES[target.model],
+                heads(target),
+                cell["start"],
+                f"{cell['tokens']:,}",
+                rate,
+                minutes,
+                *(f"{each['loss']:.3f}" if each else "" for each in scored),
+                *(f"{each['kl']:.3f} ± {each['kl_error']:.3f}" if each else "" for each in scored),
+                found_needles([cell]),
+            ]
+        )
+    header = ["model", "K/V heads", "start", "tokens", "learning rate", "core minutes"]
+    header += [*(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
+    return f"{table(header, lines)}\n\n{commands(uptraining)}"
+
+
 def decoding_table(decoding: Data) -> str:
     """Milliseconds of a step by engine, and what the bytes that a step reads would allow."""
     if not decoding:
@@ -289,12 +319,13 @@ def sources_table(data: Data) -> str:
     return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
 
 
-def blocks(data: Data, decoding: Data) -> dict[str, str]:
+def blocks(data: Data, decoding: Data, uptraining: Data) -> dict[str, str]:
     """The text of every block of the page.
 
     Args:
         data: content of the file of `benchmarks.real`.
         decoding: content of the file of `benchmarks.real.decoding`; empty if there is none.
+        uptraining: likewise of `benchmarks.real.uptraining`.
     """
     made: dict[str, Callable[[Data], str]] = {
         "results": results_table,
@@ -306,7 +337,8 @@ def blocks(data: Data, decoding: Data) -> dict[str, str]:
         "tasks": choice_table,
         "commands": commands,
     }
-    return {name: make(data) for name, make in made.items()} | {"decoding": decoding_table(decoding)}
+    found = {name: make(data) for name, make in made.items()}
+    return found | {"decoding": decoding_table(decoding), "uptraining": uptraining_table(uptraining)}
 
 
 def main() -> None:
@@ -316,8 +348,10 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
-    decoding = json.loads(DECODING.read_text(encoding="utf-8")) if DECODING.is_file() else {}
-    for name, text in blocks(data, decoding).items():
+    decoding, uptraining = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (DECODING, UPTRAINING)
+    )
+    for name, text in blocks(data, decoding, uptraining).items():
         page = filled(page, name, text)
     arguments.page.write_text(page, encoding="utf-8")
 

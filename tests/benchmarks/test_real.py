@@ -234,7 +234,15 @@ def test_the_report_has_a_row_for_each_method() -> None:
             for groups, ms in ((3, 4.5), (1, 3.0))
         ],
     }
-    made = blocks(data, decoding)
+    run = {"model": "smollm2", "groups": 1, "start": "mean", "seed": 0, "needle": needle}
+    uptraining = {
+        "commands": [["python", "-m", "benchmarks.real.uptraining"]],
+        "cells": [
+            run | {"tokens": 2048, "core_minutes": 3.2, "recipe": {"learning_rate": 1e-3}, "loss": measured["loss"]},
+            run | {"tokens": 0, "loss": mean["loss"]},
+        ],
+    }
+    made = blocks(data, decoding, uptraining)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3 -> 1" in row
     assert "3.000 -> 3.300, 90.0%" in row
@@ -244,4 +252,9 @@ def test_the_report_has_a_row_for_each_method() -> None:
     assert "| 512 | 1 | 6 -> 2 | llama.cpp | 4.5 -> 3.0 | 1.50 |" in made["decoding"]
     assert "| bytes read / bandwidth | 1.5 -> 1.0 | 1.50 |" in made["decoding"]
     assert "Not measured: vLLM (not installed)." in made["decoding"]
-    assert MISSING in blocks({"commands": [], "models": {}, "cells": []}, {})["results"]
+    before, after = [line for line in made["uptraining"].splitlines() if "| mean |" in line]
+    assert "| mean | 0 |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
+    assert "| mean | 2,048 | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
+    nothing = blocks({"commands": [], "models": {}, "cells": []}, {}, {})
+    assert MISSING in nothing["results"]
+    assert nothing["uptraining"] == nothing["decoding"] == MISSING

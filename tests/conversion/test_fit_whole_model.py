@@ -158,6 +158,29 @@ def test_it_is_done_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         assert contents(store, plan) == before
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
+def test_where_memory_is_short_layers_are_computed_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is the same, and a fraction of the numbers is kept for the way back."""
+    source = folded.build(name).save(tmp_path / "source")
+    kept: dict[str, int] = {}
+    for memory in ("long", "short"):
+        monkeypatch.setattr(limits, "available_memory", lambda _, memory=memory: {"long": 1e12, "short": 1.0}[memory])
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            record = fitted(source, tmp_path / memory, steps=0, kl_steps=3)[-1]
+        assert record.kl.after < record.kl.before
+        kept[memory] = sum(sizes)
+    assert digests(tmp_path / "long") == digests(tmp_path / "short")
+    assert kept["short"] < 0.5 * kept["long"]
+
+
 def test_unasked_it_is_done_only_where_it_is_worth_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folded.build("llama").save(tmp_path / "source")
     plan = make_plan(open_checkpoint(source), 3, method="fit")

@@ -23,12 +23,13 @@ from gqa_convert.conversion.fit.calibrated import (
     steps_together,
 )
 from gqa_convert.conversion.fit.limits import (
-    ACTIVATIONS,
     FEWER,
     MOST_DOUBLE_COLUMNS,
     STRENGTHS,
+    backward_bytes,
     has_room,
     may_be_reduced,
+    must_recompute,
 )
 from gqa_convert.conversion.fit.probe import has_fast_bfloat16, probed_rates
 from gqa_convert.conversion.fit.rates import LayerSizes, Rates, double_rate, measured_rates
@@ -173,6 +174,8 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
     # teacher and student, and the student's way back through everything
     step = batch * (forward + layers * (rates.attention_gradient + rates.feed_forward_gradient) + rates.logits_gradient)
+    recomputes = must_recompute(block, d, layers, sizes.vocabulary, place) is not False
+    step += batch * layers * (rates.attention + rates.feed_forward) if recomputes else 0
     judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
     together = last * step + judged if last else 0.0
     start = _START + max(_LEAST_TEXT, _TEXT_PER_TOKEN * tokens) / _TOKENISED + plan.checkpoint.weight_bytes / _DISK
@@ -184,7 +187,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
-    work = max(work, 4 * block * (ACTIVATIONS * d * layers + 3 * sizes.vocabulary) if last else 0)
+    work = max(work, backward_bytes(block, d, layers, sizes.vocabulary, recomputes=recomputes) if last else 0)
     memory = (_BASE if device == "cpu" else 0) + weights + work + (0 if spilled else activations)
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
     spent = {"start": start, "layers": layers * seconds, "last_stage": together, "writing": writing}

@@ -38,14 +38,46 @@ def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabu
 
     Args:
         parameters: of the model.
-        tokens: of a batch.
+        tokens: of a sequence.
         hidden_size: of the model.
         layers: of the model.
         vocabulary: of the model.
         place: a torch device, or an object with its `type`.
     """
-    needed = 4 * tokens * (ACTIVATIONS * hidden_size * layers + 3 * vocabulary)
     if place.type == "cpu" and parameters > _MOST_PARAMETERS:
         return False
+    return must_recompute(tokens, hidden_size, layers, vocabulary, place) is not None
+
+
+def must_recompute(tokens: int, hidden_size: int, layers: int, vocabulary: int, place: Any) -> bool | None:
+    """Whether memory is too short to keep all activations of a sequence for its backward pass, so that each layer keeps
+    its input and computes the others again. None if memory is too short for that as well.
+
+    Args:
+        tokens: see `has_room`, like the others.
+        hidden_size: see there.
+        layers: see there.
+        vocabulary: see there.
+        place: see there.
+    """
     free = available_memory(place)
-    return free is not None and needed < _SHARE * free
+    if free is None:
+        return None
+    for recomputes in (False, True):
+        if backward_bytes(tokens, hidden_size, layers, vocabulary, recomputes=recomputes) < _SHARE * free:
+            return recomputes
+    return None
+
+
+def backward_bytes(tokens: int, hidden_size: int, layers: int, vocabulary: int, *, recomputes: bool) -> int:
+    """What a sequence keeps for its backward pass, in float32, logits of student and source included.
+
+    Args:
+        tokens: see `has_room`, like the others.
+        hidden_size: see there.
+        layers: see there.
+        vocabulary: see there.
+        recomputes: whether each layer keeps its input only.
+    """
+    kept = (ACTIVATIONS + layers) * hidden_size if recomputes else ACTIVATIONS * hidden_size * layers
+    return 4 * tokens * (kept + 3 * vocabulary)

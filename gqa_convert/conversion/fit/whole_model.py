@@ -4,7 +4,7 @@ The source and the student are one loaded model, run with the weights of either,
 its attention. The stage needs the whole model in memory; larger models skip it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
-from gqa_convert.conversion.fit.limits import has_room
+from gqa_convert.conversion.fit.limits import has_room, must_recompute
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
+from gqa_convert.conversion.fit.recomputation import layers_of, recomputed
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.source_layer import attention_of
@@ -84,6 +85,7 @@ def train_together(
         seed=seed,
         least=least,
         precision=precision,
+        recomputes=must_recompute(*_sizes(model, batches, len(plan.layers)), model.device) is not False,
         on_step=lambda done, total, kl: on_layer(count, count, TrainingProgress(done, total, kl)),
     )
     made: dict[int, Tensors] = {}
@@ -114,14 +116,18 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
 
 
 def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
-    """Whether the stage is worth its memory and time here: all weights in memory, with room for one batch's way back,
+    """Whether the stage is worth its memory and time here: all weights in memory, with room for one sequence's way back,
     and on a CPU no more than `has_room` allows."""
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = model.config.get_text_config()
+    return has_room(parameters, *_sizes(model, batches, layers), model.device)
+
+
+def _sizes(model: Any, batches: Sequence[Batch], layers: int) -> tuple[int, int, int, int]:
+    """The tokens of the longest sequence, the hidden_size, the layers and the vocabulary."""
     tokens = max(tensor.shape[1] for batch in batches for tensor in batch.values())
-    return has_room(parameters, tokens, _widest(model), layers, config.vocab_size, model.device)
+    return tokens, _widest(model), layers, model.config.get_text_config().vocab_size
 
 
 def _rows(batch: Batch) -> list[Batch]:
@@ -145,6 +151,7 @@ def match_predictions(
     seed: int,
     least: float = 0.0,
     precision: Precision = nullcontext,
+    recomputes: bool = False,
     on_step: Callable[[int, int, float | None], None] = lambda done, total, kl: None,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
@@ -159,33 +166,37 @@ def match_predictions(
         seed: of their order.
         least: divergence below which nothing is done.
         precision: the context of the forward passes of a step.
+        recomputes: whether layers keep only their inputs for the way back, and compute the rest again.
         on_step: called with the steps done, all of them, and the latest divergence, None before it is known.
 
     Returns:
         Trained parts, None if they predict no better than those given; and the divergence before and after.
     """
-    modules = [
-        (model.get_submodule(name), assemblies[wanted])
-        for wanted, name in find_modules(model, list(assemblies)).items()
-    ]
+    found = find_modules(model, list(assemblies))
+    modules = [(model.get_submodule(name), assemblies[wanted]) for wanted, name in found.items()]
+    layers = layers_of(model, found.values()) if recomputes else []
 
-    def logits(batch: Batch, layers: Sequence[Parts] | None) -> Tensor:
-        with ExitStack() as stack:
-            for (module, assembly), own in zip(modules, layers or [], strict=False):
-                stack.enter_context(replaced(module, assembly(own)))
-            found: Tensor = model(**batch, use_cache=False).logits
-        return found
+    def logits(batch: Batch) -> Tensor:
+        result: Tensor = model(**batch, use_cache=False).logits
+        return result
 
-    def divergence(batch: Batch, layers: Sequence[Parts]) -> tuple[Tensor, Tensor]:
-        moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    def divergences(batches: Iterable[Batch], parts: Sequence[Parts]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sums and counts, batch by batch; the student's weights are in place until the next batch is asked for, because
+        layers that are computed again on the way back read them."""
+        for batch in batches:
+            moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            with torch.no_grad():
+                wanted = logits(moved)
+            with ExitStack() as stack:
+                for (module, assembly), own in zip(modules, parts, strict=True):
+                    stack.enter_context(replaced(module, assembly(own)))
+                stack.enter_context(recomputed(layers))
+                yield summed_divergence(logits(moved), wanted, moved, decodes=model.config.is_encoder_decoder)
+
+    def mean(parts: Sequence[Parts]) -> float:
         with torch.no_grad():
-            wanted = logits(moved, None)
-        return summed_divergence(logits(moved, layers), wanted, moved, decodes=model.config.is_encoder_decoder)
-
-    def mean(layers: Sequence[Parts]) -> float:
-        with torch.no_grad():
-            sums = [divergence(batch, layers) for batch in held_out]
-        return sum(float(total.double()) for total, _ in sums) / sum(float(count) for _, count in sums)
+            sums = [(float(total.double()), float(count)) for total, count in divergences(held_out, parts)]
+        return sum(total for total, _ in sums) / sum(count for _, count in sums)
 
     on_step(0, steps, None)
     before = mean(parts)
@@ -196,7 +207,8 @@ def match_predictions(
     for done, number in enumerate(batch_order(len(batches), steps, seed)):
         with torch.enable_grad(), training_attention(precision):
             count = positions(batches[number], decodes=model.config.is_encoder_decoder)
-            optimizer.step(divergence(row, optimizer.layers)[0] / count for row in _rows(batches[number]))
+            sums = divergences(_rows(batches[number]), optimizer.layers)
+            optimizer.step(total / count for total, _ in sums)
         if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
             curve.append((done + 1, mean(optimizer.results())))
         on_step(done + 1, steps, curve[-1][1] if curve else before)

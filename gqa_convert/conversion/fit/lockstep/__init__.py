@@ -11,7 +11,7 @@ from gqa_convert.conversion.fit.lockstep.module_names import find_modules
 from gqa_convert.conversion.fit.lockstep.offloading import offloaded_weights, running_device
 from gqa_convert.conversion.fit.lockstep.runner import LockstepRunner
 from gqa_convert.conversion.fit.lockstep.spilling import mapped_file
-from gqa_convert.conversion.fit.lockstep.substitution import replaced
+from gqa_convert.conversion.fit.lockstep.substitution import replaced, wrapped_forward
 
 __all__ = [
     "Batch",
@@ -24,4 +24,5 @@ __all__ = [
     "open_model",
     "replaced",
     "running_device",
+    "wrapped_forward",
 ]
