@@ -4,6 +4,7 @@ without it.
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,13 @@ def test_torch_knows_what_the_operator_returns() -> None:
 
 def test_without_llvmlite_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    assert processor.__wrapped__() is None
+
+
+def test_an_old_llvmlite_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = SimpleNamespace(llvm_version_info=(15, 0, 7), get_host_cpu_features=lambda: pytest.fail("not asked"))
+    monkeypatch.setitem(sys.modules, "llvmlite", SimpleNamespace(binding=binding))
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", binding)
     assert processor.__wrapped__() is None
 
 

@@ -25,12 +25,14 @@ class Processor:
 
 @cache
 def processor() -> Processor | None:
-    """None where the kernel cannot run: llvmlite is missing, or the processor lacks AVX2."""
+    """None where the kernel cannot run: llvmlite is missing or older than 0.45, or the processor lacks AVX2."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
         import llvmlite.binding as llvm
     except ImportError:
+        return None
+    if llvm.llvm_version_info[0] < 20:  # llvmlite before 0.45, whose LLVM has other types of vectors of bfloat16
         return None
     features = llvm.get_host_cpu_features()
     if not all(features.get(name) for name in ("avx2", "fma", "f16c")):
