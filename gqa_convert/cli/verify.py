@@ -1,5 +1,6 @@
 """`gqa-convert verify`."""
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +50,14 @@ def verify(
       gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
       gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits
     """
+    gc.disable()  # a search for garbage among the many objects of libraries finds none and takes a tenth of a second
     from gqa_convert.cli.console.progress import stage_progress
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.cli.console.verification import show_verification
     from gqa_convert.verify import verify_checkpoint
 
+    gc.freeze()
+    gc.enable()
     with stage_progress(quiet=quiet) as step:
         report = verify_checkpoint(out, source, revision=revision, logits=logits, text=text, progress=step)
     if as_json:

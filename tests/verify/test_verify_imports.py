@@ -1,9 +1,13 @@
 """verify shares with the converter only what its docstring and docs/verification.md say."""
 
 import ast
+import gc
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 import gqa_convert.verify
+from gqa_convert.cli import app
 
 ROOM = Path(gqa_convert.verify.__file__).parent
 
@@ -71,3 +75,10 @@ def test_a_module_of_the_converter_would_be_found(tmp_path: Path) -> None:
         file = tmp_path / "file.py"
         file.write_text(line)
         assert imported(file) - SHARED.keys(), line
+
+
+def test_the_command_seeks_no_garbage_among_libraries(tmp_path: Path) -> None:
+    gc.unfreeze()
+    CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--source", str(tmp_path)])
+    assert gc.get_freeze_count() > 100_000
+    assert gc.isenabled()
