@@ -54,7 +54,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> 
         and key.stride(3) == 1
         and value.stride(3) == 1
         and type(query) is type(key) is type(value) is Tensor
-        and forward_ad._current_level < 0
+        and getattr(forward_ad, "_current_level", -1) < 0  # forward-mode derivatives, which have no public question
         and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)))
     )
 
