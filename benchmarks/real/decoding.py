@@ -26,7 +26,7 @@ from gqa_convert.serving.installing import Place, find_place
 from .folders import DEFAULT_FOLDER, KV_HEADS, SMOLLM2, TARGETS, model_folder, scratch
 
 OUTPUT = Path("docs/results/real-decoding.json")
-CELLS = ((512, 1), (4096, 1), (8000, 1), (2048, 8))
+CELLS = ((512, 1), (4096, 1), (8000, 1), (2048, 8), (2048, 16))
 """Tokens in the cache of a sequence, and sequences."""
 WORKER = Path(__file__).with_name("engine_worker.py")
 ROUNDS = 1
