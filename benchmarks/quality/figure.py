@@ -8,12 +8,14 @@ Writes `loss-against-cache-light.svg` and `loss-against-cache-dark.svg`, for lig
 import argparse
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
+
+from benchmarks.figures import Theme, quiet, save_themes
 
 from .measure import OUTPUT as LOSSES
 from .models import DEMO, MODELS, SPECS, groups_of, heads_of, quality_tokenizer
@@ -22,10 +24,7 @@ NAMES = {"demo": "Llama-style", "qwen2": "Qwen2-style", "gpt2": "GPT-2-style", "
 BYTES_PER_NUMBER = 2
 """The cache is counted in bfloat16."""
 DEMO_CONFIG = Path(__file__).parents[2] / "gqa_convert" / "demo_checkpoint" / "config.json"
-THEMES = {
-    "light": {"ink": "#1f2328", "grid": "#d1d9e0", "mean": "#cf222e", "fit": "#0969da"},
-    "dark": {"ink": "#f0f6fc", "grid": "#3d444d", "mean": "#ff7b72", "fit": "#58a6ff"},
-}
+COLOURS = {"mean": "red", "fit": "blue"}
 
 
 def cache_bytes(name: str, kv_heads: int) -> int:
@@ -46,7 +45,7 @@ def loss(data: dict[str, Any], name: str, kv_heads: int, method: str) -> float:
     return float(statistics.mean(losses))
 
 
-def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: dict[str, str]) -> Figure:
+def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: Theme) -> Figure:
     """One panel per model; the cache shrinks from left to right."""
     figure = Figure(figsize=(11, 3.2), layout="constrained", facecolor="none")
     for axes, name in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
@@ -57,7 +56,8 @@ def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: dict[
         for method, marker in (("mean", "o"), ("fit", "s")):
             losses = [source, *(loss(data, name, count, method) for count in counts[1:])]
             label = {"mean": "mean pooling", "fit": "fit"}[method]
-            axes.plot(positions, losses, color=theme[method], marker=marker, markersize=5, linewidth=1.8, label=label)
+            colour = theme[COLOURS[method]]
+            axes.plot(positions, losses, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label)
         axes.set_xscale("log")
         axes.invert_xaxis()
         axes.xaxis.set_major_locator(FixedLocator(positions))
@@ -68,11 +68,7 @@ def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: dict[
         ]
         axes.set_xticklabels(labels, fontsize=7)
         axes.set_title(NAMES[name], fontsize=10, color=theme["ink"])
-        axes.set_facecolor("none")
-        axes.grid(color=theme["grid"], linewidth=0.6)
-        axes.tick_params(colors=theme["ink"], labelsize=7)
-        for spine in axes.spines.values():
-            spine.set_color(theme["grid"])
+        quiet(axes, theme)
     figure.axes[0].set_ylabel("held-out loss, nats per token", color=theme["ink"], fontsize=9)
     figure.supxlabel("K/V heads, and K/V-cache bytes per token", color=theme["ink"], fontsize=9)
     figure.axes[0].legend(frameon=False, labelcolor=theme["ink"], fontsize=8, loc="upper left")
@@ -88,13 +84,7 @@ def main() -> None:
     bytes_of = {
         name: {count: cache_bytes(name, count) for count in (heads_of(name), *groups_of(name))} for name in MODELS
     }
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for theme, colours in THEMES.items():
-        with mpl.rc_context({"svg.hashsalt": "first screen", "svg.fonttype": "none", "font.family": "sans-serif"}):
-            figure = draw(data, bytes_of, colours)
-            figure.savefig(
-                arguments.folder / f"loss-against-cache-{theme}.svg", metadata={"Date": None}, transparent=True
-            )
+    save_themes(partial(draw, data, bytes_of), arguments.folder, "loss-against-cache")
 
 
 if __name__ == "__main__":

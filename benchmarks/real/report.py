@@ -274,28 +274,47 @@ def uptraining_table(uptraining: Data) -> str:
     return f"{table(header, lines)}\n\n{commands(uptraining)}"
 
 
+class StepTimes(NamedTuple):
+    """A length of the context and a size of the batch; values by K/V heads."""
+
+    context: int
+    batch: int
+    cache_bytes: dict[int, int]
+    ms: dict[str, dict[int, float]]
+    """Medians, by engine."""
+    floor_ms: dict[int, float]
+    """What reading the weights and the cache once would take."""
+
+
+def step_times(decoding: Data) -> list[StepTimes]:
+    """What the file of `benchmarks.real.decoding` says, by cell."""
+    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    for time in decoding["times"]:
+        engines = found.setdefault((time["context"], time["batch"]), {})
+        engines.setdefault(time["engine"], {})[time["groups"]] = statistics.median(time["ms"])
+    cells = []
+    for (context, batch), engines in found.items():
+        groups = sorted({count for times in engines.values() for count in times}, reverse=True)
+        read = {count: decoding["bytes"][f"{count}-{context}-{batch}"] for count in groups}
+        floors = {count: sum(each) / decoding["memory_bytes_per_second"] * 1000 for count, each in read.items()}
+        cells.append(StepTimes(context, batch, {count: each[1] for count, each in read.items()}, engines, floors))
+    return cells
+
+
 def decoding_table(decoding: Data) -> str:
     """Milliseconds of a step by engine, and what the bytes that a step reads would allow."""
     if not decoding:
         return MISSING
-    found: dict[tuple[int, int, str], dict[int, float]] = {}
-    for time in decoding["times"]:
-        key = (time["context"], time["batch"], time["engine"])
-        found.setdefault(key, {})[time["groups"]] = statistics.median(time["ms"])
-    groups = [time["groups"] for time in decoding["times"]]
-    many, few = max(groups), min(groups)
     lines = []
-    for context, batch in dict.fromkeys((context, batch) for context, batch, _ in found):
-        weights, caches = zip(*(decoding["bytes"][f"{each}-{context}-{batch}"] for each in (many, few)), strict=True)
-        read = [sum(pair) for pair in zip(weights, caches, strict=True)]
-        floors = [each / decoding["memory_bytes_per_second"] * 1000 for each in read]
-        timed = {engine: each for (*cell, engine), each in found.items() if cell == [context, batch]}
-        for engine, times in [*timed.items(), ("bytes read / bandwidth", dict(zip((many, few), floors, strict=True)))]:
+    cells = step_times(decoding)
+    many, few = max(cells[0].cache_bytes), min(cells[0].cache_bytes)
+    for cell in cells:
+        for engine, times in [*cell.ms.items(), ("bytes read / bandwidth", cell.floor_ms)]:
             lines.append(
                 [
-                    f"{context:,}",
-                    str(batch),
-                    f"{caches[0] / 1e6:,.0f} -> {caches[1] / 1e6:,.0f}",
+                    f"{cell.context:,}",
+                    str(cell.batch),
+                    f"{cell.cache_bytes[many] / 1e6:,.0f} -> {cell.cache_bytes[few] / 1e6:,.0f}",
                     engine,
                     f"{times[many]:.1f} -> {times[few]:.1f}",
                     f"{times[many] / times[few]:.2f}",

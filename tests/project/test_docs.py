@@ -335,22 +335,36 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
 
 
-def test_the_readmes_figure_shows_the_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "name", "panels", "labels"),
+    [
+        ("benchmarks.quality.figure", "loss-against-cache", 4, ("7,680 B", "1,920 B", "640 B")),
+        ("benchmarks.real.decoding_figure", "decoding", 5, ("755 MB", "252 MB", "llama.cpp", "8,000 tokens, batch 1")),
+    ],
+)
+def test_the_readmes_figures_show_the_measurements(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    module: str,
+    name: str,
+    panels: int,
+    labels: tuple[str, ...],
 ) -> None:
-    """Both variants are drawn anew, with a panel for each model and a mark for each loss."""
+    """Both variants are drawn anew, with a panel for each model or cell and a mark for each measurement."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["figure", "--folder", str(tmp_path)])
-    runpy.run_module("benchmarks.quality.figure", run_name="__main__")
+    runpy.run_module(module, run_name="__main__")
     assert capfd.readouterr().err == ""
-    models = json.loads((ROOT / "docs" / "results" / "quality.json").read_text())["models"]
+    readme = (ROOT / "README.md").read_text()
     for theme in ("light", "dark"):
-        name = f"loss-against-cache-{theme}.svg"
-        drawn = (tmp_path / name).read_text()
-        assert drawn.count('<g id="axes_') == len(models)
-        for size in ("7,680 B", "1,920 B", "640 B"):
-            assert size in drawn
-            assert size in (ROOT / "docs" / "results" / name).read_text()
+        drawn = (tmp_path / f"{name}-{theme}.svg").read_text()
+        kept = ROOT / "docs" / "results" / f"{name}-{theme}.svg"
+        assert str(kept.relative_to(ROOT)) in readme
+        assert drawn.count('<g id="axes_') == panels
+        for label in labels:
+            assert label in drawn
+            assert label in kept.read_text()
 
 
 def test_the_papers_figures_are_those_of_the_measurements(tmp_path: Path) -> None:
