@@ -7,17 +7,12 @@ the disk is reading they are not, because one disk is slower when it reads and w
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Callable
-from pathlib import Path
 
+from gqa_convert.checkpoint.shared_blocks import BLOCK
 from gqa_convert.errors import CorruptCheckpointError
-
-BLOCK = 4096
-"""Bytes. Filesystems that share blocks do so at this granularity or a divisor of it."""
 
 _STEP = 32 << 20
 """Bytes copied per call: large enough to amortise the call, small enough for a smooth progress bar."""
@@ -25,7 +20,6 @@ _STEP = 32 << 20
 _READ_AHEAD = 256 << 20
 """Bytes. Chosen from noisy runs (docs/log.md) in which shorter distances were no better."""
 
-_FICLONERANGE = 0x4020940D
 _SYNC_FILE_RANGE_WRITE = 2
 _UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ETXTBSY)
 
@@ -187,17 +181,3 @@ class OutputFile:
             span = (ctypes.c_int64(self._sent), ctypes.c_int64(self.at - self._sent))
             _libc.sync_file_range(self.fd, *span, _SYNC_FILE_RANGE_WRITE)  # a hint: it starts the write and returns
             self._sent = self.at
-
-
-def can_share_blocks(path: str | os.PathLike[str], scratch: int) -> bool:
-    """Return whether the filesystem lets a file share blocks with the open, empty file `scratch` (XFS, btrfs, bcachefs)."""
-    if Path(path).stat().st_size < BLOCK:
-        return False
-    source = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.ioctl(scratch, _FICLONERANGE, struct.pack("=qQQQ", source, 0, BLOCK, 0))
-    except OSError:
-        return False
-    finally:
-        os.close(source)
-    return True

@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from gqa_convert.checkpoint.copying import BLOCK, OutputFile, Progress, SourceFile
+from gqa_convert.checkpoint.copying import OutputFile, Progress, SourceFile
+from gqa_convert.checkpoint.shared_blocks import BLOCK
 
 _SMALLEST = 16 << 20
 """Bytes. Smaller files are written through the page cache: they take no time, and their readers find them there."""

@@ -3,7 +3,8 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from gqa_convert.checkpoint.copying import SourceFile, can_share_blocks
+from gqa_convert.checkpoint.copying import SourceFile
+from gqa_convert.checkpoint.shared_blocks import can_share_blocks
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError
 

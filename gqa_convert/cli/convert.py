@@ -123,7 +123,7 @@ def convert(
     from gqa_convert.checkpoint.early_reading import read_early
 
     if workers == 1:  # more are forked, which is safe only without threads
-        read_early(source)
+        read_early(source, out)
     from gqa_convert.cli.console.conversion import show_conversion
     from gqa_convert.cli.console.conversion_progress import conversion_progress
     from gqa_convert.cli.console.screen import print_json

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gqa_convert.checkpoint.copying import BLOCK, OutputFile
+from gqa_convert.checkpoint.copying import OutputFile
 from gqa_convert.checkpoint.direct_writing import DirectOutputFile, is_large, new_output_file
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.checkpoint.headers import build_header
+from gqa_convert.checkpoint.shared_blocks import BLOCK
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import OutputShard, OutputTensor, Piece

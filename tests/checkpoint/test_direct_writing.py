@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from gqa_convert.checkpoint import direct_writing, early_reading
-from gqa_convert.checkpoint.copying import BLOCK, SourceFile
+from gqa_convert.checkpoint.copying import SourceFile
 from gqa_convert.checkpoint.direct_writing import DirectOutputFile, new_output_file
 from gqa_convert.checkpoint.early_reading import read_early
+from gqa_convert.checkpoint.shared_blocks import BLOCK
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import same_weights, write_llama
@@ -154,16 +155,37 @@ def test_reading_early_reads_the_weights_in_their_order(tmp_path: Path, monkeypa
     for most, second in ((1 << 30, 32 * BLOCK), (13 * BLOCK, 10 * BLOCK)):
         monkeypatch.setattr(early_reading, "_BYTES", most)
         read.clear()
-        reader = read_early(tmp_path)
+        reader = read_early(tmp_path, tmp_path / "out")
         assert reader is not None
         reader.join()
         assert list(read.items()) == [("model-1.safetensors", 3 * BLOCK), ("model-2.safetensors", second)]
 
 
+def test_nothing_is_read_early_where_blocks_will_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result's filesystem is asked by a file without a name; where it cannot be asked, the source is read."""
+    (tmp_path / "model.safetensors").write_bytes(DATA[: 2 * BLOCK])
+    asked: list[tuple[str, int]] = []
+    read: list[int] = []
+
+    def shares(path: Path, scratch: int) -> bool:
+        asked.append((path.name, os.fstat(scratch).st_nlink))
+        return True
+
+    monkeypatch.setattr(early_reading, "can_share_blocks", shares)
+    monkeypatch.setattr(os, "sendfile", lambda out, source, at, most: read.append(at))
+    for out, expected in ((tmp_path / "out", []), (tmp_path / "missing" / "out", [0])):
+        reader = read_early(tmp_path, out)
+        assert reader is not None
+        reader.join()
+        assert read == expected
+    assert asked == [("model.safetensors", 0)]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 def test_reading_early_leaves_mistakes_to_others(tmp_path: Path) -> None:
-    assert read_early(tmp_path / "missing") is None
-    assert read_early("org/name") is None
+    assert read_early(tmp_path / "missing", tmp_path / "out") is None
+    assert read_early("org/name", "org/out") is None
     (tmp_path / "model.safetensors").mkdir()
-    reader = read_early(tmp_path)
+    reader = read_early(tmp_path, tmp_path / "out")
     assert reader is not None
     reader.join()

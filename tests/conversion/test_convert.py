@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gqa_convert.checkpoint import source_files
-from gqa_convert.checkpoint.copying import BLOCK, OutputFile, SourceFile
+from gqa_convert.checkpoint.copying import OutputFile, SourceFile
+from gqa_convert.checkpoint.shared_blocks import BLOCK
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
