@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -33,6 +33,15 @@ def first_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {text}"[:400]
 
 
+class ByteRange(NamedTuple):
+    """Where a tensor's bytes lie."""
+
+    path: Path
+    start: int
+    """The first byte's place in the file."""
+    nbytes: int
+
+
 class Weights:
     """The tensors of a checkpoint folder by name. Numbers are read on demand.
 
@@ -45,6 +54,7 @@ class Weights:
         self.folder = folder
         self._error = error
         self._open: dict[str, Any] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self.file_of: dict[str, str] = {}
         """Tensor -> the file that holds it, whatever the index says."""
         self.index: dict[str, Any] | None = None
@@ -127,6 +137,20 @@ class Weights:
     def nbytes(self, name: str) -> int:
         """A tensor's size in bytes."""
         return int(self.numbers(name) * self.dtype(name).itemsize)
+
+    def byte_range(self, name: str) -> ByteRange | None:
+        """Where a tensor's bytes lie in its safetensors file; None in a `.bin` file."""
+        file = self.file_of[name]
+        if not file.endswith(".safetensors"):
+            return None
+        path = self.folder / file
+        if file not in self._headers:  # the library has checked it, and tells no offsets
+            with path.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                self._headers[file] = 8 + length, json.loads(opened.read(length))
+        begin, header = self._headers[file]
+        first, last = header[name]["data_offsets"]
+        return ByteRange(path, begin + first, last - first)
 
     def blocks(self, name: str, limit: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows (start, stop) of at most `limit` bytes each, but of at least one row."""
