@@ -150,7 +150,11 @@ def measured(after: float | None, kl_steps: int = 0) -> CalibrationRecord:
         ("factor", measured(0.4), ["measured on text.txt", "evaluate", "--calibration TEXT, method fit, loses less"]),
         ("fit", measured(None), ["not measured", "evaluate in out --data TEXT"]),
         ("fit", measured(0.4), ["did not run", "--kl-steps 200", "uptrain"]),
-        ("fit", measured(0.4, kl_steps=200), ["--kl-steps 400", "uptrain with the source as teacher", "docs/uptraining.md"]),
+        (
+            "fit",
+            measured(0.4, kl_steps=200),
+            ["--kl-steps 400", "uptrain with the source as teacher", "docs/uptraining.md"],
+        ),
         ("fit", measured(0.01), ["little to gain"]),
     ],
 )
