@@ -1,6 +1,6 @@
 """What uptraining with the source as teacher adds to a conversion of SmolLM2-135M, from several starting points.
 
-    python -m benchmarks.real.uptraining --folder FOLDER [--starts mean fit-100] [--tokens 131072]
+    python -m benchmarks.real.uptraining --folder FOLDER [--starts mean fit-100] [--tokens 131072] [--learning-rate 5e-4]
 
 FOLDER is that of `benchmarks.real`. A cell is a starting point and a number of tokens: the conversion is trained as
 a whole on so many tokens of the calibration text, with a schedule of its own, and scored as in `benchmarks.real`. A
@@ -52,8 +52,8 @@ def start(job: Job, folder: Path) -> Path:
     return converted(conversions.Job(job.model, job.groups, job.start, *text), folder).folder
 
 
-def recipe(job: Job, folder: Path) -> dict[str, Any]:
-    """The run as `gqa-convert uptrain` takes it."""
+def recipe(job: Job, folder: Path, rate: float | None) -> dict[str, Any]:
+    """The run as `gqa-convert uptrain` takes it, with a peak learning rate or, where it is None, the usual one."""
     return {
         "model": str(start(job, folder)),
         "output": str(scratch(folder, "uptrained", "-".join(map(str, job)))),
@@ -62,7 +62,7 @@ def recipe(job: Job, folder: Path) -> dict[str, Any]:
         "tokens": job.tokens,
         "tokens_per_step": TOKENS_PER_STEP,
         "sequence_length": SEQUENCE_LENGTH,
-        "learning_rate": RATES.get(job.start, FITTED_RATE),
+        "learning_rate": rate or RATES.get(job.start, FITTED_RATE),
         "final_learning_rate": 0.05,
         "warmup_steps": 5,
         "save_every": 20,
@@ -71,9 +71,9 @@ def recipe(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def uptrained(job: Job, folder: Path) -> tuple[Path, dict[str, Any]]:
+def uptrained(job: Job, folder: Path, rate: float | None) -> tuple[Path, dict[str, Any]]:
     """The trained checkpoint, and what it took; a run that was killed goes on."""
-    values = recipe(job, folder)
+    values = recipe(job, folder, rate)
     output = Path(values["output"])
     times, path = output.with_suffix(".json"), output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -86,12 +86,12 @@ def uptrained(job: Job, folder: Path) -> tuple[Path, dict[str, Any]]:
     return Path(result.model), {"minutes": minutes, "core_minutes": core_minutes, "recipe": kept}
 
 
-def measure(job: Job, bench: Bench, records: Records, folder: Path) -> None:
+def measure(job: Job, bench: Bench, records: Records, folder: Path, rate: float | None) -> None:
     cell: Cell = records.find(**job._asdict()) or dict(job._asdict())
     if not bench.missing(cell):
         return
     if job.tokens:
-        trained, cost = uptrained(job, folder)
+        trained, cost = uptrained(job, folder, rate)
         cell |= {key: value for key, value in cost.items() if key not in cell}
     else:
         trained = start(job, folder)
@@ -116,6 +116,11 @@ def main() -> None:
     parser.add_argument("--starts", nargs="+", choices=tuple(METHODS), default=["mean", "fit-100"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[0, 131_072], help="to train on (default: 0 131072)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration and training (default: 0)")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help=f"at its height (default: {RATES['mean']} after mean pooling, {FITTED_RATE} after fit)",
+    )
     options = parser.parse_args()
     folder = options.folder.expanduser()
     scored = argparse.Namespace(
@@ -135,7 +140,7 @@ def main() -> None:
     for seed in options.seeds:
         for tokens in options.tokens:
             for name in options.starts:
-                measure(Job(*TARGET, name, tokens, seed), bench, records, folder)
+                measure(Job(*TARGET, name, tokens, seed), bench, records, folder, options.learning_rate)
 
 
 if __name__ == "__main__":
