@@ -67,3 +67,17 @@ def split_mask(
             f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or floats that are added to the scores"
         )
     return None, mask if bias is None else bias + mask
+
+
+def and_order(mask: Tensor | None, queries: int, keys: int, cached: int, device: torch.device) -> Tensor:
+    """The mask without the keys that come after a query.
+
+    Args:
+        mask: [b|1, H|1, q|1, k] booleans, True where a query sees a key; None where it sees all.
+        queries: q.
+        keys: k.
+        cached: how many keys come before the first query.
+        device: of the result.
+    """
+    order = torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None] + cached
+    return order[None, None] if mask is None else mask & order

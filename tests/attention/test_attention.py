@@ -34,7 +34,7 @@ from gqa_convert.attention import (
     grouped_query_attention,
     register,
 )
-from gqa_convert.attention import core as core_module
+from gqa_convert.attention import by_torch
 from gqa_convert.attention.interface import attention_forward
 from gqa_convert.attention.multihead import merge_heads
 from gqa_convert.attention.row_times import RowTimes, bfloat16_times
@@ -101,14 +101,14 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
 @pytest.mark.parametrize("groups", [1, 3, 4, 12])
 @pytest.mark.parametrize("queries", [1, 5, 30])
 def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, seen = core_module.scaled_dot_product_attention, []
+    kernel, seen = by_torch.scaled_dot_product_attention, []
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         seen.append((key.shape[1], key.data_ptr(), value.data_ptr()))
         assert options.get("enable_gqa", False) == (query.shape[1] != groups)
         return kernel(query, key, value, **options)
 
-    monkeypatch.setattr(core_module, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(by_torch, "scaled_dot_product_attention", spy)
     query, key, value = numbers(2, 12, queries, 8), numbers(2, groups, 30, 8), numbers(2, groups, 30, 8)
     grouped_query_attention(query, key, value, causal=True)
     assert seen == [(groups, key.data_ptr(), value.data_ptr())]
@@ -142,11 +142,11 @@ ONE_ROW_IS_FAST, ONE_ROW_IS_SLOW = RowTimes(32, 113, 131), RowTimes(887, 242, 37
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_single_row_of_bfloat16(times: RowTimes, groups: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated where two rows are faster, with the same result and gradients."""
-    monkeypatch.setattr(core_module, "bfloat16_times", lambda: times)
+    monkeypatch.setattr(by_torch, "bfloat16_times", lambda: times)
     seen: list[int] = []
-    kernel = core_module.scaled_dot_product_attention
+    kernel = by_torch.scaled_dot_product_attention
     monkeypatch.setattr(
-        core_module,
+        by_torch,
         "scaled_dot_product_attention",
         lambda query, *rest, **options: seen.append(query.shape[2]) or kernel(query, *rest, **options),
     )
@@ -173,7 +173,7 @@ def test_times_are_those_of_this_processor() -> None:
 
 
 def test_fewer_heads_than_threads_are_packed_less() -> None:
-    packing = core_module._packing_on_cpu
+    packing = by_torch._packing_on_cpu
     with pytest.MonkeyPatch.context() as patch:
         for threads, expected in ((1, 32), (2, 16), (4, 8), (32, 1)):
             patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -181,7 +181,7 @@ def test_fewer_heads_than_threads_are_packed_less() -> None:
         patch.setattr(torch, "get_num_threads", lambda: 1)
         # one row of bfloat16 is a matrix-vector product, which is fast on some processors alone
         for times, expected in ((ONE_ROW_IS_FAST, [1, 1, 4, 8]), (ONE_ROW_IS_SLOW, [2, 3, 4, 8])):
-            patch.setattr(core_module, "bfloat16_times", lambda times=times: times)
+            patch.setattr(by_torch, "bfloat16_times", lambda times=times: times)
             assert [packing(8, ratio, 1, bfloat16=True) for ratio in (2, 3, 4, 8)] == expected
         assert [packing(8, ratio, 1, bfloat16=False) for ratio in (2, 3, 4, 8)] == [2, 3, 4, 8]
 

@@ -1,4 +1,4 @@
-"""The decoding kernel as an operator of torch, so that torch.compile can keep it as one call.
+"""The decoding kernels as an operator of torch, so that torch.compile can keep them as one call.
 
 Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head_dim, e head_dim of the values.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gqa_convert.attention.decoding import cuda
 from gqa_convert.attention.decoding.compiling import Kernel, Processor, compiled, processor
 from gqa_convert.attention.decoding.shape import BLOCK, FIELDS, MaskKind, Shape, partial_bytes
 from gqa_convert.attention.decoding.threads import can_use, run
@@ -36,16 +37,29 @@ _LIBRARY = torch.library.Library("gqa_convert", "DEF")
 _LIBRARY.define("decode(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel can compute attention of these tensors, and is worth it. It has no gradient.
+def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: bool) -> bool:
+    """Whether a kernel can compute attention of these tensors, and is worth it. It has no gradient.
 
     Args:
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
         bias: what is added to the scores.
+        masked: something is added to the scores or hides keys.
     """
-    if PROCESSOR is None or not query.is_cpu or query.dtype not in _TYPES or key.shape[2] < LEAST_KEYS:
+    return (
+        (
+            (query.is_cpu and _supports_on_cpu(query, key, value))
+            or (query.is_cuda and cuda.supports(query, key, value, masked))
+        )
+        and type(query) is type(key) is type(value) is Tensor
+        and getattr(forward_ad, "_current_level", -1) < 0  # forward-mode derivatives, which have no public question
+        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)))
+    )
+
+
+def _supports_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if PROCESSOR is None or query.dtype not in _TYPES or key.shape[2] < LEAST_KEYS:
         return False
     sizes = (query.shape[3], value.shape[3])
     return (
@@ -53,9 +67,6 @@ def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> 
         and all(size <= 256 and size % 16 == 0 for size in sizes)
         and key.stride(3) == 1
         and value.stride(3) == 1
-        and type(query) is type(key) is type(value) is Tensor
-        and getattr(forward_ad, "_current_level", -1) < 0  # forward-mode derivatives, which have no public question
-        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)))
     )
 
 
@@ -157,6 +168,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
 
 
 _LIBRARY.impl("decode", _decode, "CPU")
+_LIBRARY.impl("decode", cuda.decode, "CUDA")
 torch.library.register_fake("gqa_convert::decode", _fake)
 
 
