@@ -30,11 +30,11 @@ from gqa_convert.attention import (
     KVCache,
     Rotary,
     alibi_bias,
+    by_torch,
     convert_state_dict,
     grouped_query_attention,
     register,
 )
-from gqa_convert.attention import by_torch
 from gqa_convert.attention.interface import attention_forward
 from gqa_convert.attention.multihead import merge_heads
 from gqa_convert.attention.row_times import RowTimes, bfloat16_times

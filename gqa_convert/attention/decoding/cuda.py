@@ -148,7 +148,7 @@ def launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     form, tile = _form(query, key, value, mask, splits > 1), tiles(query.element_size(), max(head_dim, width), rows)
     out = query.new_empty(batch, heads, queries, width)
     parts = query.new_empty(sharers * splits * rows, width, dtype=torch.float32) if form.split else out
-    logs = query.new_empty(sharers * splits * rows if form.split else 1, dtype=torch.float32)
+    maxima, sums = query.new_empty(2, sharers * splits * rows if form.split else 1, dtype=torch.float32)
     bytes_ = mask.view(torch.uint8) if form.kind == "bool" and mask is not None else mask
     kernels.attend_splits[(sharers * splits,)](
         query,
@@ -156,7 +156,8 @@ def launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         value,
         query if bytes_ is None else bytes_,
         parts,
-        logs,
+        maxima,
+        sums,
         scale,
         keys,
         groups,
@@ -181,7 +182,15 @@ def launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     )
     if form.split:
         kernels.join_splits[(sharers * rows,)](
-            parts, logs, out, rows, splits, VALUE_HEAD_DIM=width, TILE_VALUE_HEAD_DIM=power_of_two(width), num_warps=2
+            parts,
+            maxima,
+            sums,
+            out,
+            rows,
+            splits,
+            VALUE_HEAD_DIM=width,
+            TILE_VALUE_HEAD_DIM=power_of_two(width),
+            num_warps=2,
         )
     return out
 

@@ -47,8 +47,9 @@ def attend_splits(
     key,  # [b, N, keys, HEAD_DIM]
     value,  # [b, N, keys, VALUE_HEAD_DIM]
     mask,  # [b|1, N * RATIO|1, QUERIES|1, keys]: KIND is "none", "bool" (bytes), or "float" (float32, added to the scores)
-    out,  # [b * N, splits, RATIO * QUERIES, VALUE_HEAD_DIM], float32 where SPLIT
-    logs,  # [b * N, splits, RATIO * QUERIES] where SPLIT: logarithms of the sums of exp(scores)
+    out,  # [b * N, RATIO * QUERIES, VALUE_HEAD_DIM]; where SPLIT float32 [b * N, splits, ..], weighted sums of values
+    maxima,  # where SPLIT: [b * N, splits, RATIO * QUERIES], greatest scores
+    sums,  # where SPLIT: likewise, sums of exp(score - greatest)
     scale,
     keys,
     groups,  # N
@@ -152,45 +153,47 @@ def attend_splits(
         key_at += step * key_row
         value_at += step * value_row
 
-    blind = total == 0.0
-    divisor = tl.where(blind, 1.0, total)
     out_rows = (program if SPLIT else head).to(tl.int64) * (RATIO * QUERIES) + rows
     out_at = out + out_rows[:, None] * VALUE_HEAD_DIM + value_features[None, :]
-    result = (result / divisor[:, None]).to(out.dtype.element_ty)
-    tl.store(out_at, result, mask=present[:, None] & (value_features < VALUE_HEAD_DIM)[None, :])
     if SPLIT:
-        tl.store(logs + out_rows, tl.where(blind, float("-inf"), greatest + tl.log(divisor)), mask=present)
+        tl.store(maxima + out_rows, greatest, mask=present)
+        tl.store(sums + out_rows, total, mask=present)
+    else:
+        result /= tl.where(total == 0.0, 1.0, total)[:, None]
+    result = result.to(out.dtype.element_ty)
+    tl.store(out_at, result, mask=present[:, None] & (value_features < VALUE_HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def join_splits(
     parts,  # [b * N, splits, rows, VALUE_HEAD_DIM]
-    logs,  # [b * N, splits, rows]
+    maxima,  # [b * N, splits, rows]
+    sums,  # [b * N, splits, rows]
     out,  # [b * N, rows, VALUE_HEAD_DIM]
     rows,
     splits,
     VALUE_HEAD_DIM: tl.constexpr,
     TILE_VALUE_HEAD_DIM: tl.constexpr,
 ):
-    """One row: the mean of what the programs of its head found, weighted by their sums of exp(scores)."""
+    """One row: what the programs of its head found, relative to the greatest score of all."""
     program = tl.program_id(0).to(tl.int64)
     base = program // rows * splits * rows + program % rows
     features = tl.arange(0, TILE_VALUE_HEAD_DIM)
     numbers = tl.arange(0, MOST_SPLITS)
-    found = tl.load(logs + base + numbers * rows, mask=numbers < splits, other=float("-inf"))
+    found = tl.load(maxima + base + numbers * rows, mask=numbers < splits, other=float("-inf"))
     best = tl.max(found, 0)
     shift = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp(found - shift), 0)
+    total = tl.sum(tl.exp(found - shift) * tl.load(sums + base + numbers * rows, mask=numbers < splits, other=0.0), 0)
     result = tl.zeros([TILE_VALUE_HEAD_DIM], tl.float32)
     for start in range(0, splits, _AT_ONCE):
-        numbers = start + tl.arange(0, _AT_ONCE)
-        at = base + numbers * rows
-        weights = tl.exp(tl.load(logs + at, mask=numbers < splits, other=float("-inf")) - shift)
+        some = start + tl.arange(0, _AT_ONCE)
+        at = base + some * rows
+        factor = tl.exp(tl.load(maxima + at, mask=some < splits, other=float("-inf")) - shift)
         part = tl.load(
             parts + at[:, None] * VALUE_HEAD_DIM + features[None, :],
-            mask=(numbers < splits)[:, None] & (features < VALUE_HEAD_DIM)[None, :],
+            mask=(some < splits)[:, None] & (features < VALUE_HEAD_DIM)[None, :],
             other=0.0,
         )
-        result += tl.sum(weights[:, None] * part, 0)
+        result += tl.sum(factor[:, None] * part, 0)
     result /= tl.where(total == 0.0, 1.0, total)
     tl.store(out + program * VALUE_HEAD_DIM + features, result.to(out.dtype.element_ty), mask=features < VALUE_HEAD_DIM)
