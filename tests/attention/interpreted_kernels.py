@@ -143,6 +143,12 @@ def test_masks_of_every_form(kind: str, shape: tuple[int, int, int]) -> None:
         assert_near(result, oracle(query, key, value, added=bias, scale=0.3))
 
 
+def test_a_mask_per_head_where_no_head_is_shared() -> None:
+    query, key, value = numbers((1, 3, 1, 24), (1, 3, 70, 24), (1, 3, 70, 24))
+    mask = torch.rand(1, 3, 1, 70) < 0.5
+    assert_near(cuda.launch(query, key, value, mask, 0.2, 2), oracle(query, key, value, mask, scale=0.2))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("per_row", [False, True])

@@ -72,7 +72,7 @@ def test_a_table_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert set(cell["milliseconds"]) == {"gqa", "gqa without Triton", "sdpa", "read", "kernel"}
     header, row = rows_of_attention(tmp_path / "x.md")
     assert len(header) == len(row) == 9
-    assert "thread" not in (tmp_path / "x.md").read_text(encoding="utf-8")
+    assert "\n## Attention\n" in (tmp_path / "x.md").read_text(encoding="utf-8")
     monkeypatch.setattr(cuda, "ready", False)
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *SMALLEST, "--device", "cuda")
