@@ -60,7 +60,6 @@ fits into the 99 KiB of shared memory that all GPUs of compute capability 8.0 an
 registers.
 """
 
-
 _LARGEST_BLOCK: Final = max(found.keys for found in _TILES.values())
 
 
@@ -100,7 +99,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
         and query.dtype in _TOLERANCE
         and not flash
         and key.shape[2] >= LEAST_KEYS
-        and query.shape[1] // key.shape[1] * query.shape[2] <= MOST_ROWS
+        and 1 <= query.shape[1] // key.shape[1] * query.shape[2] <= MOST_ROWS
         and max(head_dim, value_head_dim) <= WIDEST
         and key.stride(3) == 1
         and value.stride(3) == 1
@@ -149,12 +148,11 @@ def launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     out = query.new_empty(batch, heads, queries, width)
     parts = query.new_empty(sharers * splits * rows, width, dtype=torch.float32) if form.split else out
     maxima, sums = query.new_empty(2, sharers * splits * rows if form.split else 1, dtype=torch.float32)
-    bytes_ = mask.view(torch.uint8) if form.kind == "bool" and mask is not None else mask
     kernels.attend_splits[(sharers * splits,)](
         query,
         key,
         value,
-        query if bytes_ is None else bytes_,
+        query if mask is None else mask.view(torch.uint8) if form.kind == "bool" else mask,
         parts,
         maxima,
         sums,
