@@ -5,7 +5,7 @@ merged. `fit` then trains the merged projections to yield what the source's atte
 lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
+from gqa_convert.conversion.fit.processes import Share
 from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
@@ -59,9 +60,11 @@ class FitOptions:
     """A folder for activations; None to keep them in memory."""
     precision: Precision = nullcontext
     """Of the products with activations."""
+    share: Share | None = None
+    """Of the batches, where several processes divide them; the calls of the module are its sequences."""
 
 
-class _Between(Sequence[Tensor]):
+class _Between(Mapping[int, Tensor]):
     """Targets between two kinds, made one by one so that large ones stay on the disk.
 
     Args:
@@ -70,15 +73,16 @@ class _Between(Sequence[Tensor]):
         share: between both.
     """
 
-    def __init__(self, local: Sequence[Tensor], whole: Sequence[Tensor], share: float) -> None:
+    def __init__(self, local: Mapping[int, Tensor], whole: Mapping[int, Tensor], share: float) -> None:
         self._local, self._whole, self._share = local, whole, share
 
     def __len__(self) -> int:
         return len(self._local)
 
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return _Between(self._local[number], self._whole[number], self._share)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._local)
+
+    def __getitem__(self, number: int) -> Tensor:
         return self._local[number].float().lerp(self._whole[number].float(), self._share)
 
 
@@ -120,11 +124,19 @@ class LayerFitting:
         self.projection = weight.removeprefix(f"{layer.layout.layer.module}.").removesuffix(".weight")
         self.biased = self.source.output_bias is not None
         on_stage(Stage.STATISTICS, 0, 0)
-        self.calls = [student for _, student in module.calls]
-        self.local_targets = [self._kept(self._run(student)[0]) for _, student in module.calls]
-        self.targets = [self._kept(self._target(source, student)) for source, student in module.calls]
-        self.judged = judging_batches(len(self.calls))
+        count = len(module.calls)
+        self.share = share = options.share or Share(range(count), count)
+        self.processes = share.processes
+        # by the number of the batch
+        self.calls = {number: student for number, (_, student) in self._numbered()}
+        self.local_targets = {number: self._kept(self._run(student)[0]) for number, (_, student) in self._numbered()}
+        self.targets = {number: self._kept(self._target(*pair)) for number, pair in self._numbered()}
+        self.judged = judging_batches(share.count)
         self.fitted = range(self.judged.start) or self.judged
+
+    def _numbered(self) -> Iterator[tuple[int, tuple[Call, Call]]]:
+        """The calls of source and student by the number of their batch; each pair leaves the resident memory behind it."""
+        return zip(self.share.numbers, self.module.calls, strict=True)
 
     def _check_parameters(self) -> None:
         own = self.module.parameters()
@@ -139,14 +151,17 @@ class LayerFitting:
 
     def run(self) -> tuple[Heads, CalibratedRecord]:
         """The merged layer, and its record."""
-        options, moments = self.options, moments_of(self.module, self.source)
+        options, processes = self.options, self.processes
+        moments = moments_of(self.module, self.source, processes)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
-        order = order_heads(self.source, self.groups, self.constraints, moments)
+        order = processes.from_first(lambda: order_heads(self.source, self.groups, self.constraints, moments))
         pooled = self.error(self.pooled(), self.local_targets)  # of neighbours, before heads are reordered
         self.source = ordered(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
-        merged = merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
+        merged = processes.from_first(
+            lambda: merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
+        )
         if options.trains:
             merged = self.refitted(self.trained(merged))
         own = self.error(merged, self.local_targets)
@@ -173,7 +188,7 @@ class LayerFitting:
         count = len(self.constraints.pairs[0])
         if self.constraints.key_constraint or not count:
             return None
-        calls = self.calls[: max(1, LOW_FREQUENCY_TOKENS // self._tokens())]
+        numbers = self.share.of(range(max(1, LOW_FREQUENCY_TOKENS // self._tokens())))
         layout, tensors = self.layer.layout, self.layer.tensors
         unmerged = Assembly(layout, self.source, tensors, self.source.groups, self.device)
 
@@ -181,16 +196,14 @@ class LayerFitting:
 
         def error(low_frequency: int) -> float:
             parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
-            return sum(
-                _square(self._run(call, parameters)[0] - want, call)
-                for call, want in zip(calls, self.local_targets, strict=False)
-            )
+            return self.processes.totals([sum(self._missed(number, parameters, self.local_targets) for number in numbers)])[0]
 
         return least(error, count)
 
     def _tokens(self) -> int:
-        shape = self.calls[0].hidden.shape
-        return int(shape[0] * shape[1])
+        """Of the first batch."""
+        own = self.calls[0].hidden.shape[:2].numel() if 0 in self.calls else 0
+        return round(self.processes.totals([own])[0])
 
     def trained(self, merged: Heads) -> Heads:
         """The heads after the gradient stage; those given where it does not bring them nearer on held-out text.
@@ -209,14 +222,15 @@ class LayerFitting:
         def run(call: Call, parts: Parts) -> Tensor:
             return self.module.run(call, self.assembly(parts))[0]
 
-        count = len(self.fitted)
         on_step = partial(self.on_stage, Stage.GRADIENT)
         found = as_heads(
             match(
                 parts,
                 run,
-                self.calls[:count],
-                targets[:count],
+                self.calls,
+                targets,
+                count=len(self.fitted),
+                processes=self.processes,
                 steps=options.steps,
                 seed=options.seed,
                 precision=options.precision,
@@ -236,6 +250,7 @@ class LayerFitting:
         change, _ = self._repair(parts)
         if change is None:
             return merged
+        change = change.to(self.device)
         heads, ratio, hidden_size, head_dim = parts["outputs"].shape
         columns = change[: heads * ratio * head_dim].T
         parts["outputs"] = parts["outputs"] + columns.reshape(hidden_size, heads, ratio, head_dim).permute(1, 2, 0, 3)
@@ -248,33 +263,43 @@ class LayerFitting:
         the share of the squared error that it repairs.
         """
         fitted, judged = self._regression(parts, self.fitted), self._regression(parts, self.judged)
-        change = best_change(fitted, judged)
-        whole = judged.error(None)
-        return change, max(0.0, 1 - judged.error(change) / whole) if whole else 0.0
+
+        def solved() -> tuple[Tensor | None, float]:
+            change, whole = best_change(fitted, judged), judged.error(None)
+            share = max(0.0, 1 - judged.error(change) / whole) if whole else 0.0
+            return None if change is None else change.cpu(), share
+
+        return self.processes.from_first(solved)
 
     def _regression(self, parts: Parts, numbers: range) -> Regression:
         """Of what the student's residual stream misses, on what enters the output projection, over some calls."""
         parameters, found = self.assembly(parts), Regression(self.biased)
-        for number, (_, call) in enumerate(self.module.calls):  # which leave the resident memory behind each pair
+        for number, (_, call) in self._numbered():
             if number not in numbers:
                 continue
             output, entered = self._run(call, parameters, self.projection)
             assert entered is not None
             found.add(entered, self.targets[number] - output, call.counted)
+        found.add_up(self.processes, self.device)
         return found
 
-    def error(self, merged: Heads, targets: Sequence[Tensor] | None = None) -> float:
+    def error(self, merged: Heads, targets: Mapping[int, Tensor] | None = None) -> float:
         """The part of the targets that the layer misses on held-out text, in root mean square; by default those of the
         residual stream.
         """
         targets = self.targets if targets is None else targets
         parameters = self.assembly(as_parts(merged, self.device))
         missed = power = 0.0
-        for number in self.judged:
-            call, target = self.calls[number], targets[number]
-            power += _square(target, call)
-            missed += _square(self._run(call, parameters)[0] - target, call)
+        for number in self.share.of(self.judged):
+            power += _square(targets[number], self.calls[number])
+            missed += self._missed(number, parameters, targets)
+        missed, power = self.processes.totals([missed, power])
         return float(np.sqrt(missed / power)) if power else 0.0
+
+    def _missed(self, number: int, parameters: Mapping[str, Tensor], targets: Mapping[int, Tensor]) -> float:
+        """The squared error of the layer on the sequences of one batch."""
+        call = self.calls[number]
+        return _square(self._run(call, parameters)[0] - targets[number], call)
 
     def _run(
         self, call: Call, parameters: Mapping[str, Tensor] | None = None, capture: str | None = None

@@ -3,7 +3,7 @@
 Layers do not depend on one another here, nothing but the layer is in memory, and the text is the calibration text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.precision import Precision
+from gqa_convert.conversion.fit.processes import ProcessGroup
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.training_attention import training_attention
 
@@ -21,9 +22,11 @@ RATE = 0.03
 def match(
     parts: Parts,
     run: Callable[[Call, Parts], Tensor],
-    calls: Sequence[Call],
-    targets: Sequence[Tensor],
+    calls: Mapping[int, Call],
+    targets: Mapping[int, Tensor],
     *,
+    count: int,
+    processes: ProcessGroup,
     steps: int,
     seed: int,
     precision: Precision,
@@ -34,8 +37,10 @@ def match(
     Args:
         parts: merged heads to start from.
         run: attention's output for a call, with gradients to the parts.
-        calls: the student's, one batch each.
+        calls: the student's, by the number of the batch; in each, the sequences that this process computes.
         targets: what each is to yield, [B, L, D].
+        count: of the batches to train on, the first ones.
+        processes: that share the sequences.
         steps: batches to see.
         seed: of their order.
         precision: the context of a forward pass.
@@ -44,17 +49,34 @@ def match(
     Returns:
         Trained parts; those given are not changed.
     """
-    optimizer = RelativeAdam([parts], RATE, steps)
-    size = sum(float(target.double().square().sum()) for target in targets) / sum(target.numel() for target in targets)
-    for done, number in enumerate(batch_order(len(calls), steps, seed)):
+    optimizer = RelativeAdam([parts], RATE, steps, processes)
+    own = [number for number in calls if number < count]
+    power, numbers, *positions = processes.totals(
+        [
+            sum(float(targets[number].double().square().sum()) for number in own),
+            sum(targets[number].numel() for number in own),
+            *(_positions(calls[number], targets[number]) if number in calls else 0 for number in range(count)),
+        ]
+    )
+    size = power / numbers
+
+    def loss(number: int) -> Tensor:
+        """The part of a batch's loss that this process computes."""
+        call, target = calls[number], targets[number]
+        with training_attention(precision):
+            found = run(call, optimizer.layers[0])
+        error = (found.float() - target).square().sum(-1)
+        summed = (error if call.counted is None else error[call.counted]).sum()
+        return summed / positions[number] / (size * target.shape[-1] or 1.0)
+
+    for done, number in enumerate(batch_order(count, steps, seed)):
         on_step(done, steps)
-        call = calls[number]
         with torch.enable_grad():
-            with training_attention(precision):
-                found = run(call, optimizer.layers[0])
-            error = (found.float() - targets[number]).square().sum(-1)
-            loss = (error if call.counted is None else error[call.counted]).mean() / (
-                size * targets[number].shape[-1] or 1.0
-            )
-        optimizer.step([loss])
+            losses = [loss(number)] if number in calls else []
+        optimizer.step(losses)
     return optimizer.results()[0]
+
+
+def _positions(call: Call, target: Tensor) -> int:
+    """The number of positions that count."""
+    return target.shape[:-1].numel() if call.counted is None else int(call.counted.sum())

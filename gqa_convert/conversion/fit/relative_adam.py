@@ -3,12 +3,13 @@ own.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import BIASES, Parts
+from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
 
 _BETAS = (0.9, 0.99)
 _WARM_UP = 10
@@ -23,11 +24,12 @@ class RelativeAdam:
         rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
             it belongs to.
         steps: that will be taken: ten to warm up, then a cosine down to a twentieth of the rate.
+        processes: whose losses are added up; all take the same steps.
     """
 
-    def __init__(self, layers: Sequence[Parts], rate: float, steps: int) -> None:
+    def __init__(self, layers: Sequence[Parts], rate: float, steps: int, processes: ProcessGroup = ALONE) -> None:
         self.layers: list[dict[str, Tensor]] = []
-        self._steps, self._taken = steps, 0
+        self._steps, self._taken, self._processes = steps, 0, processes
         groups = []
         for parts in layers:
             scale = {name: _rms(tensor) for name, tensor in parts.items()}
@@ -51,8 +53,13 @@ class RelativeAdam:
         self._adam.zero_grad()
         for loss in losses:
             torch.autograd.backward(loss)
+        if self._processes.size > 1:
+            self._processes.add_up(map(_gradient, self._trained()))
         self._adam.step()
         self._taken += 1
+
+    def _trained(self) -> Iterator[Tensor]:
+        return (tensor for parts in self.layers for tensor in parts.values())
 
     def results(self) -> list[dict[str, Tensor]]:
         """What was trained, layer by layer, without gradients."""
@@ -66,6 +73,13 @@ def batch_order(count: int, steps: int, seed: int) -> list[int]:
     while len(order) < steps:
         order += torch.randperm(count, generator=generator).tolist()
     return order[:steps]
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Its gradient, of zeros where this process has computed none."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
 
 
 def _rms(tensor: Tensor) -> float:

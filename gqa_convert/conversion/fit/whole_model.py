@@ -18,6 +18,7 @@ from gqa_convert.conversion.fit.limits import has_room, must_recompute
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
+from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup, own_sequences
 from gqa_convert.conversion.fit.recomputation import layers_of, recomputed
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
@@ -47,6 +48,7 @@ def train_together(
     seed: int,
     precision: Precision = nullcontext,
     requested: bool = True,
+    processes: ProcessGroup = ALONE,
 ) -> None:
     """The stage for a plan whose layers are all in the store.
 
@@ -61,6 +63,7 @@ def train_together(
         seed: of their order.
         precision: of the forward passes.
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
+        processes: that share the text; the first alone writes to the store.
     """
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer, _ in plan.merged_layers]
@@ -87,6 +90,7 @@ def train_together(
         precision=precision,
         recomputes=must_recompute(*_sizes(model, batches, len(plan.layers)), model.device) is not False,
         on_step=lambda done, total, kl: on_layer(count, count, TrainingProgress(done, total, kl)),
+        processes=processes,
     )
     made: dict[int, Tensors] = {}
     for number, new in enumerate(trained or ()):
@@ -95,7 +99,11 @@ def train_together(
     record = TrainingRecord(
         kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if requested else None
     )
-    store.finish(made, record)
+    for number, tensors in made.items():
+        processes.check_equal(layouts[number].layer.module, tensors)
+    if processes.is_first:
+        store.finish(made, record)
+    processes.wait()
     on_layer(count, count, record)
 
 
@@ -153,6 +161,7 @@ def match_predictions(
     precision: Precision = nullcontext,
     recomputes: bool = False,
     on_step: Callable[[int, int, float | None], None] = lambda done, total, kl: None,
+    processes: ProcessGroup = ALONE,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
 
@@ -168,6 +177,7 @@ def match_predictions(
         precision: the context of the forward passes of a step.
         recomputes: whether layers keep only their inputs for the way back, and compute the rest again.
         on_step: called with the steps done, all of them, and the latest divergence, None before it is known.
+        processes: that share the text.
 
     Returns:
         Trained parts, None if they predict no better than those given; and the divergence before and after.
@@ -175,6 +185,7 @@ def match_predictions(
     found = find_modules(model, list(assemblies))
     modules = [(model.get_submodule(name), assemblies[wanted]) for wanted, name in found.items()]
     layers = layers_of(model, found.values()) if recomputes else []
+    learned, judged = own_sequences(batches, processes), own_sequences(held_out, processes)
 
     def logits(batch: Batch) -> Tensor:
         result: Tensor = model(**batch, use_cache=False).logits
@@ -195,19 +206,20 @@ def match_predictions(
 
     def mean(parts: Sequence[Parts]) -> float:
         with torch.no_grad():
-            sums = [(float(total.double()), float(count)) for total, count in divergences(held_out, parts)]
-        return sum(total for total, _ in sums) / sum(count for _, count in sums)
+            sums = [(float(total.double()), float(count)) for total, count in divergences(judged.values(), parts)]
+        total, count = processes.totals([sum(total for total, _ in sums), sum(count for _, count in sums)])
+        return total / count
 
     on_step(0, steps, None)
     before = mean(parts)
     curve: list[tuple[int, float]] = []
     if before < least:
         return None, Divergence(before, before)
-    optimizer = RelativeAdam(parts, RATE, steps)
+    optimizer = RelativeAdam(parts, RATE, steps, processes)
     for done, number in enumerate(batch_order(len(batches), steps, seed)):
         with torch.enable_grad(), training_attention(precision):
             count = positions(batches[number], decodes=model.config.is_encoder_decoder)
-            sums = divergences(_rows(batches[number]), optimizer.layers)
+            sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.layers)
             optimizer.step(total / count for total, _ in sums)
         if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
             curve.append((done + 1, mean(optimizer.results())))

@@ -1,0 +1,6 @@
+"""Calibration on several devices: a process for each, which hold the same heads and divide the text."""
+
+from gqa_convert.conversion.fit.processes.group import ALONE, ProcessGroup
+from gqa_convert.conversion.fit.processes.shares import Share, own_sequences, sequences
+
+__all__ = ["ALONE", "ProcessGroup", "Share", "own_sequences", "sequences"]
