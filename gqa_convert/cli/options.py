@@ -159,6 +159,15 @@ Device = Annotated[
         show_default=False,
     ),
 ]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAMES",
+        help="Where calibration runs: cpu, cuda or cuda:1; on several GPUs: cuda:0,cuda:1 or cuda:all. Default: a GPU if there is one.",
+        show_default=False,
+    ),
+]
 CalibrationSeed = Annotated[int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.")]
 Encoder = Annotated[
     bool,

@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -74,6 +75,7 @@ def record_conversion(
     *,
     calibration: CalibrationRecord | None,
     head_order: Mapping[str, list[int]],
+    devices: Sequence[str],
     result: Mapping[str, FileRecord] | None,
     previous: Mapping[str, Any] | None,
     written: Mapping[str, Any],
@@ -88,6 +90,7 @@ def record_conversion(
         calibration: the text that was measured on, if any was.
         head_order: by module: the source's K/V heads in the order in which they were merged, where it is not the
             source's.
+        devices: on which the text was measured; the CPU without text.
         result: the weight files that were written, if they were hashed.
         previous: the record of the conversion that made the source.
         written: of `list_written`, for the files beside the record.
@@ -96,7 +99,7 @@ def record_conversion(
     return ConversionRecord(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=command,
-        machine=machine(),
+        machine=replace(machine(devices[0]), device=",".join(devices)),
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
         source_files={

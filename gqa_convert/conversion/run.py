@@ -301,6 +301,7 @@ def _finish(
         command,
         calibration=None if merged is None else merged.calibration,
         head_order={} if merged is None else merged.head_order,
+        devices=("cpu",) if merged is None else merged.devices,
         result=result,
         previous=previous,
         written=list_written(staged.path, None if result is None else files_as_json(result)),

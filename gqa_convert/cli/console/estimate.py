@@ -17,10 +17,12 @@ def show_estimate(cost: "CostEstimate") -> None:
 
 def estimate_line(cost: "CostEstimate") -> str:
     """Return time, memory and disk space, rounded as far as an estimate deserves."""
-    place = "" if cost.device == "cpu" else " of the GPU"
+    count = cost.device.count(",") + 1
+    place = "" if cost.device.startswith("cpu") else " of the GPU" if count == 1 else " of each GPU"
+    divided = f" on {count} devices" if count > 1 else ""
     return (
         f"Estimate on this machine: about {_duration(cost.seconds)}, {_memory(cost.memory_bytes)} of memory{place}, "
-        f"{size(cost.disk_bytes)} of disk ({cost.work})"
+        f"{size(cost.disk_bytes)} of disk ({cost.work}{divided})"
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.devices import chosen_devices
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
@@ -38,7 +38,9 @@ class CalibrationOptions:
     context: int | None = None
     """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
-    """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
+    """To run the source on, such as `cpu`, `cuda:1` or, for several processes, `cuda:0,cuda:1`; by default a GPU if there
+    is one.
+    """
 
 
 def describe(options: CalibrationOptions) -> list[Any]:
@@ -91,7 +93,7 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             training = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {steps} with --method {method}: only {training} takes steps, 0 or more")
     if calibration.device is not None:
-        chosen_device(calibration.device)
+        chosen_devices(calibration.device)
 
 
 def check_predicts(
@@ -182,7 +184,7 @@ def _with_own_text(
         default_cache(),
         tokens=tokens + tokens // _SPARE,
         seed=options.seed,
-        device=options.device,
+        device=chosen_devices(options.device)[0],
         progress=progress,
     )
     return [own if is_self(text) else text for text in texts]

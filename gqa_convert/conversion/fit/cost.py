@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
+from gqa_convert.checkpoint.devices import chosen_devices, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -65,12 +65,13 @@ class CostEstimate(Result):
     layers: int
     """Layers that are merged."""
     memory_bytes: int
-    """The largest memory of the process; on a GPU, the GPU's."""
+    """The largest memory of all processes; on GPUs, that of one GPU."""
     disk_bytes: int
     """Of the result and of files beside it that are deleted afterwards."""
     tokens: int | None
     """Of calibration text; None without."""
     device: str
+    """One, or several with commas between."""
 
     @property
     def seconds(self) -> float:
@@ -142,25 +143,31 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     config = plan.checkpoint.config
     tokens = options.tokens or calibration_tokens_for(config)
     block = min(options.sequence_length or calibration_length_for(config), tokens)
-    rated = _probed if quick and _runs_on_a_cpu(options.device) else _measured
-    sizes, rates, place = rated(plan, block, options.device)
+    quickly = quick and _runs_on_a_cpu(options.device)
+    devices = (CPU.type,) if options.device is None and quickly else chosen_devices(options.device)
+    sizes, rates, place = (_probed if quickly else _measured)(plan, block, devices[0])
     device = str(place)
+    # devices divide the sequences of the text, and those of a batch; the first one solves for all
+    shares = min(len(devices), -(-tokens // block))
+    shares_of_step = min(shares, max(1, BATCH_TOKENS // block))
     layers, d, q = len(plan.layers), sizes.hidden_size, sizes.heads * sizes.value_head_dim
     steps = steps_per_layer(options) if plan.merge_method.trains else 0
     precise = rates.double if max(d, q) <= MOST_DOUBLE_COLUMNS else rates.single
     # source and student up to the layer, and the source's attention of the inputs of both, the targets
-    seconds = tokens * (4 * rates.attention + 2 * rates.feed_forward)
+    divided = tokens * (4 * rates.attention + 2 * rates.feed_forward)
     # the second moment of the inputs, and one merge
-    seconds += 2 * tokens * d**2 * precise + _merge_seconds(plan, rates.double, trials=1)
+    divided += 2 * tokens * d**2 * precise
+    seconds = _merge_seconds(plan, rates.double, trials=1)
     low = _low_frequency_trials(plan)
     # every trial merges the keys and runs the layer
-    seconds += (low + 1) * min(tokens, LOW_FREQUENCY_TOKENS) * rates.attention if low else 0
+    divided += (low + 1) * min(tokens, LOW_FREQUENCY_TOKENS) * rates.attention if low else 0
     seconds += _merge_seconds(plan, rates.double, trials=low) / _MERGE
     # for `fit` a regression before the gradient steps and one at the end; errors are those of a few batches
     regressions = 0 if not plan.merge_method.trains else 2 if steps else 1
     regression = tokens * rates.attention + 2 * tokens * q * (q + d) * precise
-    seconds += regressions * (regression + len(STRENGTHS) * q**3 * rates.double) + tokens * rates.attention
-    seconds += steps * min(sizes.batch, tokens) * rates.attention_gradient
+    divided += regressions * regression + tokens * rates.attention
+    seconds += regressions * len(STRENGTHS) * q**3 * rates.double + divided / shares
+    seconds += steps * min(sizes.batch, tokens) * rates.attention_gradient / shares_of_step
     parameters = plan.parameters_before
     batch = min(tokens, max(BATCH_TOKENS, block))
     last = options.kl_steps
@@ -177,21 +184,23 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     recomputes = must_recompute(block, d, layers, sizes.vocabulary, place) is not False
     step += batch * layers * (rates.attention + rates.feed_forward) if recomputes else 0
     judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
-    together = last * step + judged if last else 0.0
+    together = last * step / shares_of_step + judged / shares if last else 0.0
     start = _START + max(_LEAST_TEXT, _TEXT_PER_TOKEN * tokens) / _TOKENISED + plan.checkpoint.weight_bytes / _DISK
     activations = KEPT_BYTES * tokens * d
     free = available_memory(CPU) or math.inf
     spilled = activations > free / 4
     weights = 4 * parameters
-    room = 0.7 * (available_memory(place) or math.inf)
+    copies = shares if device == CPU.type else 1  # in one memory
+    room = 0.7 * (available_memory(place) or math.inf) / copies
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
     work = max(work, backward_bytes(block, d, layers, sizes.vocabulary, recomputes=recomputes) if last else 0)
-    memory = (_BASE if device == "cpu" else 0) + weights + work + (0 if spilled else activations)
+    kept = 0 if spilled else activations * copies / shares
+    memory = copies * ((_BASE if device == CPU.type else 0) + weights + work) + kept
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
     spent = {"start": start, "layers": layers * seconds, "last_stage": together, "writing": writing}
-    return _estimate(plan, spent, memory, disk, tokens, device)
+    return _estimate(plan, spent, memory, disk, tokens, ",".join(devices[:shares]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +218,24 @@ CPU = _Place("cpu")
 
 def _runs_on_a_cpu(asked: str | None) -> bool:
     """Whether a conversion surely runs on the CPU, found without torch."""
-    return asked == CPU.type or (asked is None and not has_gpu_driver())
+    return not has_gpu_driver() if asked is None else {*asked.split(",")} == {CPU.type}
 
 
-def _probed(plan: Plan, block: int, asked: str | None) -> tuple[LayerSizes, Rates, _Place]:
+def _probed(plan: Plan, block: int, device: str) -> tuple[LayerSizes, Rates, _Place]:
     """The sizes of a layer and the rates of the CPU, by a product of matrices in numpy."""
-    del asked
+    del device
     reduced = may_be_reduced(plan) and has_fast_bfloat16()
     sizes = _sizes(plan, block, repeats_products=reduced)
     return sizes, probed_rates(sizes, reduced=reduced), CPU
 
 
-def _measured(plan: Plan, block: int, asked: str | None) -> tuple[LayerSizes, Rates, Any]:
-    """The sizes of a layer and the rates of the chosen device, a torch device, by the products of the layer."""
+def _measured(plan: Plan, block: int, device: str) -> tuple[LayerSizes, Rates, Any]:
+    """The sizes of a layer and the rates of a device, a torch device, by the products of the layer."""
     import torch
 
     from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 
-    place = torch.device(chosen_device(asked))
+    place = torch.device(device)
     precision = precision_of(plan, place)
     sizes = _sizes(plan, block, repeats_products=is_reduced(precision))
     return sizes, measured_rates(sizes, str(place), precision), place

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -196,7 +195,9 @@ class LayerFitting:
 
         def error(low_frequency: int) -> float:
             parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
-            return self.processes.totals([sum(self._missed(number, parameters, self.local_targets) for number in numbers)])[0]
+            return self.processes.totals(
+                [sum(self._missed(number, parameters, self.local_targets) for number in numbers)]
+            )[0]
 
         return least(error, count)
 

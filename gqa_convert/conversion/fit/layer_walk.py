@@ -82,8 +82,10 @@ def fit_checkpoint(
     with explained(store.path.parent), ExitStack() as stack:
         count = len(plan.merged_layers)
         on_layer(0, count, StageProgress(Stage.SOURCE, 0, count))
-        alone: dict[str, Any] = {} if processes.size == 1 else {"processes": processes.size}
-        model = open_model(folder, device=chosen_device(device), **alone)
+        divided: dict[str, Any] = {} if processes.size == 1 else {"processes": processes.size}
+        place = chosen_device(device)
+        with nullcontext() if place == "cpu" else processes.in_turn():  # through the machine's memory
+            model = open_model(folder, device=place, **divided)
         if kl_steps:
             check_possible(model, held_out, kl_steps)
         done = store.finished()
@@ -203,7 +205,7 @@ def fit_layers(
         for module in runner:
             number = numbers[module.name]
             layer, groups = plan.merged_layers[number]
-            record = processes.from_first(lambda number=number: store.record(number))
+            record = processes.from_first(partial(store.record, number))
             if record is None:
                 source = read_source_layer(finder, layer, read)
                 options = FitOptions(
@@ -233,5 +235,7 @@ def fit_layers(
             summed_divergence(student, source, batch, decodes=decodes)
             for (_, batch), (source, student) in zip(places, runner.logits(place for place, _ in places), strict=True)
         ]
-        total, count = processes.totals([sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)])
+        total, count = processes.totals(
+            [sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)]
+        )
     return FittedLayers(errors, total / max(1.0, count))

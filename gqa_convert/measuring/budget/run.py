@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.devices import chosen_devices
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
@@ -100,7 +100,7 @@ def choose_groups(
 
         @cache
         def subject() -> Subject:
-            model = open_model(folder, device=chosen_device(text.device))
+            model = open_model(folder, device=chosen_devices(text.device)[0])
             if not fits:
                 return Subject(model, plan.layers, inspection, before, held_out, ClosedForm())
             precision = precision_of(plan, running_device(model))

@@ -83,6 +83,8 @@ def inspect_checkpoint(
     """
     text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
     check_calibration("factor", text)
+    if device is not None:
+        chosen_device(device)  # one alone
     limit = _limit(max_loss_increase, calibrated=calibration is not None)
     picture = None if plot is None else local_path(plot)
     if picture is not None:

@@ -14,7 +14,8 @@ They keep one invariant: **all processes hold the same heads and take the same d
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Never, TypeVar
 
 import numpy as np
@@ -87,7 +88,7 @@ class ProcessGroup:
             return list(numbers)
         summed = torch.tensor(numbers, dtype=torch.float64)
         self._reduce(summed)
-        return summed.tolist()
+        return [float(number) for number in summed]
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest value of each number in any process."""
@@ -95,9 +96,9 @@ class ProcessGroup:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64)
         self._reduce(found, distributed.ReduceOp.MAX)
-        return found.tolist()
+        return [int(number) for number in found]
 
-    def all(self, holds: bool) -> bool:  # noqa: FBT001 (a predicate)
+    def all(self, holds: bool) -> bool:
         """Whether something holds for every process."""
         return self.totals([holds]) == [self.size]
 
@@ -117,6 +118,14 @@ class ProcessGroup:
             block[:] = np.frombuffer(sent, np.uint8)
         self._finish(lambda: distributed.broadcast(torch.from_numpy(block), 0, group=self._control, async_op=True))
         return value if self.is_first else pickle.loads(block.data)  # type: ignore[return-value]
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A context that one process after the other enters."""
+        for rank in range(self.size):
+            if rank == self.rank:
+                yield
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all processes have arrived."""

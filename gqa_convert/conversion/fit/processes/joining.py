@@ -46,12 +46,22 @@ def joined(
         distributed.init_process_group(
             "gloo", store=meeting, rank=rank, world_size=size, timeout=_LONGEST_WAIT, group_name="gqa-convert"
         )
-        stack.callback(distributed.destroy_process_group)
+        stack.push(_leave)
         tensors = None
         if torch.device(device).type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             tensors = distributed.new_group(backend="nccl", timeout=_LONGEST_REDUCTION)
-        yield ProcessGroup(rank, size, control=distributed.group.WORLD, tensors=tensors, watch=watch, lost=lost)
+        processes = ProcessGroup(rank, size, control=distributed.group.WORLD, tensors=tensors, watch=watch, lost=lost)
+        yield processes
+        processes.wait()
+
+
+def _leave(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    del error, trace
+    if kind is not None and distributed.group.WORLD is not None and torch.cuda.is_available():
+        distributed.distributed_c10d._abort_process_group()  # NCCL would wait for the others
+    else:
+        distributed.destroy_process_group()
 
 
 @contextmanager
