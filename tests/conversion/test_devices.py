@@ -71,13 +71,17 @@ def distance(one: Any, other: Any) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("name", "groups"), [("llama", 3), ("gpt2", 4), ("t5", 3)])
-def test_devices_give_what_one_gives(name: str, groups: int, tmp_path: Path) -> None:
-    """Closed forms alone and gradient steps, an odd number of batches, batches that do not divide, and one batch."""
+@pytest.mark.parametrize(("name", "groups", "counts"), [("llama", 3, (5, 5)), ("gpt2", 4, (3, 1)), ("t5", 3, (1, 3))])
+def test_devices_give_what_one_gives(name: str, groups: int, counts: tuple[int, int], tmp_path: Path) -> None:
+    """Closed forms alone and gradient steps, on odd numbers of batches of three sequences, and on fewer batches than
+    devices.
+    """
     case = folded.build(name)
     source = case.save(tmp_path / "source")
-    text, single = batches_for(case.model, count=5, rows=3), batches_for(case.model, count=1, rows=3)
-    cases = [(text, 0, 0), (text, 4, 4), *([(single, 2, 0)] if name == "llama" else [])]
+    cases = [
+        (batches_for(case.model, count=count, rows=3, length=24), steps, steps)
+        for count, steps in zip(counts, (0, 3), strict=True)
+    ]
 
     def each(processes: ProcessGroup, out: Path) -> list[Any]:
         return [
@@ -108,7 +112,8 @@ def test_devices_give_what_one_gives(name: str, groups: int, tmp_path: Path) -> 
             # to biases of keys the output is indifferent: their gradient is rounding, which Adam makes a step of
             unfelt = stepped and tensor.endswith("c_attn.bias")
             assert off < (2e-3 if unfelt else 2e-4 if stepped else ROUNDED), tensor
-    assert alone[1][3].kl.after < alone[1][3].kl.before
+    if counts[1] > 1:
+        assert alone[1][3].kl.after < alone[1][3].kl.before
 
 
 def test_every_sequence_is_computed_once_and_evenly() -> None:
@@ -203,7 +208,6 @@ def at(module: str, action: Callable[[], Any]) -> Callable[..., None]:
 
 def test_the_command_and_a_killed_process(small: Path, text: Path, tmp_path: Path, pids: Path) -> None:
     """One line, and the same command resumes to the bytes of an uninterrupted one."""
-    import time; t0=time.time()
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in FITTING.items()]
     command = run("convert", small, straight, "--groups=3", f"--calibration={text}", *options, "--device=cpu,cpu")
@@ -217,9 +221,7 @@ def test_the_command_and_a_killed_process(small: Path, text: Path, tmp_path: Pat
         os.kill(int(pids.read_text()), signal.SIGKILL)
 
     on_layer = at("model.layers.1.self_attn", kill)
-    import time; t=time.time(); print("CLI", t-t0)
     status, problem = in_child(lambda: converted(small, resumed, text, on_layer=on_layer))
-    print("killed", time.time()-t); t=time.time()
     assert status == 1
     assert "the process on cpu was killed by SIGKILL" in problem
     assert "resumes from the finished layers" in problem
@@ -229,7 +231,6 @@ def test_the_command_and_a_killed_process(small: Path, text: Path, tmp_path: Pat
     ]
     assert not any(name.startswith("processes-") for name in kept(resumed))
     assert in_child(lambda: converted(small, resumed, text)) == (0, "")
-    print("resumed", time.time()-t)
     assert digests(straight) == digests(resumed)
 
 
