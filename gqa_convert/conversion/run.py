@@ -128,6 +128,8 @@ def convert_checkpoint(
             reading them whole.
         workers: processes that write weight files, for methods that merge tensor by tensor.
         part: write this part of the weight files alone; the process that finds all parts written publishes the result.
+        device: where calibration runs, such as `cpu`, `cuda:1`, `cuda:all` or, with a process for each, `cuda:0,cuda:1`;
+            by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a GGUF file before it is dequantised, and about the scratch folder of a

@@ -33,7 +33,7 @@ MODEL = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 LINE = r"^Estimate on this machine: about \d+ \w+, [\d.]+ (MiB|GiB) of memory, [\d.]+ MB of disk \((.*)\)$"
 
 
-def estimate(method: str = "fit", **options: int) -> CostEstimate:
+def estimate(method: str = "fit", **options: Any) -> CostEstimate:
     source = None if method in ("mean", "factor") else "text.txt"
     return estimate_cost(make_plan(open_checkpoint(MODEL), 1, method=method), CalibrationOptions(source, **options))
 
@@ -175,6 +175,27 @@ def test_convert_says_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for option in ("--quiet", "--json"):  # a copy takes a second, which is not worth a line
         short = run("convert", MODEL, tmp_path / f"mean{option}", "--groups", "2", "--method", "mean", option)
         assert (short.returncode, short.stderr) == (0, "")
+
+
+def test_devices_divide_the_text_and_not_the_closed_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 2,048 tokens has four blocks of 512. On one machine each process loads the model."""
+
+    def at_rates(**given: float) -> dict[int, CostEstimate]:
+        rates = Rates(**(dict.fromkeys((field.name for field in fields(Rates)), 1e-9) | given))
+        monkeypatch.setattr(cost, "measured_rates", lambda *_: rates)
+        options: dict[str, Any] = {"tokens": 20_480, "sequence_length": 512, "steps": 40, "kl_steps": 20}
+        return {count: estimate(**options, device=",".join(["cpu"] * count)) for count in (1, 2, 4, 5)}
+
+    made, undemanding = at_rates(double=1e-8), at_rates(double=0.0)
+    for count in (2, 4):
+        for stage in ("layers", "last_stage"):
+            whole = undemanding[1].seconds_by_stage[stage]
+            assert undemanding[count].seconds_by_stage[stage] == pytest.approx(whole / count)
+        assert made[count].seconds_by_stage["layers"] > 1.1 * made[1].seconds_by_stage["layers"] / count
+    assert made[5].seconds_by_stage["last_stage"] > 0.9 * made[4].seconds_by_stage["last_stage"]
+    assert made[2].memory_bytes > 1.5 * made[1].memory_bytes
+    assert made[2].device == "cpu,cpu"
+    assert "on 2 devices" in estimate_line(made[2])
 
 
 def test_a_device_without_text() -> None:
