@@ -191,7 +191,7 @@ def test_devices_divide_the_text_and_not_the_closed_forms(monkeypatch: pytest.Mo
         for stage in ("layers", "last_stage"):
             whole = undemanding[1].seconds_by_stage[stage]
             assert undemanding[count].seconds_by_stage[stage] == pytest.approx(whole / count)
-        assert made[count].seconds_by_stage["layers"] > 1.1 * made[1].seconds_by_stage["layers"] / count
+        assert made[count].seconds_by_stage["layers"] > 1.05 * made[1].seconds_by_stage["layers"] / count
     assert made[5].seconds_by_stage["last_stage"] > 0.9 * made[4].seconds_by_stage["last_stage"]
     assert made[2].memory_bytes > 1.5 * made[1].memory_bytes
     assert made[2].device == "cpu,cpu"
