@@ -5,7 +5,9 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -46,22 +48,21 @@ def joined(
         distributed.init_process_group(
             "gloo", store=meeting, rank=rank, world_size=size, timeout=_LONGEST_WAIT, group_name="gqa-convert"
         )
-        stack.push(_leave)
+        stack.callback(distributed.destroy_process_group)
         tensors = None
         if torch.device(device).type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             tensors = distributed.new_group(backend="nccl", timeout=_LONGEST_REDUCTION)
+            stack.push(partial(_abort, tensors))
         processes = ProcessGroup(rank, size, control=distributed.group.WORLD, tensors=tensors, watch=watch, lost=lost)
         yield processes
         processes.wait()
 
 
-def _leave(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-    del error, trace
-    if kind is not None and distributed.group.WORLD is not None and torch.cuda.is_available():
-        distributed.distributed_c10d._abort_process_group()  # NCCL would wait for the others
-    else:
-        distributed.destroy_process_group()
+def _abort(tensors: Any, kind: type[BaseException] | None, *_: object) -> None:
+    """After an error, end the reductions on GPUs that wait for others."""
+    if kind is not None:
+        tensors.abort()
 
 
 @contextmanager
