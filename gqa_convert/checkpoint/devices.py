@@ -63,9 +63,9 @@ def chosen_devices(asked: str | None) -> tuple[str, ...]:
     if asked is None or "," not in asked:
         return (chosen_device(asked),)
     names = [name.strip() for name in asked.split(",")]
-    devices = tuple(chosen_device("cuda:0" if name == "cuda" else name) for name in names)
-    if len({device.partition(":")[0] for device in devices}) > 1:
+    if {"cpu", "cuda"} <= {name.partition(":")[0] for name in names}:
         raise OptionError(f"--device is {asked}, and the CPU and GPUs cannot share a conversion: name one kind")
+    devices = tuple(chosen_device("cuda:0" if name == "cuda" else name) for name in names)
     twice = next((device for device in devices if not device.startswith("cpu") and devices.count(device) > 1), None)
     if twice is not None:
         raise OptionError(f"--device is {asked}, which names {twice} more than once: name each GPU once")

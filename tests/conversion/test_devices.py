@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,10 @@ def test_sums_decisions_and_differences_of_three_processes(tmp_path: Path) -> No
         gradient = torch.full((4,), float(rank))
         processes.add_up([gradient])
         told = processes.from_first(lambda: (np.arange(3) + rank, torch.ones(2), None, rank))
+        with processes.in_turn(), (tmp_path / "turns").open("a") as file:
+            file.write(f"in {rank} ")
+            time.sleep(0.02 * (3 - rank))
+            file.write("out ")
         agreed = [processes.all(rank < limit) for limit in (3, 2)]
         processes.check_equal("a", {"x": np.ones(3), "y": np.zeros(2)})
         with pytest.raises(WorkerError, match=r"computed different numbers for layer 7.*name one device"):
@@ -162,6 +167,7 @@ def test_sums_decisions_and_differences_of_three_processes(tmp_path: Path) -> No
     for moment, *rest in in_processes(3, tmp_path / "meeting", action):
         np.testing.assert_allclose(moment, whole.damped(), rtol=SUMS, atol=SUMS)
         assert rest == [[3.0] * 4, [0, 1, 2], 0, [True, False], [2, 0]]
+    assert (tmp_path / "turns").read_text() == "in 0 out in 1 out in 2 out "
 
 
 def test_heads_that_part_are_not_written(tmp_path: Path) -> None:
@@ -275,7 +281,7 @@ def test_a_text_of_one_sequence_needs_one_device(
         ("cpu,cuda", "the CPU and GPUs cannot share a conversion"),
         ("cuda,cuda:0", "names cuda:0 more than once"),
         ("cpu,", "'' is not a device"),
-        ("cpu,cuda:all", "'cuda:all' is not a device"),
+        ("cuda,cuda:all", "'cuda:all' is not a device"),
     ],
 )
 def test_devices_that_cannot_be(asked: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

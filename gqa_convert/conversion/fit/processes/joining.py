@@ -45,9 +45,7 @@ def joined(
     with ExitStack() as stack:
         stack.enter_context(_loopback())
         meeting = distributed.FileStore(str(folder / _MEETING), size)
-        distributed.init_process_group(
-            "gloo", store=meeting, rank=rank, world_size=size, timeout=_LONGEST_WAIT, group_name="gqa-convert"
-        )
+        distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=_LONGEST_WAIT)
         stack.callback(distributed.destroy_process_group)
         tensors = None
         if torch.device(device).type == "cuda":
