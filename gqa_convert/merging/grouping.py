@@ -78,7 +78,7 @@ def rotary_pair_losses(keys: Array, powers: Array, covariance: Array | None = No
     # the lesser eigenvalue of each 2 x 2 matrix
     losses = np.asarray(((total - np.sqrt(apart**2 + 4 * np.abs(gram) ** 2)) / 2).sum(-1).clip(0))
     np.fill_diagonal(losses, 0)
-    return losses, float(own.sum())
+    return (losses + losses.T) / 2, float(own.sum())  # the products of a pair are rounded either way
 
 
 def group_heads(losses: Array, groups: int) -> Array:
@@ -95,7 +95,8 @@ def group_heads(losses: Array, groups: int) -> Array:
         The heads in their new order, [h]: group after group, in ascending order within a group.
     """
     heads = len(losses)
-    losses = losses - np.diag(np.diagonal(losses))  # a head merged with itself loses nothing
+    losses = (losses + losses.T) / 2  # otherwise swaps that seem to gain could go round in circles
+    losses -= np.diag(np.diagonal(losses))  # a head merged with itself loses nothing
     members = np.arange(heads) // (heads // groups)
     found = [_swapped(losses, start, groups) for start in (members, _grown(losses, groups))]
     best = min(found, key=lambda labels: _within(losses, labels))
@@ -123,6 +124,7 @@ def _grown(losses: Array, groups: int) -> Array:
 def _swapped(losses: Array, labels: Array, groups: int) -> Array:
     labels = labels.copy()
     least = _LEAST * float(losses.sum())
+    within = _within(losses, labels)
     while True:
         to_group = losses @ np.eye(groups)[labels]  # [h, groups]
         own = to_group[np.arange(len(labels)), labels]
@@ -133,6 +135,10 @@ def _swapped(losses: Array, labels: Array, groups: int) -> Array:
         if change[one, other] >= -least:
             return labels
         labels[[one, other]] = labels[[other, one]]
+        before, within = within, _within(losses, labels)
+        if not within < before:  # a gain of rounding alone, after which the same swaps could come again
+            labels[[one, other]] = labels[[other, one]]
+            return labels
 
 
 def _within(losses: Array, labels: Array) -> float:
