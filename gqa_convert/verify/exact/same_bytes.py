@@ -1,6 +1,6 @@
 """Compares ranges of two files by reading both into buffers that a core's cache holds.
 
-Comparing mapped files takes up to three times as long: each page must be mapped, and passes through the cache alone.
+Comparing mapped files takes up to twice as long: their pages must be mapped, and pass through the cache only to be compared.
 """
 
 import os
