@@ -187,6 +187,15 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     assert regression.error(None) == pytest.approx(np.square(targets[kept]).sum())
 
 
+@pytest.mark.parametrize("width", [1024, 1025, 2048, 2051])
+def test_a_wide_gram_matrix_is_that_of_float64(width: int) -> None:
+    rows = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    found, expected = statistics.gram(rows), rows.double().T @ rows.double()
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # float32 has 24 bits, and sums of up to 50
+    assert torch.equal(found, found.T)
+
+
 @pytest.mark.parametrize("sampled", [512, 4])
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])
 def test_held_out_text_decides_how_much_is_repaired(

@@ -12,8 +12,8 @@ def summed_divergence(student: Tensor, source: Tensor, batch: Batch, *, decodes:
     """KL(source || student) of the next-token distributions, summed over a batch, in nats, and the number of positions.
 
     Args:
-        student: logits [B, L, vocabulary]; they are overwritten.
-        source: logits of the same shape, which are overwritten too.
+        student: logits [B, L, vocabulary], of any precision; they are overwritten.
+        source: logits of the same shape.
         batch: the inputs. Positions that its mask leaves out do not count.
         decodes: whether the logits are those of a decoder beside an encoder.
     """
@@ -21,7 +21,7 @@ def summed_divergence(student: Tensor, source: Tensor, batch: Batch, *, decodes:
     mask = _mask(batch, decodes=decodes)
     if mask is not None:
         labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
-    return kl_loss(student.float(), source.float(), labels, overwrite=True)
+    return kl_loss(student, source, labels, overwrite=True)
 
 
 def positions(batch: Batch, *, decodes: bool) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.precision import Precision
@@ -69,11 +70,12 @@ def match(
         summed = (error if call.counted is None else error[call.counted]).sum()
         return summed / positions[number] / (size * target.shape[-1] or 1.0)
 
-    for done, number in enumerate(batch_order(count, steps, seed)):
-        on_step(done, steps)
-        with torch.enable_grad():
-            losses = [loss(number)] if number in calls else []
-        optimizer.step(losses)
+    with kept_heap(next(iter(parts.values())).device):
+        for done, number in enumerate(batch_order(count, steps, seed)):
+            on_step(done, steps)
+            with torch.enable_grad():
+                losses = [loss(number)] if number in calls else []
+            optimizer.step(losses)
     return optimizer.results()[0]
 
 

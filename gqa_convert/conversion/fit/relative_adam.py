@@ -2,7 +2,6 @@
 own.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.assembly import BIASES, Parts
 from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
 
-_BETAS = (0.9, 0.99)
+_BETAS = (0.9, 0.95)
 _WARM_UP = 10
 _END = 0.05
 
@@ -23,7 +22,7 @@ class RelativeAdam:
         layers: parts of each layer to start from; they are not changed.
         rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
             it belongs to.
-        steps: that will be taken: ten to warm up, then a cosine down to a twentieth of the rate.
+        steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
         processes: whose losses are added up; all take the same steps.
     """
 
@@ -45,9 +44,8 @@ class RelativeAdam:
     def step(self, losses: Iterable[Tensor]) -> None:
         """One step down the gradient of a sum of losses, each of which is made when the one before is done."""
         number = self._taken
-        share = min(1.0, (number + 1) / _WARM_UP) * (
-            _END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * number / self._steps))
-        )
+        decayed = 1 - (1 - _END) * number / self._steps
+        share = min(1.0, (number + 1) / _WARM_UP) * decayed
         for group in self._adam.param_groups:
             group["lr"] = group["height"] * share
         self._adam.zero_grad()

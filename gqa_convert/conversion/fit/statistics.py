@@ -30,6 +30,20 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left.float().T @ right.float()).double()
 
 
+def gram(rows: Tensor) -> Tensor:
+    """rows^T rows in float64, [z, z], of [n, z]. Wide ones are computed above the diagonal, in blocks, and mirrored."""
+    size = rows.shape[1]
+    if size <= MOST_DOUBLE_COLUMNS:
+        return product(rows, rows)
+    rows, found = rows.float(), torch.empty(size, size, dtype=torch.float64, device=rows.device)
+    for start in range(0, size, MOST_DOUBLE_COLUMNS):
+        block = slice(start, start + MOST_DOUBLE_COLUMNS)
+        part = rows[:, block].T @ rows[:, start:]
+        found[block, start:] = part
+        found[start:, block] = part.T
+    return found
+
+
 @dataclass
 class Moment:
     """E[x x^T] of inputs x with a 1 behind them, which stands for the bias."""
@@ -44,7 +58,7 @@ class Moment:
         if counted is not None:
             rows = rows[counted.reshape(-1)]
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        found = product(rows, rows)
+        found = gram(rows)
         self.total = found if self.total is None else self.total.add_(found)
         self.count += len(rows)
 
@@ -113,8 +127,8 @@ class Regression:
             rows, wanted = rows[keep], wanted[keep]
         if self.biased:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-        gram, cross = product(rows, rows), product(rows, wanted)
-        self._gram = gram if self._gram is None else self._gram.add_(gram)
+        inner, cross = gram(rows), product(rows, wanted)
+        self._gram = inner if self._gram is None else self._gram.add_(inner)
         self._cross = cross if self._cross is None else self._cross.add_(cross)
         power = wanted.double().square().sum(0)
         self._power = power if self._power is None else self._power.add_(power)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
@@ -216,14 +217,15 @@ def match_predictions(
     if before < least:
         return None, Divergence(before, before)
     optimizer = RelativeAdam(parts, RATE, steps, processes)
-    for done, number in enumerate(batch_order(len(batches), steps, seed)):
-        with torch.enable_grad(), training_attention(precision):
-            count = positions(batches[number], decodes=model.config.is_encoder_decoder)
-            sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.layers)
-            optimizer.step(total / count for total, _ in sums)
-        if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
-            curve.append((done + 1, mean(optimizer.results())))
-        on_step(done + 1, steps, curve[-1][1] if curve else before)
+    with kept_heap(model.device):
+        for done, number in enumerate(batch_order(len(batches), steps, seed)):
+            with torch.enable_grad(), training_attention(precision):
+                count = positions(batches[number], decodes=model.config.is_encoder_decoder)
+                sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.layers)
+                optimizer.step(total / count for total, _ in sums)
+            if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
+                curve.append((done + 1, mean(optimizer.results())))
+            on_step(done + 1, steps, curve[-1][1] if curve else before)
     after = mean(optimizer.results())
     if not after < before:
         return None, Divergence(before, before)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.heap import trim_heap
+
 _LEAST = 4096
 """The size in bytes from which a tensor is moved to a file."""
 _MADV_DONTNEED = 4
 _LIBC = ctypes.CDLL(None)
-_TRIM = getattr(_LIBC, "malloc_trim", None)
-"""glibc's `malloc_trim`; None with other C libraries."""
 
 
 def mapped_file(folder: Path, nbytes: int) -> Tensor:
@@ -65,8 +65,7 @@ class Spill:
                 self._move(tensors)
         found.clear()
         self.drop()
-        if _TRIM is not None:
-            _TRIM(0)  # otherwise malloc keeps the memory of the moved tensors
+        trim_heap()  # otherwise malloc keeps the memory of the moved tensors
 
     def _move(self, tensors: list[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
