@@ -141,17 +141,15 @@ def _status(key: str) -> int:
 
 LARGER = {"sequence_length": 512, "micro_batch_size": 8, "tokens_per_step": 4096, "tokens": 8192}
 MEASURED: dict[str, dict[str, Any]] = {
-    "distilled": {"teacher": str(DEMO)},  # 408 MB planned, 475 MB measured
-    "bf16": {"precision": "bf16"},  # 272 and 337
+    "distilled": {"teacher": str(DEMO)},  # 338 MB planned, 369 MB measured
+    "bf16": {"precision": "bf16"},  # 244 and 278
     "checkpointed": {
         "gradient_checkpointing": True,
         "micro_batch_size": 16,
         "tokens_per_step": 8192,
         "tokens": 16384,
-    },  # 206 and 246
+    },  # 178 and 206
 }
-LEAST = {"checkpointed": 0.8}
-"""The smallest share of the plan that is measured; otherwise 1 / 1.5."""
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +175,8 @@ def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path
     found = tmp_path / "found.json"
     # A fresh interpreter: a fork would serve the run from memory that earlier tests freed.
     code = f"from pathlib import Path\nfrom tests.training.test_memory import measure\nmeasure({kind!r}, Path({str(home)!r}), Path({str(tmp_path)!r}))"
-    # The allocator's thresholds are fixed: otherwise they grow with what is freed, and freed memory counts as the run's.
-    thresholds = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(4 << 20))
+    # Large tensors are mapped, each by itself. Otherwise holes of the heap count as the run's, as many as happen to be.
+    thresholds = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 20))
     command = [sys.executable, "-c", code]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | thresholds)
     growth, messages = json.loads(found.read_text())
@@ -186,7 +184,7 @@ def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path
     assert len(said) == 1
     stated = re.search(r": (\d+) MB", said[0])
     assert stated is not None
-    assert LEAST.get(kind, 1 / 1.5) < growth / 1e6 / int(stated[1]) < 1.5
+    assert 0.8 < growth / 1e6 / int(stated[1]) < 1.3
 
 
 SIZES = KNOWN["llama-2-7b-gqa8"][0]
