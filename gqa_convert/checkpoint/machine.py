@@ -75,7 +75,8 @@ def machine(device: str = "cpu") -> Machine:
 
 
 def available_memory(device: Any, local_processes: int = 1) -> int | None:
-    """Return the bytes that this process may use: its GPU's free memory, or its share of Linux's available memory.
+    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or its share of Linux's
+    available memory.
 
     Args:
         device: a torch device.
@@ -84,7 +85,8 @@ def available_memory(device: Any, local_processes: int = 1) -> int | None:
     if device.type == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
     if device.type != "cpu":
         return None
     try:

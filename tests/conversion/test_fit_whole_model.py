@@ -18,6 +18,7 @@ from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.records import TrainingProgress
+from gqa_convert.conversion.fit.relative_adam import RelativeAdam
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
@@ -201,15 +202,51 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
     source = folded.build("llama").save(tmp_path / "source")
     model, far = open_model(source), open_model(source, memory_limit=0)
     batches = batches_for(model)
-    assert affordable(model, batches, 2)
-    assert not affordable(far, batches, 2)
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    assert affordable(plan, model, batches)
+    assert not affordable(plan, far, batches)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*needs the model in memory"):
         check_possible(far, batches, 7)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"):
         check_possible(model, [], 7)
     monkeypatch.setattr(limits, "_MOST_PARAMETERS", 1000)
-    assert not affordable(model, batches, 2)
+    assert not affordable(plan, model, batches)
     check_possible(model, batches, 7)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "falcon", "t5"])
+def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged heads as they were and as they become, their gradients and moments: 20 bytes a number; and activations."""
+    held: list[int] = []
+
+    class Counted(RelativeAdam):
+        def step(self, losses: Any) -> None:
+            super().step(losses)
+            for before, after in zip(begun, self.layers, strict=True):
+                for role in ("queries", "keys", "values", "outputs"):
+                    tensor, moments = after[role], self._adam.state[after[role]]
+                    assert tensor.grad is not None
+                    kept = before[role], tensor, tensor.grad, moments["exp_avg"], moments["exp_avg_sq"]
+                    held.append(sum(each.nbytes for each in kept))
+
+    def counted(layers: Any, *rest: Any) -> RelativeAdam:
+        begun.extend(layers)
+        return Counted(layers, *rest)
+
+    begun: list[Any] = []
+    monkeypatch.setattr(whole_model, "RelativeAdam", counted)
+    case = folded.build(name)
+    source, batches = case.save(tmp_path / "source"), batches_for(case.model)
+    fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=1)
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    stage = limits.trained_model(plan, max(batch["input_ids"].shape[1] for batch in batches))
+    assert sum(held) == 20 * stage.trained
+    needed = stage.stage_bytes(recomputes=True) / limits._SHARE
+    assert needed > limits.TRAINED_BYTES * stage.trained + stage.backward_bytes(recomputes=True)
+    model = open_model(source)
+    for free, expected in ((needed + 1, True), (needed - 1, False)):
+        monkeypatch.setattr(limits, "available_memory", lambda place, free=free: free)
+        assert affordable(plan, model, batches) is expected
 
 
 @pytest.mark.slow

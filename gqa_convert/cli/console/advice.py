@@ -49,7 +49,7 @@ def _after_training(divergence: float, kl_steps: int) -> str:
     if not kl_steps:
         return (
             "fit's last stage, which trains all layers together, did not run (by default it does on a CPU up to 200 million "
-            "parameters, where memory allows): --kl-steps 200 asks for it, and uptrain with the source as teacher does more"
+            "parameters, where memory allows): --kl-steps 200 asks for it, and uptrain with the source as teacher does more, with lora in less memory"
         )
     return (  # docs/real-model.md, Uptraining
         f"--kl-steps {2 * kl_steps} lowers the divergence further, on a model of 135 million parameters as much as uptraining on as "

@@ -26,15 +26,16 @@ from gqa_convert.conversion.fit.limits import (
     FEWER,
     MOST_DOUBLE_COLUMNS,
     STRENGTHS,
-    backward_bytes,
     has_room,
+    hidden_size_of,
     may_be_reduced,
     must_recompute,
+    trained_model,
 )
 from gqa_convert.conversion.fit.probe import has_fast_bfloat16, probed_rates
 from gqa_convert.conversion.fit.rates import LayerSizes, Rates, double_rate, measured_rates
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
+from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 
 _START = 3.0
@@ -128,12 +129,7 @@ def _changed(plan: Plan) -> frozenset[str]:
 def _largest_layer(plan: Plan) -> tuple[int, int]:
     """The rows of queries, keys, values and outputs of the largest layer, and their inputs."""
     rows = max((layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers)
-    return rows, _hidden_size(plan)
-
-
-def _hidden_size(plan: Plan) -> int:
-    layer = plan.layers[0]
-    return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
+    return rows, hidden_size_of(plan)
 
 
 def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: float, *, quick: bool) -> CostEstimate:
@@ -170,18 +166,16 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     seconds += steps * min(sizes.batch, tokens) * rates.attention_gradient / shares_of_step
     parameters = plan.parameters_before
     batch = min(tokens, max(BATCH_TOKENS, block))
+    stage = trained_model(plan, block)
     last = options.kl_steps
     if last is None:
         held_out = plan.merge_method.trains and steps
-        last = (
-            steps_together(options)
-            if held_out and has_room(parameters, block, d, layers, sizes.vocabulary, place)
-            else 0
-        )
+        possible = held_out and has_room(parameters, stage, place, reserved=4 * parameters)
+        last = steps_together(options) if possible else 0
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
     # teacher and student, and the student's way back through everything
     step = batch * (forward + layers * (rates.attention_gradient + rates.feed_forward_gradient) + rates.logits_gradient)
-    recomputes = must_recompute(block, d, layers, sizes.vocabulary, place) is not False
+    recomputes = must_recompute(stage, place, reserved=4 * parameters) is not False
     step += batch * layers * (rates.attention + rates.feed_forward) if recomputes else 0
     judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
     together = last * step / shares_of_step + judged / shares if last else 0.0
@@ -195,7 +189,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
-    work = max(work, backward_bytes(block, d, layers, sizes.vocabulary, recomputes=recomputes) if last else 0)
+    work = max(work, stage.stage_bytes(recomputes=recomputes) if last else 0)
     kept = 0 if spilled else activations * copies / shares
     memory = copies * ((_BASE if device == CPU.type else 0) + weights + work) + kept
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
@@ -250,7 +244,7 @@ def _sizes(plan: Plan, block: int, *, repeats_products: bool) -> LayerSizes:
         repeats_products: as an `Assembly` does.
     """
     config, first, layers = plan.checkpoint.config, plan.layers[0], plan.layers
-    d, vocabulary = _hidden_size(plan), stated_count(config, VOCABULARY_KEYS) or 0
+    d, vocabulary = hidden_size_of(plan), stated_count(config, VOCABULARY_KEYS) or 0
     entries = [entry for _, _, entry in plan.checkpoint.tensors()]
     embeddings = sum(entry.elements for entry in entries if vocabulary in entry.shape)
     attention = sum(d * (each.heads + each.kv_heads) * (each.key_head_dim + each.value_head_dim) for each in layers)

@@ -130,7 +130,7 @@ def _steps_together(
     if kl_steps is not None:
         return kl_steps
     possible = steps and held_out
-    return steps if possible and processes.all(affordable(model, batches, len(plan.layers))) else 0
+    return steps if possible and processes.all(affordable(plan, model, batches)) else 0
 
 
 def _precision(plan: Plan, model: Any, processes: ProcessGroup) -> Precision:

@@ -1,10 +1,10 @@
 """Sizes at which `fit` changes its way of computing; the estimate of a conversion reads them without importing torch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
+from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -21,7 +21,11 @@ _HALF = ("F16", "BF16")
 _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
 _SHARE = 0.7
-"""Of the free memory that a backward pass may take."""
+"""Of the free memory that the stage which trains all layers together may take."""
+TRAINED_BYTES = 24
+"""Of a number that this stage trains: itself and the one that it began with, its gradient, two moments, and its copy in
+the module's weights.
+"""
 
 
 def may_be_reduced(plan: Plan) -> bool:
@@ -33,51 +37,83 @@ def may_be_reduced(plan: Plan) -> bool:
     return dtypes <= set(_HALF) and (stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0) >= _WIDE
 
 
-def has_room(parameters: int, tokens: int, hidden_size: int, layers: int, vocabulary: int, place: Any) -> bool:
-    """Whether a model of these sizes can be trained as a whole on a device, apart from its weights' own memory.
+class TrainedModel(NamedTuple):
+    """What decides the memory of the stage that trains all layers together, besides the model's own weights."""
+
+    trained: int
+    """Numbers of the merged layers."""
+    tokens: int
+    """Of the longest sequence."""
+    hidden_size: int
+    layers: int
+    vocabulary: int
+
+    def backward_bytes(self, *, recomputes: bool) -> int:
+        """What a sequence keeps for its backward pass, in float32, logits of student and source included.
+
+        Args:
+            recomputes: whether each layer keeps its input only.
+        """
+        kept = (
+            (ACTIVATIONS + self.layers) * self.hidden_size
+            if recomputes
+            else ACTIVATIONS * self.hidden_size * self.layers
+        )
+        return 4 * self.tokens * (kept + 3 * self.vocabulary)
+
+    def stage_bytes(self, *, recomputes: bool) -> int:
+        """What the stage takes, with what is trained."""
+        return TRAINED_BYTES * self.trained + self.backward_bytes(recomputes=recomputes)
+
+
+def trained_model(plan: Plan, tokens: int) -> TrainedModel:
+    """The sizes of a conversion's last stage.
+
+    Args:
+        plan: of the conversion.
+        tokens: of the longest sequence.
+    """
+    config = plan.checkpoint.config
+    hidden_size = hidden_size_of(plan)
+    rows = sum(
+        (layer.heads + groups) * (layer.key_head_dim + layer.value_head_dim) for layer, groups in plan.merged_layers
+    )
+    return TrainedModel(
+        rows * hidden_size, tokens, hidden_size, len(plan.layers), stated_count(config, VOCABULARY_KEYS) or 0
+    )
+
+
+def hidden_size_of(plan: Plan) -> int:
+    """As its config has it, else the width of the first layer's queries."""
+    layer = plan.layers[0]
+    return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
+
+
+def has_room(parameters: int, sizes: TrainedModel, place: Any, *, reserved: int = 0) -> bool:
+    """Whether a model can be trained as a whole on a device.
 
     Args:
         parameters: of the model.
-        tokens: of a sequence.
-        hidden_size: of the model.
-        layers: of the model.
-        vocabulary: of the model.
+        sizes: of the stage.
         place: a torch device, or an object with its `type`.
+        reserved: bytes of the free memory that something else will take, such as the weights of a model that is not
+            loaded yet.
     """
     if place.type == "cpu" and parameters > _MOST_PARAMETERS:
         return False
-    return must_recompute(tokens, hidden_size, layers, vocabulary, place) is not None
+    return must_recompute(sizes, place, reserved=reserved) is not None
 
 
-def must_recompute(tokens: int, hidden_size: int, layers: int, vocabulary: int, place: Any) -> bool | None:
+def must_recompute(sizes: TrainedModel, place: Any, *, reserved: int = 0) -> bool | None:
     """Whether memory is too short to keep all activations of a sequence for its backward pass, so that each layer keeps
     its input and computes the others again. None if memory is too short for that as well.
 
     Args:
-        tokens: see `has_room`, like the others.
-        hidden_size: see there.
-        layers: see there.
-        vocabulary: see there.
-        place: see there.
+        sizes: of the stage.
+        place: see `has_room`, like `reserved`.
     """
     free = available_memory(place)
     if free is None:
         return None
-    for recomputes in (False, True):
-        if backward_bytes(tokens, hidden_size, layers, vocabulary, recomputes=recomputes) < _SHARE * free:
-            return recomputes
-    return None
-
-
-def backward_bytes(tokens: int, hidden_size: int, layers: int, vocabulary: int, *, recomputes: bool) -> int:
-    """What a sequence keeps for its backward pass, in float32, logits of student and source included.
-
-    Args:
-        tokens: see `has_room`, like the others.
-        hidden_size: see there.
-        layers: see there.
-        vocabulary: see there.
-        recomputes: whether each layer keeps its input only.
-    """
-    kept = (ACTIVATIONS + layers) * hidden_size if recomputes else ACTIVATIONS * hidden_size * layers
-    return 4 * tokens * (kept + 3 * vocabulary)
+    room = _SHARE * (free - reserved)
+    return next((each for each in (False, True) if sizes.stage_bytes(recomputes=each) < room), None)

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
-from gqa_convert.conversion.fit.limits import has_room, must_recompute
+from gqa_convert.conversion.fit.limits import has_room, must_recompute, trained_model
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
@@ -66,6 +66,7 @@ def train_together(
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
         processes: that share the text; the first alone writes to the store.
     """
+    recomputes = must_recompute(trained_model(plan, _longest(batches)), model.device) is not False
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer, _ in plan.merged_layers]
     counts = [groups for _, groups in plan.merged_layers]
@@ -89,7 +90,7 @@ def train_together(
         seed=seed,
         least=least,
         precision=precision,
-        recomputes=must_recompute(*_sizes(model, batches, len(plan.layers)), model.device) is not False,
+        recomputes=recomputes,
         on_step=lambda done, total, kl: on_layer(count, count, TrainingProgress(done, total, kl)),
         processes=processes,
     )
@@ -124,29 +125,23 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
         )
 
 
-def affordable(model: Any, batches: Sequence[Batch], layers: int) -> bool:
-    """Whether the stage is worth its memory and time here: all weights in memory, with room for one sequence's way back,
-    and on a CPU no more than `has_room` allows."""
+def affordable(plan: Plan, model: Any, batches: Sequence[Batch]) -> bool:
+    """Whether the stage is worth its memory and time here: all weights in memory, with room for what is trained and for
+    one sequence's way back, and on a CPU no more than `has_room` allows."""
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return has_room(parameters, *_sizes(model, batches, layers), model.device)
+    return has_room(parameters, trained_model(plan, _longest(batches)), model.device)
 
 
-def _sizes(model: Any, batches: Sequence[Batch], layers: int) -> tuple[int, int, int, int]:
-    """The tokens of the longest sequence, the hidden_size, the layers and the vocabulary."""
-    tokens = max(tensor.shape[1] for batch in batches for tensor in batch.values())
-    return tokens, _widest(model), layers, model.config.get_text_config().vocab_size
+def _longest(batches: Sequence[Batch]) -> int:
+    """The tokens of the longest sequence."""
+    return max(int(tensor.shape[1]) for batch in batches for tensor in batch.values())
 
 
 def _rows(batch: Batch) -> list[Batch]:
     """The sequences of a batch one by one, so that a backward pass needs memory for one."""
     return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(len(batch["input_ids"]))]
-
-
-def _widest(model: Any) -> int:
-    """The largest input of a projection, which stands for the hidden_size."""
-    return max((parameter.shape[-1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
 
 
 def match_predictions(

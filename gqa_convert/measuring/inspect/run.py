@@ -229,7 +229,7 @@ def _on_text(
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
     # a text that is used up leaves none to hold out, without which `fit` skips its last stage
-    last_stage = calibration.warning is None and affordable(model, calibration.batches, len(plan.layers))
+    last_stage = calibration.warning is None and affordable(plan, model, calibration.batches)
     records, loss = run_trials(
         model,
         plan.layers,
