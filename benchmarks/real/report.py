@@ -8,7 +8,7 @@ What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew;
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,13 +117,19 @@ def results_table(data: Data) -> str:
     lines = []
     for row in rows(data):
         source = data["models"][row.target.model]["scores"]
-        line = [*row.label, f"{statistics.mean(cell['minutes'] for cell in row.cells):.1f}"]
+        line = [*row.label, " to ".join(f"{each:.1f}" for each in _ends(cell["minutes"] for cell in row.cells))]
         line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
         needles = found_needles(row.cells)
         lines.append([*line, f"{found_needles([source])} -> {needles}" if needles else ""])
     header = [*LABELS, "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
+
+
+def _ends(values: Iterable[float]) -> list[float]:
+    """The least and the largest, or one where they are the same."""
+    every = sorted(values)
+    return [every[0], every[-1]] if every[0] != every[-1] else every[:1]
 
 
 def _before_and_after(data: Data, row: Row, kind: str, window: str) -> str:
