@@ -32,13 +32,33 @@ def few_steps(home: Path, **keys: Any) -> dict[str, Any]:
     return {"tokens": 2 * 64, "micro_batch_size": 2, "evaluation_data": str(home / "other.txt"), **keys}
 
 
+class LogitsInParts(torch.autograd.Function):
+    """Logits of as many positions at a time as the loss in parts has, and gradients by the same products, because
+    processors round products in bfloat16 of few rows otherwise than those of many. The logits are held as a whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+        ctx.save_for_backward(states.to(dtype), weight.to(dtype))
+        ctx.dtypes = states.dtype, weight.dtype
+        parts = states.to(dtype).flatten(0, -2).split(PART)
+        return torch.cat([linear(part, weight.to(dtype)) for part in parts]).unflatten(0, states.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (states, weight), (of_states, of_weight) = ctx.saved_tensors, ctx.dtypes
+        gradients, parts = (each.flatten(0, -2).split(PART) for each in (gradient, states))
+        back = torch.cat([each @ weight for each in gradients]).to(of_states).view(states.shape)
+        return back, sum((each.T @ part).to(of_weight) for each, part in zip(gradients, parts, strict=True))  # type: ignore[return-value]
+
+
 def in_parts(layer: Any, states: Tensor) -> Tensor:
-    """A linear layer; logits are of as many positions at a time as the loss in parts has, because on some processors a
-    product of few rows in bfloat16 is rounded otherwise than one of many."""
+    """A linear layer's result, logits by `LogitsInParts`."""
     if layer.out_features != VOCABULARY:
         return linear(states, layer.weight, layer.bias)
-    parts = [linear(part, layer.weight, layer.bias) for part in states.flatten(0, -2).split(PART)]
-    return torch.cat(parts).unflatten(0, states.shape[:-1])
+    assert layer.bias is None
+    return LogitsInParts.apply(states, layer.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @pytest.mark.parametrize(
