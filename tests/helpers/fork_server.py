@@ -59,8 +59,8 @@ LARGE = (
 """Libraries that commands load models with."""
 
 OF_THE_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_")
-AT_IMPORT = (*OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "HOME", "PATH", "TMPDIR")
-"""How the names of variables begin that a library or the interpreter may read before the program runs."""
+AT_IMPORT = (*OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "MALLOC_", "HOME", "PATH", "TMPDIR")
+"""How the names of variables begin that a library, C's too, or the interpreter may read before the program runs."""
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 """What gqa_convert sets before it imports transformers."""

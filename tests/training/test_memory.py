@@ -26,6 +26,7 @@ from gqa_convert.training.memory import Setting, plan
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
+from tests.helpers.heap import LARGE_TENSORS_MAPPED
 from tests.helpers.uptrain_runs import DEMO, recipe, run, student_home
 
 _LLAMA_2: dict[str, Any] = {"head_dim": 128, "vocabulary": 32000, "kv_heads": 8}
@@ -175,10 +176,8 @@ def test_a_run_takes_about_what_is_planned(kind: str, home: Path, tmp_path: Path
     found = tmp_path / "found.json"
     # A fresh interpreter: a fork would serve the run from memory that earlier tests freed.
     code = f"from pathlib import Path\nfrom tests.training.test_memory import measure\nmeasure({kind!r}, Path({str(home)!r}), Path({str(tmp_path)!r}))"
-    # Large tensors are mapped, each by itself. Otherwise holes of the heap count as the run's, as many as happen to be.
-    thresholds = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 20))
     command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | thresholds)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | LARGE_TENSORS_MAPPED)
     growth, messages = json.loads(found.read_text())
     said = [message for message in messages if message.startswith("memory per process (estimate): ")]
     assert len(said) == 1
