@@ -68,6 +68,8 @@ class CalibrationRecord:
     """SHA-256 of the tokens."""
     kl_steps: int = 0
     """Steps of the stage that trains all layers together."""
+    kl_rank: int = 0
+    """Of that stage's changes of query and output projections; 0 where these were trained as they are."""
     kl: Divergence | None = None
     """None where it was not measured."""
 
@@ -84,7 +86,7 @@ class CalibrationRecord:
 
     def as_json(self) -> JsonObject:
         kl = None if self.kl is None else asdict(self.kl)
-        return self.inputs() | {"kl_steps": self.kl_steps, "kl": kl}
+        return self.inputs() | {"kl_steps": self.kl_steps, "kl_rank": self.kl_rank, "kl": kl}
 
 
 def calibration_from_json(data: Mapping[str, Any] | None) -> CalibrationRecord | None:

@@ -150,6 +150,15 @@ KLSteps = Annotated[
         help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
     ),
 ]
+KLRank = Annotated[
+    int | None,
+    typer.Option(
+        "--kl-rank",
+        metavar="R",
+        show_default=False,
+        help="Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(

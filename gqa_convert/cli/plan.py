@@ -15,6 +15,7 @@ from .options import (
     Groups,
     GroupsFile,
     Json,
+    KLRank,
     KLSteps,
     Method,
     Native,
@@ -40,6 +41,7 @@ def plan(
     calibration_context: CalibrationContext = None,
     fit_steps: FitSteps = None,
     kl_steps: KLSteps = None,
+    kl_rank: KLRank = None,
     device: Devices = None,
     encoder: Encoder = False,
     native: Native = None,
@@ -83,6 +85,7 @@ def plan(
         calibration_length,
         steps=fit_steps,
         kl_steps=kl_steps,
+        kl_rank=kl_rank,
         context=calibration_context,
         device=device,
     )

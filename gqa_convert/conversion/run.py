@@ -80,6 +80,7 @@ def convert_checkpoint(
     calibration_context: int | None = None,
     fit_steps: int | None = None,
     kl_steps: int | None = None,
+    kl_rank: int | None = None,
     device: str | None = None,
     seed: int = 0,
     encoder: bool = False,
@@ -117,6 +118,8 @@ def convert_checkpoint(
         kl_steps: steps of the last stage of `fit`, which trains all layers together to predict what the source
             predicts. By default twice as many as `fit_steps` where the whole model is in memory (on a CPU: up to 200
             million parameters) and its divergence from the source is 0.02 nats per token or more, else 0.
+        kl_rank: of the changes that this stage makes to query and output projections, 0 to train these as they are; by
+            default 0 where memory allows, else 32.
         seed: for `random`, and of the choice of calibration text.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former
@@ -161,6 +164,7 @@ def convert_checkpoint(
         seed=seed,
         steps=fit_steps,
         kl_steps=kl_steps,
+        kl_rank=kl_rank,
         context=calibration_context,
         device=device,
     )

@@ -4,9 +4,11 @@ not at all.
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.records import TrainingProgress
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam
-from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
+from gqa_convert.conversion.fit.source_layer import attention_of
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, common_rank, train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
+from gqa_convert.merging.folding.heads import LayerTensors, Tensors
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run
@@ -46,8 +50,13 @@ def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> fl
     return total / count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart"])
-def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [*((name, 0) for name in ("llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart")), ("llama", 3)],
+)
+def test_the_result_diverges_as_little_as_is_said(
+    name: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
     monkeypatch.setattr(whole_model, "RATE", 2e-3)
     case = folded.build(name)
@@ -57,7 +66,7 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
         batches = [batch | {"decoder_attention_mask": padding(batch["decoder_input_ids"])} for batch in batches]
     elif name in ("llama", "gpt2"):
         batches = [batch | {"attention_mask": padding(batch["input_ids"])} for batch in batches]
-    record = fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=25)[-1]
+    record = fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=25, kl_rank=rank)[-1]
     result = case.load(tmp_path / "out")
     assert record.kl.after < 0.97 * record.kl.before
     assert [step for step, _ in record.kl.curve] == [6, 12, 18, 24]
@@ -203,50 +212,136 @@ def test_what_is_too_large_or_has_too_little_text_is_refused(tmp_path: Path, mon
     model, far = open_model(source), open_model(source, memory_limit=0)
     batches = batches_for(model)
     plan = make_plan(open_checkpoint(source), 3, method="fit")
-    assert affordable(plan, model, batches)
-    assert not affordable(plan, far, batches)
+    assert affordable(plan, model, batches, 0)
+    assert not affordable(plan, far, batches, 0)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*needs the model in memory"):
         check_possible(far, batches, 7)
     with pytest.raises(OptionError, match=r"--kl-steps 7 .*more text"):
         check_possible(model, [], 7)
     monkeypatch.setattr(limits, "_MOST_PARAMETERS", 1000)
-    assert not affordable(plan, model, batches)
+    assert not affordable(plan, model, batches, 0)
     check_possible(model, batches, 7)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "falcon", "t5"])
-def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged heads as they were and as they become, their gradients and moments: 20 bytes a number; and activations."""
-    held: list[int] = []
+def test_memory_for_what_is_trained_is_asked_for(
+    name: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part as it was, and each number that is trained with its gradient and moments: 4 and 16 bytes."""
+    counted: list[int] = []
 
     class Counted(RelativeAdam):
         def step(self, losses: Any) -> None:
             super().step(losses)
-            for before, after in zip(begun, self.layers, strict=True):
+            for before, after in zip(begun, self._layers, strict=True):
                 for role in ("queries", "keys", "values", "outputs"):
-                    tensor, moments = after[role], self._adam.state[after[role]]
-                    assert tensor.grad is not None
-                    kept = before[role], tensor, tensor.grad, moments["exp_avg"], moments["exp_avg_sq"]
-                    held.append(sum(each.nbytes for each in kept))
+                    counted.append(before[role].nbytes)
+                    for weight in after[role].weights:
+                        moments = self._adam.state[weight]
+                        assert weight.grad is not None
+                        kept = weight, weight.grad, moments["exp_avg"], moments["exp_avg_sq"]
+                        counted.append(sum(each.nbytes for each in kept))
 
-    def counted(layers: Any, *rest: Any) -> RelativeAdam:
+    def counting(layers: Any, *rest: Any) -> RelativeAdam:
         begun.extend(layers)
         return Counted(layers, *rest)
 
     begun: list[Any] = []
-    monkeypatch.setattr(whole_model, "RelativeAdam", counted)
+    monkeypatch.setattr(whole_model, "RelativeAdam", counting)
     case = folded.build(name)
     source, batches = case.save(tmp_path / "source"), batches_for(case.model)
-    fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=1)
+    fitted(source, tmp_path / "out", steps=0, kl_batches=batches, kl_steps=1, kl_rank=rank)
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     stage = limits.trained_model(plan, max(batch["input_ids"].shape[1] for batch in batches))
-    assert sum(held) == 20 * stage.trained
-    needed = stage.stage_bytes(recomputes=True) / limits._SHARE
-    assert needed > limits.TRAINED_BYTES * stage.trained + stage.backward_bytes(recomputes=True)
+    projected, merged = stage.projected_rows * stage.hidden_size, stage.merged_rows * stage.hidden_size
+    # a change of a projection is the product of one number a row and one an input, `rank` times
+    changes = rank * (stage.projected_rows + 2 * stage.layers * stage.hidden_size)
+    assert sum(counted) == 20 * merged + (4 * projected + 16 * changes if rank else 20 * projected)
+    if rank:
+        asked_for = limits.CHANGED_BYTES * projected + limits.TRAINED_BYTES * (merged + changes)
+    else:
+        asked_for = limits.TRAINED_BYTES * stage.trained
+    needed = stage.stage_bytes(rank, recomputes=True) / limits._SHARE
+    assert needed > asked_for + stage.backward_bytes(recomputes=True)
     model = open_model(source)
     for free, expected in ((needed + 1, True), (needed - 1, False)):
         monkeypatch.setattr(limits, "available_memory", lambda place, free=free: free)
-        assert affordable(plan, model, batches) is expected
+        assert affordable(plan, model, batches, rank) is expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "bloom", "phi3", "t5"])
+def test_changes_have_the_rank_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    """Those of the result's query and output projections; keys and values change freely."""
+    case = folded.build(name)
+    source, model = case.save(tmp_path / "source"), case.model
+    batches = batches_for(model)
+    native = None if name in ("llama", "phi3") else False
+    plan = make_plan(open_checkpoint(source), 3, method="fit", native=native)
+    finder = attention_of(plan)
+    found: dict[str, set[int]] = {}
+    for rank in (0, 3):
+        with MergedLayers(tmp_path / str(rank), {}, keep=False) as store:
+            fit_layers(plan, store, open_model(source), batches, lambda *_: None, steps=0)
+            before = [store.read(number) for number in range(len(plan.merged_layers))]
+            options: dict[str, Any] = {"steps": 12, "seed": 0, "rank": rank}
+            train_together(plan, store, open_model(source), batches, batches[:1], lambda *_: None, **options)
+            note = store.finished()
+            assert note is not None
+            assert note.kl.after < note.kl.before
+            assert note.kl_rank == rank
+            for number, (layer, _) in enumerate(plan.merged_layers):
+                old, new = (
+                    projections(LayerTensors(finder, layer), each) for each in (before[number], store.read(number))
+                )
+                for role in old:
+                    change = new[role] - old[role]
+                    found.setdefault(f"{role}, {rank}", set()).add(
+                        int(np.linalg.matrix_rank(change, tol=1e-4 * np.linalg.norm(change, 2)))
+                    )
+    assert found["queries, 3"] == found["outputs, 3"] == {3}
+    free = found["queries, 0"] | found["outputs, 0"] | found["keys, 3"] | found["values, 3"]
+    assert min(free) > 8
+
+
+def projections(layout: LayerTensors, tensors: Tensors) -> dict[str, Any]:
+    """Those of a layer with 3 K/V heads, without biases; the rows of a head lie together."""
+    heads = layout.cut(tensors, 3)
+    found = {role: getattr(heads, role)[..., :-1] for role in ("queries", "keys", "values")}
+    found = {role: array.reshape(-1, array.shape[-1]) for role, array in found.items()}
+    columns = heads.outputs.transpose(2, 0, 1, 3)
+    return found | {"outputs": columns.reshape(len(columns), -1)}
+
+
+def test_where_memory_is_short_changes_have_a_low_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits is trained as it is; the rank that was asked for counts more than memory."""
+    source = folded.build("llama").save(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), 3, method="fit")
+    monkeypatch.setattr(limits, "LOW_RANK", 2)
+    monkeypatch.setattr(whole_model, "LOW_RANK", 2)
+    model = open_model(source)
+    batches = batches_for(model)
+    stage = limits.trained_model(plan, max(batch["input_ids"].shape[1] for batch in batches))
+    whole, low = (stage.stage_bytes(rank, recomputes=True) / limits._SHARE for rank in (0, 2))
+    assert low < whole
+    found = {}
+    for free in (whole + 1, whole - 1, low + 1, low - 1):
+        monkeypatch.setattr(limits, "available_memory", lambda place, free=free: free)
+        rank = common_rank(plan, model, batches, None)
+        found[free] = rank, affordable(plan, model, batches, rank)
+        assert [common_rank(plan, model, batches, asked) for asked in (0, 5)] == [0, 5]
+    assert list(found.values()) == [(0, True), (2, True), (2, True), (2, False)]
+    monkeypatch.setattr(limits, "available_memory", lambda place: whole - 1)
+    with MergedLayers(tmp_path / "store", {}, keep=False) as store:
+        run = partial(fit_checkpoint, plan, store, batches, lambda *_: None, steps=2, held_out=batches[:1])
+        trained = []
+        for asked in ({}, {"kl_rank": 0}, {"kl_rank": 2}):
+            run(kl_steps=2, **asked)
+            note = store.finished()
+            assert note is not None
+            trained.append((note.kl_rank, note.requested_rank, contents(store, plan)))
+    assert [(rank, asked) for rank, asked, _ in trained] == [(2, None), (0, 0), (2, 2)]
+    assert trained[0][2] == trained[2][2] != trained[1][2]
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def fitted(
     steps: int = 8,
     batches: Sequence[dict[str, Tensor]] | None = None,
     kl_steps: int = 0,
+    kl_rank: int = 0,
     kl_batches: Sequence[dict[str, Tensor]] | None = None,
     **options: Any,
 ) -> list[Any]:
@@ -72,7 +73,7 @@ def fitted(
         fit_layers(plan, store, model, batches, note, steps=steps)
         if kl_steps:
             seen = kl_batches or batches
-            train_together(plan, store, model, seen, seen[:1], note, steps=kl_steps, seed=0)
+            train_together(plan, store, model, seen, seen[:1], note, steps=kl_steps, seed=0, rank=kl_rank)
         write_weights(merged_plan(plan, store), out, lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:

@@ -35,6 +35,10 @@ class CalibrationOptions:
     """Of the stage that trains all layers together, for `fit`; by default twice as many as `steps` where the model is
     small enough.
     """
+    kl_rank: int | None = None
+    """Of that stage's changes of query and output projections; 0 trains these as they are, which is the default where
+    memory allows.
+    """
     context: int | None = None
     """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
@@ -58,19 +62,21 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             is not there.
     """
     needs = METHODS[method]
+    training_options = (
+        ("--fit-steps", calibration.steps),
+        ("--kl-steps", calibration.kl_steps),
+        ("--kl-rank", calibration.kl_rank),
+    )
     if calibration.source is None:
         if needs.calibration is Need.REQUIRED:
             raise OptionError(
                 f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
             )
-        if calibration.steps is not None:
-            raise OptionError(
-                f"--fit-steps {calibration.steps} needs calibration text: name a text file or dataset with --calibration"
-            )
-        if calibration.kl_steps is not None:
-            raise OptionError(
-                f"--kl-steps {calibration.kl_steps} needs calibration text: name a text file or dataset with --calibration"
-            )
+        for option, value in training_options:
+            if value is not None:
+                raise OptionError(
+                    f"{option} {value} needs calibration text: name a text file or dataset with --calibration"
+                )
         if calibration.tokens is not None:
             raise OptionError(
                 f"--calibration-tokens {calibration.tokens} without text: name a text file or dataset with --calibration"
@@ -88,10 +94,10 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
         raise OptionError(
             f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
         )
-    for option, steps in (("--fit-steps", calibration.steps), ("--kl-steps", calibration.kl_steps)):
-        if steps is not None and (not needs.trains or steps < 0):
+    for option, value in training_options:
+        if value is not None and (not needs.trains or value < 0):
             training = names(tuple(each for each in CHOICES if each.trains))
-            raise OptionError(f"{option} {steps} with --method {method}: only {training} takes steps, 0 or more")
+            raise OptionError(f"{option} {value} with --method {method}: only {training} takes it, 0 or more")
     if calibration.device is not None:
         chosen_devices(calibration.device)
 

@@ -26,6 +26,7 @@ from gqa_convert.conversion.fit.limits import (
     FEWER,
     MOST_DOUBLE_COLUMNS,
     STRENGTHS,
+    chosen_rank,
     has_room,
     hidden_size_of,
     may_be_reduced,
@@ -167,15 +168,16 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     parameters = plan.parameters_before
     batch = min(tokens, max(BATCH_TOKENS, block))
     stage = trained_model(plan, block)
+    rank = chosen_rank(stage, place, options.kl_rank, reserved=4 * parameters)
     last = options.kl_steps
     if last is None:
         held_out = plan.merge_method.trains and steps
-        possible = held_out and has_room(parameters, stage, place, reserved=4 * parameters)
+        possible = held_out and has_room(parameters, stage, place, rank, reserved=4 * parameters)
         last = steps_together(options) if possible else 0
     forward = layers * (rates.attention + rates.feed_forward) + rates.logits
     # teacher and student, and the student's way back through everything
     step = batch * (forward + layers * (rates.attention_gradient + rates.feed_forward_gradient) + rates.logits_gradient)
-    recomputes = must_recompute(stage, place, reserved=4 * parameters) is not False
+    recomputes = must_recompute(stage, place, rank, reserved=4 * parameters) is not False
     step += batch * layers * (rates.attention + rates.feed_forward) if recomputes else 0
     judged = 2 * max(BATCH_TOKENS, tokens // HELD_OUT) * (2 * forward + rates.logits_gradient - rates.logits)
     together = last * step / shares_of_step + judged / shares if last else 0.0
@@ -189,7 +191,7 @@ def _on_text(plan: Plan, options: CalibrationOptions, writing: float, stored: fl
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     work = 4 * batch * (12 * q + 8 * d) + 8 * 6 * (d + q) * d  # a layer's forward and backward pass, and its merge
-    work = max(work, stage.stage_bytes(recomputes=recomputes) if last else 0)
+    work = max(work, stage.stage_bytes(rank, recomputes=recomputes) if last else 0)
     kept = 0 if spilled else activations * copies / shares
     memory = copies * ((_BASE if device == CPU.type else 0) + weights + work) + kept
     disk = plan.disk_bytes + stored + (activations if spilled else 0)

@@ -21,7 +21,7 @@ from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup, Share, own
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
-from gqa_convert.conversion.fit.whole_model import affordable, check_possible, train_together
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, common_rank, train_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.folding.heads import LayerTensors
 
@@ -46,6 +46,7 @@ def fit_checkpoint(
     *,
     steps: int = STEPS,
     kl_steps: int | None = None,
+    kl_rank: int | None = None,
     default_kl_steps: int = 0,
     held_out: Sequence[Batch] = (),
     fresh: Sequence[Batch] = (),
@@ -64,6 +65,8 @@ def fit_checkpoint(
         steps: gradient steps of each layer.
         kl_steps: steps of the stage that trains all layers together. By default it takes `default_kl_steps` where it
             is `affordable` and `WORTHWHILE`, else none.
+        kl_rank: of that stage's changes of query and output projections, 0 to train these as they are; by default what
+            `common_rank` says.
         default_kl_steps: see `kl_steps`.
         held_out: other batches, by which that stage is judged. Without any it is left out.
         fresh: still other batches, which that stage sees beside `batches`.
@@ -90,12 +93,17 @@ def fit_checkpoint(
             check_possible(model, held_out, kl_steps)
         done = store.finished()
         processes.wait()
-        if processes.is_first and done is not None and done.requested_steps != kl_steps:
+        if (
+            processes.is_first
+            and done is not None
+            and (done.requested_steps, done.requested_rank) != (kl_steps, kl_rank)
+        ):
             store.reopen()
         processes.wait()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
         fitted = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill, processes=processes)
-        together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps, processes)
+        rank = common_rank(plan, model, batches, kl_rank, processes)
+        together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps, rank, processes)
         if together and store.finished() is None:
             requested = kl_steps is not None
             train_together(
@@ -107,8 +115,10 @@ def fit_checkpoint(
                 on_layer,
                 steps=together,
                 seed=plan.seed,
+                rank=rank,
                 precision=_precision(plan, model, processes),
                 requested=requested,
+                requested_rank=kl_rank,
                 processes=processes,
             )
         trained = store.finished()
@@ -122,6 +132,7 @@ def _steps_together(
     held_out: Sequence[Batch],
     steps: int,
     kl_steps: int | None,
+    rank: int,
     processes: ProcessGroup,
 ) -> int:
     """The steps of the stage that trains all layers together; 0 to leave it out."""
@@ -130,7 +141,7 @@ def _steps_together(
     if kl_steps is not None:
         return kl_steps
     possible = steps and held_out
-    return steps if possible and processes.all(affordable(plan, model, batches)) else 0
+    return steps if possible and processes.all(affordable(plan, model, batches, rank)) else 0
 
 
 def _precision(plan: Plan, model: Any, processes: ProcessGroup) -> Precision:

@@ -26,6 +26,10 @@ TRAINED_BYTES = 24
 """Of a number that this stage trains: itself and the one that it began with, its gradient, two moments, and its copy in
 the module's weights.
 """
+CHANGED_BYTES = 12
+"""Of a number whose change has a low rank: itself, itself with the change, and its copy in the module's weights."""
+LOW_RANK = 32
+"""Of the changes of query and output projections, where memory is too short to train these as they are."""
 
 
 def may_be_reduced(plan: Plan) -> bool:
@@ -40,13 +44,32 @@ def may_be_reduced(plan: Plan) -> bool:
 class TrainedModel(NamedTuple):
     """What decides the memory of the stage that trains all layers together, besides the model's own weights."""
 
-    trained: int
-    """Numbers of the merged layers."""
+    projected_rows: int
+    """Of query and output projections, in all layers."""
+    merged_rows: int
+    """Of the merged key and value projections."""
     tokens: int
     """Of the longest sequence."""
     hidden_size: int
     layers: int
     vocabulary: int
+
+    @property
+    def trained(self) -> int:
+        """Numbers of the merged layers."""
+        return (self.projected_rows + self.merged_rows) * self.hidden_size
+
+    def trained_bytes(self, rank: int) -> int:
+        """What is trained, with its gradients and moments.
+
+        Args:
+            rank: of the changes of query and output projections; 0 trains these as they are.
+        """
+        if not rank:
+            return TRAINED_BYTES * self.trained
+        factors = rank * (self.projected_rows + 2 * self.layers * self.hidden_size)
+        trained = self.merged_rows * self.hidden_size + factors
+        return CHANGED_BYTES * self.projected_rows * self.hidden_size + TRAINED_BYTES * trained
 
     def backward_bytes(self, *, recomputes: bool) -> int:
         """What a sequence keeps for its backward pass, in float32, logits of student and source included.
@@ -61,9 +84,9 @@ class TrainedModel(NamedTuple):
         )
         return 4 * self.tokens * (kept + 3 * self.vocabulary)
 
-    def stage_bytes(self, *, recomputes: bool) -> int:
-        """What the stage takes, with what is trained."""
-        return TRAINED_BYTES * self.trained + self.backward_bytes(recomputes=recomputes)
+    def stage_bytes(self, rank: int, *, recomputes: bool) -> int:
+        """What the stage takes: both."""
+        return self.trained_bytes(rank) + self.backward_bytes(recomputes=recomputes)
 
 
 def trained_model(plan: Plan, tokens: int) -> TrainedModel:
@@ -75,11 +98,14 @@ def trained_model(plan: Plan, tokens: int) -> TrainedModel:
     """
     config = plan.checkpoint.config
     hidden_size = hidden_size_of(plan)
-    rows = sum(
-        (layer.heads + groups) * (layer.key_head_dim + layer.value_head_dim) for layer, groups in plan.merged_layers
-    )
+    widths = [(layer.key_head_dim + layer.value_head_dim, layer.heads, groups) for layer, groups in plan.merged_layers]
     return TrainedModel(
-        rows * hidden_size, tokens, hidden_size, len(plan.layers), stated_count(config, VOCABULARY_KEYS) or 0
+        projected_rows=sum(width * heads for width, heads, _ in widths),
+        merged_rows=sum(width * groups for width, _, groups in widths),
+        tokens=tokens,
+        hidden_size=hidden_size,
+        layers=len(plan.layers),
+        vocabulary=stated_count(config, VOCABULARY_KEYS) or 0,
     )
 
 
@@ -89,31 +115,47 @@ def hidden_size_of(plan: Plan) -> int:
     return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
 
 
-def has_room(parameters: int, sizes: TrainedModel, place: Any, *, reserved: int = 0) -> bool:
+def chosen_rank(sizes: TrainedModel, place: Any, asked: int | None, *, reserved: int = 0) -> int:
+    """The rank of the changes of query and output projections: that asked for, else 0, which trains these as they are, or
+    `LOW_RANK` where memory is too short for that.
+
+    Args:
+        sizes: of the stage.
+        place: see `has_room`, like `reserved`.
+        asked: `--kl-rank`.
+    """
+    if asked is not None:
+        return asked
+    short = available_memory(place) is not None and must_recompute(sizes, place, 0, reserved=reserved) is None
+    return LOW_RANK if short else 0
+
+
+def has_room(parameters: int, sizes: TrainedModel, place: Any, rank: int, *, reserved: int = 0) -> bool:
     """Whether a model can be trained as a whole on a device.
 
     Args:
         parameters: of the model.
         sizes: of the stage.
         place: a torch device, or an object with its `type`.
+        rank: as `chosen_rank` says.
         reserved: bytes of the free memory that something else will take, such as the weights of a model that is not
             loaded yet.
     """
     if place.type == "cpu" and parameters > _MOST_PARAMETERS:
         return False
-    return must_recompute(sizes, place, reserved=reserved) is not None
+    return must_recompute(sizes, place, rank, reserved=reserved) is not None
 
 
-def must_recompute(sizes: TrainedModel, place: Any, *, reserved: int = 0) -> bool | None:
+def must_recompute(sizes: TrainedModel, place: Any, rank: int, *, reserved: int = 0) -> bool | None:
     """Whether memory is too short to keep all activations of a sequence for its backward pass, so that each layer keeps
     its input and computes the others again. None if memory is too short for that as well.
 
     Args:
         sizes: of the stage.
-        place: see `has_room`, like `reserved`.
+        place: see `has_room`, like `rank` and `reserved`.
     """
     free = available_memory(place)
     if free is None:
         return None
     room = _SHARE * (free - reserved)
-    return next((each for each in (False, True) if sizes.stage_bytes(recomputes=each) < room), None)
+    return next((each for each in (False, True) if sizes.stage_bytes(rank, recomputes=each) < room), None)

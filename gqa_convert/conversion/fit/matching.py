@@ -65,7 +65,7 @@ def match(
         """The part of a batch's loss that this process computes."""
         call, target = calls[number], targets[number]
         with training_attention(precision):
-            found = run(call, optimizer.layers[0])
+            found = run(call, optimizer.parts()[0])
         error = (found.float() - target).square().sum(-1)
         summed = (error if call.counted is None else error[call.counted]).sum()
         return summed / positions[number] / (size * target.shape[-1] or 1.0)

@@ -133,9 +133,13 @@ class TrainingRecord(FitRecord):
     kl: Divergence
     requested_steps: int | None
     """`--kl-steps`; None where the user left the choice to the program."""
+    kl_rank: int = 0
+    """Of the changes of query and output projections; 0 where these were trained as they are."""
+    requested_rank: int | None = None
+    """`--kl-rank`; None where the user left the choice to the program."""
 
     def as_json(self) -> JsonObject:
-        return {"kl_steps": self.kl_steps, "kl": asdict(self.kl), "requested_steps": self.requested_steps}
+        return asdict(self)
 
 
 LayerDone = Callable[[int, int, LayerRecord | StageProgress | TrainingProgress | TrainingRecord], None]
@@ -170,6 +174,8 @@ def training_from_json(data: Mapping[str, Any]) -> TrainingRecord:
         kl_steps=data["kl_steps"],
         kl=Divergence(kl["before"], kl["after"], curve),
         requested_steps=data["requested_steps"],
+        kl_rank=data.get("kl_rank", 0),
+        requested_rank=data.get("requested_rank"),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import BIASES, Parts
+from gqa_convert.conversion.fit.low_rank import Trained, trained
 from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
 
 _BETAS = (0.9, 0.95)
@@ -16,7 +17,7 @@ _END = 0.05
 
 
 class RelativeAdam:
-    """Trains copies of merged heads.
+    """Trains merged heads.
 
     Args:
         layers: parts of each layer to start from; they are not changed.
@@ -24,22 +25,32 @@ class RelativeAdam:
             it belongs to.
         steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
         processes: whose losses are added up; all take the same steps.
+        rank: of the changes of queries and outputs; 0 trains these as they are.
     """
 
-    def __init__(self, layers: Sequence[Parts], rate: float, steps: int, processes: ProcessGroup = ALONE) -> None:
-        self.layers: list[dict[str, Tensor]] = []
+    def __init__(
+        self, layers: Sequence[Parts], rate: float, steps: int, processes: ProcessGroup = ALONE, rank: int = 0
+    ) -> None:
+        self._layers: list[dict[str, Trained]] = []
         self._steps, self._taken, self._processes = steps, 0, processes
+        generator = torch.Generator().manual_seed(0)
         groups = []
         for parts in layers:
             scale = {name: _rms(tensor) for name, tensor in parts.items()}
             scale |= {bias: max(scale[bias], scale[role]) for role, bias in BIASES.items()}
-            trained = {name: tensor.detach().clone().requires_grad_() for name, tensor in parts.items()}
-            groups += [
-                {"params": [tensor], "lr": rate * scale[name], "height": rate * scale[name]}
-                for name, tensor in trained.items()
-            ]
-            self.layers.append(trained)
+            made = {name: trained(tensor, name, rank, generator) for name, tensor in parts.items()}
+            for name, part in made.items():
+                heights = (rate * each for each in part.scales(scale[name]))
+                groups += [
+                    {"params": [weight], "lr": height, "height": height}
+                    for weight, height in zip(part.weights, heights, strict=True)
+                ]
+            self._layers.append(made)
         self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
+
+    def parts(self) -> list[dict[str, Tensor]]:
+        """What is trained, layer by layer, with gradients; for one backward pass."""
+        return [{name: part.value() for name, part in parts.items()} for parts in self._layers]
 
     def step(self, losses: Iterable[Tensor]) -> None:
         """One step down the gradient of a sum of losses, each of which is made when the one before is done."""
@@ -52,16 +63,18 @@ class RelativeAdam:
         for loss in losses:
             torch.autograd.backward(loss)
         if self._processes.size > 1:
-            self._processes.add_up(map(_gradient, self._trained()))
+            self._processes.add_up(map(_gradient, self.weights()))
         self._adam.step()
         self._taken += 1
 
-    def _trained(self) -> Iterator[Tensor]:
-        return (tensor for parts in self.layers for tensor in parts.values())
+    def weights(self) -> Iterator[Tensor]:
+        """The leaves of what is trained, which take gradients."""
+        return (weight for parts in self._layers for part in parts.values() for weight in part.weights)
 
     def results(self) -> list[dict[str, Tensor]]:
         """What was trained, layer by layer, without gradients."""
-        return [{name: tensor.detach() for name, tensor in parts.items()} for parts in self.layers]
+        with torch.no_grad():
+            return [{name: tensor.detach() for name, tensor in parts.items()} for parts in self.parts()]
 
 
 def batch_order(count: int, steps: int, seed: int) -> list[int]:

@@ -83,6 +83,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
     settings: dict[str, Any] = {
         "steps": steps,
         "kl_steps": options.kl_steps,
+        "kl_rank": options.kl_rank,
         "default_kl_steps": steps_together(options),
         "held_out": calibration.held_out,
         "fresh": calibration.fresh,
@@ -101,7 +102,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         )
     record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
     if training := store.finished():
-        record = replace(record, kl_steps=training.kl_steps, kl=training.kl)
+        record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
     return Merged(merged_plan(plan, store), dict(fitted.errors), record, _head_order(plan, store), devices)
 
 

@@ -15,7 +15,14 @@ from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
-from gqa_convert.conversion.fit.limits import has_room, must_recompute, trained_model
+from gqa_convert.conversion.fit.limits import (
+    LOW_RANK,
+    TrainedModel,
+    chosen_rank,
+    has_room,
+    must_recompute,
+    trained_model,
+)
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
@@ -47,8 +54,10 @@ def train_together(
     *,
     steps: int,
     seed: int,
+    rank: int = 0,
     precision: Precision = nullcontext,
     requested: bool = True,
+    requested_rank: int | None = None,
     processes: ProcessGroup = ALONE,
 ) -> None:
     """The stage for a plan whose layers are all in the store.
@@ -62,11 +71,13 @@ def train_together(
         on_layer: called as steps are taken, and with the record at the end.
         steps: batches to see.
         seed: of their order.
+        rank: of the changes of query and output projections; 0 trains these as they are.
         precision: of the forward passes.
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
+        requested_rank: the rank if the user asked for it.
         processes: that share the text; the first alone writes to the store.
     """
-    recomputes = must_recompute(trained_model(plan, _longest(batches)), model.device) is not False
+    recomputes = must_recompute(_sizes(plan, batches), model.device, rank) is not False
     finder = attention_of(plan)
     layouts = [LayerTensors(finder, layer) for layer, _ in plan.merged_layers]
     counts = [groups for _, groups in plan.merged_layers]
@@ -88,6 +99,7 @@ def train_together(
         parts,
         steps=steps,
         seed=seed,
+        rank=rank,
         least=least,
         precision=precision,
         recomputes=recomputes,
@@ -98,8 +110,13 @@ def train_together(
     for number, new in enumerate(trained or ()):
         before = layouts[number].repeated(store.read(number), counts[number])
         made[number] = layouts[number].join(as_heads(new), before, counts[number])
+    takes_steps = kl.before >= least
     record = TrainingRecord(
-        kl_steps=steps if kl.before >= least else 0, kl=kl, requested_steps=steps if requested else None
+        kl_steps=steps if takes_steps else 0,
+        kl=kl,
+        requested_steps=steps if requested else None,
+        kl_rank=rank if takes_steps else 0,
+        requested_rank=requested_rank,
     )
     for number, tensors in made.items():
         processes.check_equal(layouts[number].layer.module, tensors)
@@ -125,18 +142,26 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
         )
 
 
-def affordable(plan: Plan, model: Any, batches: Sequence[Batch]) -> bool:
+def common_rank(
+    plan: Plan, model: Any, batches: Sequence[Batch], asked: int | None, processes: ProcessGroup = ALONE
+) -> int:
+    """The rank that `chosen_rank` says, the same for all processes: the low one where one of them is short of memory."""
+    if asked is not None:
+        return asked
+    return 0 if processes.all(chosen_rank(_sizes(plan, batches), model.device, None) == 0) else LOW_RANK
+
+
+def affordable(plan: Plan, model: Any, batches: Sequence[Batch], rank: int) -> bool:
     """Whether the stage is worth its memory and time here: all weights in memory, with room for what is trained and for
     one sequence's way back, and on a CPU no more than `has_room` allows."""
     if offloaded_weights(model) is not None:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return has_room(parameters, trained_model(plan, _longest(batches)), model.device)
+    return has_room(parameters, _sizes(plan, batches), model.device, rank)
 
 
-def _longest(batches: Sequence[Batch]) -> int:
-    """The tokens of the longest sequence."""
-    return max(int(tensor.shape[1]) for batch in batches for tensor in batch.values())
+def _sizes(plan: Plan, batches: Sequence[Batch]) -> TrainedModel:
+    return trained_model(plan, max(int(tensor.shape[1]) for batch in batches for tensor in batch.values()))
 
 
 def _rows(batch: Batch) -> list[Batch]:
@@ -153,6 +178,7 @@ def match_predictions(
     *,
     steps: int,
     seed: int,
+    rank: int = 0,
     least: float = 0.0,
     precision: Precision = nullcontext,
     recomputes: bool = False,
@@ -169,6 +195,7 @@ def match_predictions(
         parts: merged heads of each layer, in the order of `assemblies`.
         steps: batches to see.
         seed: of their order.
+        rank: of the changes of query and output projections; 0 trains these as they are.
         least: divergence below which nothing is done.
         precision: the context of the forward passes of a step.
         recomputes: whether layers keep only their inputs for the way back, and compute the rest again.
@@ -187,7 +214,7 @@ def match_predictions(
         result: Tensor = model(**batch, use_cache=False).logits
         return result
 
-    def divergences(batches: Iterable[Batch], parts: Sequence[Parts]) -> Iterator[tuple[Tensor, Tensor]]:
+    def divergences(batches: Iterable[Batch], latest: Callable[[], Sequence[Parts]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Sums and counts, batch by batch; the student's weights are in place until the next batch is asked for, because
         layers that are computed again on the way back read them."""
         for batch in batches:
@@ -195,33 +222,33 @@ def match_predictions(
             with torch.no_grad():
                 wanted = logits(moved)
             with ExitStack() as stack:
-                for (module, assembly), own in zip(modules, parts, strict=True):
+                for (module, assembly), own in zip(modules, latest(), strict=True):
                     stack.enter_context(replaced(module, assembly(own)))
                 stack.enter_context(recomputed(layers))
                 yield summed_divergence(logits(moved), wanted, moved, decodes=model.config.is_encoder_decoder)
 
-    def mean(parts: Sequence[Parts]) -> float:
+    def mean(latest: Callable[[], Sequence[Parts]]) -> float:
         with torch.no_grad():
-            sums = [(float(total.double()), float(count)) for total, count in divergences(judged.values(), parts)]
+            sums = [(float(total.double()), float(count)) for total, count in divergences(judged.values(), latest)]
         total, count = processes.totals([sum(total for total, _ in sums), sum(count for _, count in sums)])
         return total / count
 
     on_step(0, steps, None)
-    before = mean(parts)
+    before = mean(lambda: parts)
     curve: list[tuple[int, float]] = []
     if before < least:
         return None, Divergence(before, before)
-    optimizer = RelativeAdam(parts, RATE, steps, processes)
+    optimizer = RelativeAdam(parts, RATE, steps, processes, rank)
     with kept_heap(model.device):
         for done, number in enumerate(batch_order(len(batches), steps, seed)):
             with torch.enable_grad(), training_attention(precision):
                 count = positions(batches[number], decodes=model.config.is_encoder_decoder)
-                sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.layers)
+                sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.parts)
                 optimizer.step(total / count for total, _ in sums)
             if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
-                curve.append((done + 1, mean(optimizer.results())))
+                curve.append((done + 1, mean(optimizer.parts)))
             on_step(done + 1, steps, curve[-1][1] if curve else before)
-    after = mean(optimizer.results())
+    after = mean(optimizer.parts)
     if not after < before:
         return None, Divergence(before, before)
     return optimizer.results(), Divergence(before, after, tuple(curve))

@@ -222,14 +222,15 @@ def _on_text(
     """Errors and losses from running the source on text."""
     calibration = calibrate(plan, text, progress)
     from gqa_convert.conversion.fit.lockstep import open_model
-    from gqa_convert.conversion.fit.whole_model import affordable
+    from gqa_convert.conversion.fit.whole_model import affordable, common_rank
     from gqa_convert.measuring.inspect.trials import run_trials, split
 
     measured, held_out = split(calibration.batches)
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
     # a text that is used up leaves none to hold out, without which `fit` skips its last stage
-    last_stage = calibration.warning is None and affordable(plan, model, calibration.batches)
+    rank = common_rank(plan, model, calibration.batches, text.kl_rank)
+    last_stage = calibration.warning is None and affordable(plan, model, calibration.batches, rank)
     records, loss = run_trials(
         model,
         plan.layers,
