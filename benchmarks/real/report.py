@@ -252,15 +252,19 @@ def choice_table(data: Data) -> str:
 
 
 def uptraining_table(uptraining: Data) -> str:
-    """What uptraining adds to a conversion, by starting point and number of tokens."""
+    """What uptraining adds to a conversion, by starting point, number of tokens and objective."""
     if not uptraining:
         return MISSING
     lines = []
-    for cell in sorted(uptraining["cells"], key=lambda cell: (list(METHODS).index(cell["start"]), cell["tokens"])):
+    order = list(METHODS)
+    for cell in sorted(
+        uptraining["cells"],
+        key=lambda cell: (order.index(cell["start"]), cell["seed"], cell["tokens"], cell["objective"]),
+    ):
         target = Target(cell["model"], cell["groups"])
-        rate, minutes = (
-            (f"{cell['recipe']['learning_rate']:g}", f"{cell['core_minutes']:.0f}") if cell["tokens"] else ("", "")
-        )
+        trained = ["", "", ""]
+        if cell["tokens"]:
+            trained = [cell["objective"].upper(), f"{cell['recipe']['learning_rate']:g}", f"{cell['core_minutes']:.0f}"]
         scored = [next(iter(cell["loss"].get(kind, {}).values()), None) for kind in KINDS]
         lines.append(
             [
@@ -268,14 +272,13 @@ def uptraining_table(uptraining: Data) -> str:
                 heads(target),
                 cell["start"],
                 f"{cell['tokens']:,}",
-                rate,
-                minutes,
+                *trained,
                 *(f"{each['loss']:.3f}" if each else "" for each in scored),
                 *(f"{each['kl']:.3f} ± {each['kl_error']:.3f}" if each else "" for each in scored),
                 found_needles([cell]),
             ]
         )
-    header = ["model", "K/V heads", "start", "tokens", "learning rate", "core minutes"]
+    header = ["model", "K/V heads", "start", "tokens", "objective", "learning rate", "core minutes"]
     header += [*(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"{table(header, lines)}\n\n{commands(uptraining)}"
 

@@ -1,10 +1,10 @@
-"""What uptraining with the source as teacher adds to a conversion of SmolLM2-135M, from several starting points.
+"""What uptraining adds to a conversion of SmolLM2-135M, from several starting points.
 
-    python -m benchmarks.real.uptraining --folder FOLDER [--starts mean fit-100] [--tokens 131072] [--learning-rate 5e-4]
+    python -m benchmarks.real.uptraining --folder FOLDER [--starts mean fit-100] [--tokens 131072] [--objective lm]
 
 FOLDER is that of `benchmarks.real`. A cell is a starting point and a number of tokens: the conversion is trained as
-a whole on so many tokens of the calibration text, with a schedule of its own, and scored as in `benchmarks.real`. A
-killed command resumes when it is repeated. `python -m benchmarks.real.report` writes the table of docs/real-model.md.
+a whole on so many tokens of the calibration text, with a schedule of its own, and scored as in `benchmarks.real`. The
+objective is `kl`, the match with the source's predictions, or `lm`, the next token of the text. A killed command resumes when it is repeated. `python -m benchmarks.real.report` writes the table of docs/real-model.md.
 """
 
 import argparse
@@ -34,6 +34,7 @@ SEQUENCE_LENGTH = 1024
 HELD_OUT_TOKENS = 8192
 CALIBRATION_TOKENS = 24_576
 TARGET = TARGETS[0]
+OBJECTIVES = ("kl", "lm")
 
 
 class Job(NamedTuple):
@@ -44,6 +45,7 @@ class Job(NamedTuple):
     start: str
     tokens: int
     seed: int
+    objective: str
 
 
 def start(job: Job, folder: Path) -> Path:
@@ -58,7 +60,7 @@ def recipe(job: Job, folder: Path, rate: float | None) -> dict[str, Any]:
         "model": str(start(job, folder)),
         "output": str(scratch(folder, "uptrained", "-".join(map(str, job)))),
         "data": str(calibration_file(folder, MIXED)),
-        "teacher": str(model_folder(folder, job.model)),
+        **({"teacher": str(model_folder(folder, job.model))} if job.objective == "kl" else {}),
         "tokens": job.tokens,
         "tokens_per_step": TOKENS_PER_STEP,
         "sequence_length": SEQUENCE_LENGTH,
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="+", choices=tuple(METHODS), default=["mean", "fit-100"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[0, 131_072], help="to train on (default: 0 131072)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration and training (default: 0)")
+    parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="(default: %(default)s)")
     parser.add_argument(
         "--learning-rate",
         type=float,
@@ -140,7 +143,8 @@ def main() -> None:
     for seed in options.seeds:
         for tokens in options.tokens:
             for name in options.starts:
-                measure(Job(*TARGET, name, tokens, seed), bench, records, folder, options.learning_rate)
+                job = Job(*TARGET, name, tokens, seed, options.objective)
+                measure(job, bench, records, folder, options.learning_rate)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def test_the_report_has_a_row_for_each_method() -> None:
             for groups, ms in ((3, 4.5), (1, 3.0))
         ],
     }
-    run = {"model": "smollm2", "groups": 1, "start": "mean", "seed": 0, "needle": needle}
+    run = {"model": "smollm2", "groups": 1, "start": "mean", "seed": 0, "objective": "lm", "needle": needle}
     uptraining = {
         "commands": [["python", "-m", "benchmarks.real.uptraining"]],
         "cells": [
@@ -253,8 +253,8 @@ def test_the_report_has_a_row_for_each_method() -> None:
     assert "| bytes read / bandwidth | 1.5 -> 1.0 | 1.50 |" in made["decoding"]
     assert "Not measured: vLLM (not installed)." in made["decoding"]
     before, after = [line for line in made["uptraining"].splitlines() if "| mean |" in line]
-    assert "| mean | 0 |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
-    assert "| mean | 2,048 | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
+    assert "| mean | 0 |  |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
+    assert "| mean | 2,048 | LM | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
     nothing = blocks({"commands": [], "models": {}, "cells": []}, {}, {})
     assert MISSING in nothing["results"]
     assert nothing["uptraining"] == nothing["decoding"] == MISSING
