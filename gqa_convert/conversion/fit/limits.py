@@ -22,12 +22,6 @@ _MOST_PARAMETERS = 200_000_000
 """A CPU would need hours for more."""
 _SHARE = 0.7
 """Of the free memory that the stage which trains all layers together may take."""
-TRAINED_BYTES = 24
-"""Of a number that this stage trains: itself and the one that it began with, its gradient, two moments, and its copy in
-the module's weights.
-"""
-CHANGED_BYTES = 12
-"""Of a number whose change has a low rank: itself, itself with the change, and its copy in the module's weights."""
 LOW_RANK = 32
 """Of the changes of query and output projections, where memory is too short to train these as they are."""
 
@@ -48,16 +42,13 @@ class TrainedModel(NamedTuple):
     """Of query and output projections, in all layers."""
     merged_rows: int
     """Of the merged key and value projections."""
+    repeated_rows: int
+    """Of these, with heads repeated to the source's number."""
     tokens: int
     """Of the longest sequence."""
     hidden_size: int
     layers: int
     vocabulary: int
-
-    @property
-    def trained(self) -> int:
-        """Numbers of the merged layers."""
-        return (self.projected_rows + self.merged_rows) * self.hidden_size
 
     def trained_bytes(self, rank: int) -> int:
         """What is trained, with its gradients and moments.
@@ -65,11 +56,16 @@ class TrainedModel(NamedTuple):
         Args:
             rank: of the changes of query and output projections; 0 trains these as they are.
         """
-        if not rank:
-            return TRAINED_BYTES * self.trained
-        factors = rank * (self.projected_rows + 2 * self.layers * self.hidden_size)
-        trained = self.merged_rows * self.hidden_size + factors
-        return CHANGED_BYTES * self.projected_rows * self.hidden_size + TRAINED_BYTES * trained
+        projected, merged, repeated = (
+            rows * self.hidden_size for rows in (self.projected_rows, self.merged_rows, self.repeated_rows)
+        )
+        # numbers that are trained stand beside those that they began with, their gradients and two moments
+        numbers = 5 * (merged if rank else merged + projected)
+        if rank:
+            # a change is a product of two matrices
+            factors = rank * (self.projected_rows + 2 * self.layers * self.hidden_size)
+            numbers += 2 * projected + 4 * factors
+        return 4 * (numbers + projected + repeated)  # with copies in the modules' weights
 
     def backward_bytes(self, *, recomputes: bool) -> int:
         """What a sequence keeps for its backward pass, in float32, logits of student and source included.
@@ -98,10 +94,11 @@ def trained_model(plan: Plan, tokens: int) -> TrainedModel:
     """
     config = plan.checkpoint.config
     hidden_size = hidden_size_of(plan)
-    widths = [(layer.key_head_dim + layer.value_head_dim, layer.heads, groups) for layer, groups in plan.merged_layers]
+    merged = [(layer.key_head_dim + layer.value_head_dim, layer, groups) for layer, groups in plan.merged_layers]
     return TrainedModel(
-        projected_rows=sum(width * heads for width, heads, _ in widths),
-        merged_rows=sum(width * groups for width, _, groups in widths),
+        projected_rows=sum(width * layer.heads for width, layer, _ in merged),
+        merged_rows=sum(width * groups for width, _, groups in merged),
+        repeated_rows=sum(width * layer.kv_heads for width, layer, _ in merged),
         tokens=tokens,
         hidden_size=hidden_size,
         layers=len(plan.layers),
