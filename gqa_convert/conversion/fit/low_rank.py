@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 PROJECTIONS = ("queries", "outputs")
-"""Of a layer's parts, those that no merge has changed and that a small change suffices for."""
+"""The parts of a layer of which a merge leaves as many heads as there were."""
 
 
 class Trained(ABC):
@@ -78,7 +78,8 @@ class LowRank(Trained):
         return self._scale, own
 
     def value(self) -> Tensor:
-        changed = torch.addmm(self._matrix(), self.up, self.down)
+        with torch.autocast(self._start.device.type, enabled=False):  # the sum keeps the precision of the weights
+            changed = torch.addmm(self._matrix(), self.up, self.down)
         if not self._is_output:
             return changed.view(self._start.shape)
         heads, ratio, _, head_dim = self._start.shape
