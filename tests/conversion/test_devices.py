@@ -40,7 +40,9 @@ TRAINED = 1e-6
 """Of errors after gradient steps in float32."""
 
 
-def fit(source: Path, groups: int, out: Path, batches: Any, processes: ProcessGroup, steps: int, kl_steps: int) -> Any:
+def fit(
+    source: Path, groups: int, out: Path, batches: Any, processes: ProcessGroup, steps: int, kl_steps: int, rank: int
+) -> Any:
     """The merged layers, their records, the divergence after them, and the record of the last stage."""
     plan = make_plan(open_checkpoint(source), groups, method="fit")
     store = MergedLayers(out, {}, keep=True)
@@ -54,6 +56,7 @@ def fit(source: Path, groups: int, out: Path, batches: Any, processes: ProcessGr
         lambda *_: None,
         steps=steps,
         kl_steps=kl_steps,
+        kl_rank=rank,
         held_out=batches[:1],
         device="cpu",
         processes=processes,
@@ -72,15 +75,20 @@ def distance(one: Any, other: Any) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("name", "groups", "counts"), [("llama", 3, (5, 5)), ("gpt2", 4, (3, 1)), ("t5", 3, (3, 3))])
-def test_devices_give_what_one_gives(name: str, groups: int, counts: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "groups", "counts", "rank"),
+    [("llama", 3, (5, 5), 0), ("llama", 4, (1, 3), 2), ("gpt2", 4, (3, 1), 0), ("t5", 3, (3, 3), 0)],
+)
+def test_devices_give_what_one_gives(
+    name: str, groups: int, counts: tuple[int, int], rank: int, tmp_path: Path
+) -> None:
     """Closed forms alone and gradient steps, on odd numbers of batches of three sequences, and on fewer batches than
     devices.
     """
     case = folded.build(name)
     source = case.save(tmp_path / "source")
     cases = [
-        (batches_for(case.model, count=count, rows=3, length=24), steps, steps)
+        (batches_for(case.model, count=count, rows=3, length=24), steps, steps, rank)
         for count, steps in zip(counts, (0, 3), strict=True)
     ]
 
@@ -108,6 +116,7 @@ def test_devices_give_what_one_gives(name: str, groups: int, counts: tuple[int, 
         assert two[2] == pytest.approx(divergence, rel=1e-5, abs=1e-7)  # of logits in float32
         if training is not None:
             assert (two[3].kl_steps, two[3].requested_steps) == (training.kl_steps, training.requested_steps)
+            assert two[3].kl_rank == training.kl_rank == (rank if training.kl_steps else 0)
             assert two[3].kl.after == pytest.approx(training.kl.after, rel=1e-5, abs=1e-7)
         for tensor, off in distance(layers, two[0]).items():
             # to biases of keys the output is indifferent: their gradient is rounding, which Adam makes a step of

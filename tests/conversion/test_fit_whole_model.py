@@ -19,6 +19,7 @@ from gqa_convert.conversion.fit import limits, whole_model
 from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.processes import ProcessGroup
 from gqa_convert.conversion.fit.records import TrainingProgress
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam
 from gqa_convert.conversion.fit.source_layer import attention_of
@@ -331,12 +332,15 @@ def test_where_memory_is_short_changes_have_a_low_rank(tmp_path: Path, monkeypat
     stage = limits.trained_model(plan, max(batch["input_ids"].shape[1] for batch in batches))
     whole, low = (stage.stage_bytes(rank, recomputes=True) / limits._SHARE for rank in (0, 2))
     assert low < whole
+    other_is_short = ProcessGroup()
+    monkeypatch.setattr(other_is_short, "all", lambda _: False)
     found = {}
     for free in (whole + 1, whole - 1, low + 1, low - 1):
         monkeypatch.setattr(limits, "available_memory", lambda place, free=free: free)
         rank = common_rank(plan, model, batches, None)
         found[free] = rank, affordable(plan, model, batches, rank)
         assert [common_rank(plan, model, batches, asked) for asked in (0, 5)] == [0, 5]
+        assert common_rank(plan, model, batches, None, other_is_short) == 2
     assert list(found.values()) == [(0, True), (2, True), (2, True), (2, False)]
     monkeypatch.setattr(limits, "available_memory", lambda place: whole - 1)
     with MergedLayers(tmp_path / "store", {}, keep=False) as store:
