@@ -30,6 +30,19 @@ def versions() -> dict[str, str]:
     }
 
 
+def command_line(module: str) -> list[str]:
+    """The command that is running, as a user would give it.
+
+    Args:
+        module: the name that stands after `python -m`.
+    """
+    given = sys.argv[1:]
+    for option in _FOLDER_OPTIONS:
+        if option in given:
+            del given[given.index(option) : given.index(option) + 2]
+    return ["python", "-m", module, *given]
+
+
 def fingerprint(folder: Path) -> str:
     """Of a checkpoint's weights."""
     digest = hashlib.sha256()
@@ -58,7 +71,7 @@ class Records:
         return found
 
     def begin(self, module: str, held_out_tokens: int) -> None:
-        """Remember the command that is running, as a user would give it, and what losses are measured on.
+        """Remember the command that is running, and what losses are measured on.
 
         Args:
             module: the name that stands after `python -m`.
@@ -68,11 +81,7 @@ class Records:
             sys.exit(
                 f"{self.path} was measured on {self.data['held_out_tokens']} tokens, this is {held_out_tokens}: name another --output"
             )
-        given = sys.argv[1:]
-        for option in _FOLDER_OPTIONS:
-            if option in given:
-                del given[given.index(option) : given.index(option) + 2]
-        line = ["python", "-m", module, *given]
+        line = command_line(module)
         if line not in self.data["commands"]:
             self.data["commands"].append(line)
 

@@ -18,6 +18,7 @@ from benchmarks.records import Cell
 from .__main__ import OUTPUT
 from .conversions import METHODS
 from .decoding import OUTPUT as DECODING
+from .error_sites import OUTPUT as SITES
 from .folders import KV_HEADS, SECOND, SMOLLM2, TARGETS, Target
 from .needle import DEPTHS
 from .text import KINDS
@@ -347,13 +348,44 @@ def sources_table(data: Data) -> str:
     return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
 
 
-def blocks(data: Data, decoding: Data, uptraining: Data) -> dict[str, str]:
+def sites_tables(sites: Data) -> str:
+    """Where a result's errors are: by layer and head, and by rotary frequency over all layers."""
+    if not sites:
+        return MISSING
+    lines = [
+        [
+            str(number),
+            f"{layer['output']:.3f}",
+            f"{min(layer['heads']):.3f} to {max(layer['heads']):.3f}",
+            f"{layer['attention_kl']:.3f}",
+            f"{layer['kl']:.4f}",
+        ]
+        for number, layer in enumerate(sites["layers"])
+    ]
+    header = ["layer", "squared error of the output", "by query head", "KL of attention", "KL of the predictions"]
+    bands = []
+    named = [(f"{band['first']} to {band['last']}", f"{band['wavelength']:,.0f}") for band in sites["bands"]]
+    for number, (pairs, wavelength) in enumerate([*named, ("all", "")]):
+        signal, errors = (
+            statistics.mean(layer[each][number] for layer in sites["layers"]) for each in ("signal", "errors")
+        )
+        bands.append([pairs, wavelength, f"{signal:.2f}", f"{errors:.2f}", f"{errors / signal:.2f}"])
+    over = ["rotary pairs", "positions of a turn, at most", "spread of the source's scores", "of their errors", "ratio"]
+    measured = f"{sites['method']}, seed {sites['seed']}, {sites['tokens']:,} held-out tokens of {sites['kind']}"
+    return (
+        f"{measured}; KL of all layers together: {sites['kl']:.3f}.\n\n{table(header, lines)}\n\n{table(over, bands)}\n\n"
+        f"    {' '.join(sites['command'])}"
+    )
+
+
+def blocks(data: Data, decoding: Data, uptraining: Data, sites: Data) -> dict[str, str]:
     """The text of every block of the page.
 
     Args:
         data: content of the file of `benchmarks.real`.
         decoding: content of the file of `benchmarks.real.decoding`; empty if there is none.
         uptraining: likewise of `benchmarks.real.uptraining`.
+        sites: likewise of `benchmarks.real.error_sites`.
     """
     made: dict[str, Callable[[Data], str]] = {
         "results": results_table,
@@ -366,7 +398,11 @@ def blocks(data: Data, decoding: Data, uptraining: Data) -> dict[str, str]:
         "commands": commands,
     }
     found = {name: make(data) for name, make in made.items()}
-    return found | {"decoding": decoding_table(decoding), "uptraining": uptraining_table(uptraining)}
+    return found | {
+        "decoding": decoding_table(decoding),
+        "uptraining": uptraining_table(uptraining),
+        "sites": sites_tables(sites),
+    }
 
 
 def main() -> None:
@@ -376,10 +412,10 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
-    decoding, uptraining = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (DECODING, UPTRAINING)
+    others = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (DECODING, UPTRAINING, SITES)
     )
-    for name, text in blocks(data, decoding, uptraining).items():
+    for name, text in blocks(data, *others).items():
         page = filled(page, name, text)
     arguments.page.write_text(page, encoding="utf-8")
 

@@ -242,7 +242,30 @@ def test_the_report_has_a_row_for_each_method() -> None:
             run | {"tokens": 0, "loss": mean["loss"]},
         ],
     }
-    made = blocks(data, decoding, uptraining)
+    layer = {
+        "output": 0.1,
+        "heads": [0.2, 0.05],
+        "attention_kl": 0.3,
+        "kl": 0.004,
+        "signal": [2.0, 8.0, 9.0],
+        "errors": [1.0, 2.0, 0.5],
+    }
+    sites = {
+        "command": ["python", "-m", "benchmarks.real.error_sites"],
+        "method": "fit",
+        "seed": 0,
+        "kind": "prose",
+        "tokens": 4096,
+        "kl": 0.5,
+        "bands": [{"first": 0, "last": 3, "wavelength": 19.6}, {"first": 4, "last": 7, "wavelength": 1234.5}],
+        "layers": [layer, layer | {"signal": [4.0, 2.0, 11.0]}],
+    }
+    made = blocks(data, decoding, uptraining, sites)
+    assert "fit, seed 0, 4,096 held-out tokens of prose; KL of all layers together: 0.500." in made["sites"]
+    assert "| 1 | 0.100 | 0.050 to 0.200 | 0.300 | 0.0040 |" in made["sites"]
+    assert "| 0 to 3 | 20 | 3.00 | 1.00 | 0.33 |" in made["sites"]
+    assert "| 4 to 7 | 1,234 | 5.00 | 2.00 | 0.40 |" in made["sites"]
+    assert "| all |  | 10.00 | 0.50 | 0.05 |" in made["sites"]
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3 -> 1" in row
     assert "3.000 -> 3.300, 90.0%" in row
@@ -255,6 +278,6 @@ def test_the_report_has_a_row_for_each_method() -> None:
     before, after = [line for line in made["uptraining"].splitlines() if "| mean |" in line]
     assert "| mean | 0 |  |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
     assert "| mean | 2,048 | LM | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
-    nothing = blocks({"commands": [], "models": {}, "cells": []}, {}, {})
+    nothing = blocks({"commands": [], "models": {}, "cells": []}, {}, {}, {})
     assert MISSING in nothing["results"]
-    assert nothing["uptraining"] == nothing["decoding"] == MISSING
+    assert nothing["uptraining"] == nothing["decoding"] == nothing["sites"] == MISSING
