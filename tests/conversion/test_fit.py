@@ -383,6 +383,9 @@ class TestCommand:
             (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
             (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
             (["-n", "3", "-c", str(text), "--kl-steps", "-1"], ["--kl-steps -1"]),
+            (["-n", "3", "-m", "factor", "-c", str(text), "--kl-rank", "8"], ["--kl-rank 8", "factor", "fit"]),
+            (["-n", "3", "-c", str(text), "--kl-rank", "-1"], ["--kl-rank -1"]),
+            (["-n", "3", "-c", str(text), "--kl-steps", "0", "--kl-rank", "8"], ["--kl-rank 8", "--kl-steps"]),
             (
                 ["-n", "3", "-c", str(text), "--calibration-tokens", "90000", "--kl-steps", "5"],
                 ["--kl-steps 5", "more text"],

@@ -98,6 +98,10 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
         if value is not None and (not needs.trains or value < 0):
             training = names(tuple(each for each in CHOICES if each.trains))
             raise OptionError(f"{option} {value} with --method {method}: only {training} takes it, 0 or more")
+    if calibration.kl_rank is not None and not steps_together(calibration):
+        raise OptionError(
+            f"--kl-rank {calibration.kl_rank} is for the last stage, which takes no steps here: leave it out, or name a number with --kl-steps"
+        )
     if calibration.device is not None:
         chosen_devices(calibration.device)
 
