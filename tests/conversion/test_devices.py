@@ -41,7 +41,14 @@ TRAINED = 1e-6
 
 
 def fit(
-    source: Path, groups: int, out: Path, batches: Any, processes: ProcessGroup, steps: int, kl_steps: int, rank: int
+    source: Path,
+    groups: int,
+    out: Path,
+    batches: Any,
+    processes: ProcessGroup,
+    steps: int,
+    kl_steps: int,
+    rank: int = 0,
 ) -> Any:
     """The merged layers, their records, the divergence after them, and the record of the last stage."""
     plan = make_plan(open_checkpoint(source), groups, method="fit")
