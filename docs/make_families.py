@@ -76,7 +76,7 @@ written to `text_config`, or to the config itself where an early one (Qwen2-VL) 
 named here: the result, with an image among its inputs, computes what the source computes with merged heads. Another decoder of the table above is
 accepted too if the config names it. Methods that read text run the decoder alone, without an image; an mllama, whose cross-attention runs
 on images alone, is merged from its weights (`mean`, `factor`, `align`). `verify` also compares a random image and a question, where the folder has a processor that
-runs on this machine (many need torchvision). `evaluate`, `inspect`, `recommend` and `uptrain` work on text; `check-serving` compares no wrapper. A text without an image is causal, in PaliGemma too,
+runs on this machine (many need torchvision). `evaluate`, `inspect` and `uptrain` work on text; `check-serving` compares no wrapper. A text without an image is causal, in PaliGemma too,
 whose prompts are not: it counts as the suffix of an empty prompt. transformers' class of the wrapper loads the result (`AutoModelForImageTextToText`); no other engine was tried.
 """
 

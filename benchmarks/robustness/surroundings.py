@@ -38,7 +38,6 @@ READING: dict[str, tuple[str, ...]] = {
         "--context",
         "32",
     ),
-    "recommend": ("recommend", "model", "--memory", "1GB", "--context", "64"),
     "benchmark": (
         "benchmark",
         "model",

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from .help import PlainCommand, PlainHelp, help_text
 
 COMMANDS = {
-    "Before converting": ("plan", "inspect", "recommend", "restate"),
+    "Before converting": ("plan", "inspect", "restate"),
     "Converting": ("convert", "verify", "generate-text", "tokenize", "uptrain"),
     "Measuring": ("evaluate", "benchmark", "report"),
     "Serving and sharing": ("check-serving", "publish"),

@@ -153,10 +153,10 @@ def convert(
         folder, replaceable = working_folder(out, overwrite=overwrite)
         kept = KeptDivergences(folder)
         with stage_progress(quiet=quiet) as step:
-            (choice,) = choose_groups(
+            choice = choose_groups(
                 source,
                 folder,
-                [budget],
+                budget,
                 CalibrationOptions(
                     source=calibration,
                     tokens=calibration_tokens,

@@ -229,7 +229,6 @@ PartOfFiles = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", "-b", metavar="B", help="Sequences decoded at once.")]
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE.png", help="Also draw the result; needs matplotlib.", show_default=False),

@@ -101,8 +101,8 @@ def plan(
         from gqa_convert.measuring.budget.run import choose_groups
 
         with stage_progress(quiet=quiet) as step:
-            (choice,) = choose_groups(
-                source, None, [budget], asked, method=method, revision=revision, progress=step, **options
+            choice = choose_groups(
+                source, None, budget, asked, method=method, revision=revision, progress=step, **options
             )
         wanted = choice.groups
     made, text = plan_source(source, revision, planner_for(wanted, method, asked, **options))

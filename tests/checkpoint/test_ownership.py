@@ -16,7 +16,6 @@ from gqa_convert.checkpoint.signed_card import signed
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
 from gqa_convert.measuring.inspect.run import inspect_checkpoint
-from gqa_convert.measuring.recommend import Constraints, recommend_groups
 from gqa_convert.text.keys import read_path
 from tests.helpers.checkpoints import digests, write_llama
 
@@ -202,7 +201,6 @@ def test_a_home_folder_is_recorded_as_what_it_stands_for(
     """A record is read elsewhere, by others, and by commands that look for the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert inspect_checkpoint("~/source", groups=[3]).source == str(source)
-    assert recommend_groups("~/source", Constraints(memory=10**9, context=16)).source == str(source)
     assert read_path("model", "~/source") == str(source)
     assert read_path("model", "org/model") == "org/model"
     assert [expanded(name) for name in ("~", "~nobody-of-this-name/x", "./a~b")] == [

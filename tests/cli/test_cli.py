@@ -28,7 +28,6 @@ POOLING = [method.name for method in CHOICES if method.pooling is not None]
 COMMANDS = (
     "plan",
     "inspect",
-    "recommend",
     "restate",
     "convert",
     "verify",

@@ -51,7 +51,6 @@ NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks: ben
 INSTEAD: dict[str, dict[str, str]] = {
     "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "1"},
     "inspect": {"--calibration-tokens": "300"},
-    "recommend": {"--calibration-tokens": "300"},
     "evaluate": {"--tokens": "400", "--context": "32"},
     "benchmark": {
         "--batch": "1",
@@ -218,7 +217,7 @@ def shortened(command: Command) -> list[str]:
             instead |= HUB_RECIPES
         stated = dict(word.split("=", 1) for word in words[1:])
         return [name, recipe, *(f"{key}={value}" for key, value in (stated | instead).items()), *options]
-    if name in ("convert", "inspect", "recommend") and "--calibration" not in words:
+    if name in ("convert", "inspect") and "--calibration" not in words:
         instead = {}
     if name == "publish" and "--dry-run" not in words:
         words.append("--dry-run")  # all but the upload

@@ -37,7 +37,6 @@ from gqa_convert.measuring.budget.layer_merging import ClosedForm
 from gqa_convert.measuring.budget.run import choose_groups
 from gqa_convert.measuring.inspect import quick_fit
 from gqa_convert.measuring.next_command import budget_command
-from gqa_convert.measuring.recommend.budgets import recommend_within
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import DEMO
@@ -164,16 +163,15 @@ def test_exchanges_are_tried_until_none_is_better() -> None:
         passes.append(list(lists))
         return [float(sum(abs(a - b) for a, b in zip(each, best, strict=True))) for each in lists]
 
-    search, other = CandidateSearch(layers, 10), CandidateSearch(layers, 10)
-    measure_candidates([search, other], measure, rounds=9)
+    search = CandidateSearch(layers, 10)
+    measure_candidates(search, measure, rounds=9)
     assert min(search.found, key=lambda counts: search.found[counts][1]) == best
-    assert other.found == search.found
     measured = [each for lists in passes for each in lists]
     assert len(set(measured)) == len(measured), "nothing twice"
     assert len(passes) < 10, "it ends by itself"
     assert search.found[best][0] is Rule.EXCHANGES
     once = CandidateSearch(layers, 10)
-    measure_candidates([once], measure, rounds=0)
+    measure_candidates(once, measure, rounds=0)
     assert Rule.EXCHANGES not in {rule for rule, _ in once.found.values()}
 
 
@@ -198,9 +196,8 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
 
     def choose() -> BudgetChoice:
         kept, options = KeptDivergences(tmp_path / "out"), CalibrationOptions(str(text), 640, 64, device="cpu")
-        budgets = [KVBudget(SHARE, share=Fraction(5, 8))]
-        (choice,) = choose_groups(source, tmp_path / "out", budgets, options, kept=kept)
-        return choice
+        budget = KVBudget(SHARE, share=Fraction(5, 8))
+        return choose_groups(source, tmp_path / "out", budget, options, kept=kept)
 
     monkeypatch.setattr(layer_merging, "quick_fitting", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -263,10 +260,10 @@ def test_the_chosen_one_diverges_least_and_passes_do_not_matter(
     """Layers with other costs; measured in three passes rather than in one, each layer costs the same."""
     monkeypatch.setattr(divergences, "COPIES", 7)
     seen: list[tuple[str, int, int]] = []
-    (choice,) = choose_groups(
+    choice = choose_groups(
         source,
         tmp_path / "out",
-        [KVBudget("1000", nbytes=1000)],
+        KVBudget("1000", nbytes=1000),
         CalibrationOptions(str(text), 640, 64, device="cpu"),
         method="factor",
         progress=lambda *step: seen.append(step),
@@ -303,9 +300,8 @@ def test_a_killed_command_goes_on_from_what_was_measured(
     def choose(tokens: int) -> BudgetChoice:
         kept = KeptDivergences(tmp_path / "out")
         options = CalibrationOptions(str(text), tokens, 64, device="cpu")
-        budgets = [KVBudget("62.5%", share=Fraction(5, 8))]
-        (choice,) = choose_groups(source, tmp_path / "out", budgets, options, method="factor", kept=kept)
-        return choice
+        budget = KVBudget("62.5%", share=Fraction(5, 8))
+        return choose_groups(source, tmp_path / "out", budget, options, method="factor", kept=kept)
 
     monkeypatch.setattr(divergences, "measure_divergences", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -469,7 +465,7 @@ def test_a_mistake_writes_nothing(source: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, tmp_path: Path) -> None:
     missing = CalibrationOptions(str(tmp_path / "no text"))
-    half = [KVBudget("50%", share=Fraction(1, 2))]
+    half = KVBudget("50%", share=Fraction(1, 2))
     mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
     with pytest.raises(GroupsError, match="all layers of a mixtral have one number"):
         choose_groups(mixtral, tmp_path / "out", half, missing)
@@ -492,39 +488,9 @@ def test_the_layers_cost_what_they_take(source: Path) -> None:
     assert len(plan.layers) * HEADS * HEAD_BYTES == plan.cache_bytes_per_token(after=False)
 
 
-def test_several_budgets_are_measured_once(source: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recommendation beside one number for all layers, with the commands that convert to it."""
-    passes: list[int] = []
-    measured = divergences.measure_divergences
-
-    def counted(subject: Any, copies: Any, batches: Any, progress: Any) -> list[float]:
-        passes.append(len(copies))
-        return measured(subject, copies, batches, progress)
-
-    monkeypatch.setattr(divergences, "measure_divergences", counted)
-    monkeypatch.setattr(budget_run, "EXCHANGE_ROUNDS", 0)
-    monkeypatch.setattr(quick_fit, "STEPS", 1)
-    budgets = [KVBudget(SHARE, share=Fraction(5, 8)), KVBudget("25%", share=Fraction(1, 4))]
-    made, choices = recommend_within(source, budgets, calibration=str(text), calibration_tokens=640)
-    assert all(choice.by_short_fits for choice in choices), "as convert with text would merge"
-    assert choices[0].groups == CHOSEN
-    assert choices[1].candidates[0].groups == (3,) * 4
-    assert len(passes) == 2, "all costs, then all candidates"
-    assert "--groups 12,3,12,3 --calibration" in (made.next[0] or "")
-    content = made.as_json()
-    assert content["kind"] == "recommend"
-    assert [each["stated"] for each in content["budgets"]] == [SHARE, "25%"]
-
-
 def test_commands_name_a_budget_where_layers_may_differ(source: Path, tmp_path: Path) -> None:
     plan = make_plan(open_checkpoint(source), 1)
     command = budget_command("model", plan, 4, {"--calibration": "text"})
     assert command == "gqa-convert convert model model-kv33 --kv-budget 33.4% --calibration text"
     mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
     assert budget_command("model", make_plan(open_checkpoint(mixtral), 1), 4, {}) is None
-
-
-def test_a_budget_excludes_limits() -> None:
-    assert_mistake(
-        run("recommend", "model", "--kv-budget", "50%", "--memory", "1GB"), "--kv-budget and --memory exclude"
-    )

@@ -27,13 +27,8 @@ def note_choice(choice: "BudgetChoice") -> None:
     print_note(f"{_measure(choice)}: {measured}", console)
 
 
-def show_choice(choice: "BudgetChoice", following: str = "") -> None:
-    """Print the chosen numbers on stdout, with a picture and a table of all candidates.
-
-    Args:
-        choice: to show.
-        following: the command to run next, if one is recommended.
-    """
+def show_choice(choice: "BudgetChoice") -> None:
+    """Print the chosen numbers on stdout, with a picture and a table of all candidates."""
     console = stdout_console()
     _show_numbers(choice, console)
     console.print(f"{_measure(choice)}:", soft_wrap=True)
@@ -47,8 +42,6 @@ def show_choice(choice: "BudgetChoice", following: str = "") -> None:
         for each in choice.notable
     ]
     show_table(["", Column("bytes per token", "right"), Column("of the source", "right"), Column("KL", "right")], rows)
-    if following:
-        console.print(f"next     {following}", soft_wrap=True)
 
 
 def picture(groups: Sequence[int], source: Sequence[int], characters: str = _BARS) -> list[str]:

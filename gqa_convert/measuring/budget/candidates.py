@@ -58,22 +58,19 @@ class CandidateSearch:
 
 
 def measure_candidates(
-    searches: Sequence[CandidateSearch], measure: Callable[[Sequence[tuple[int, ...]]], list[float]], *, rounds: int
+    search: CandidateSearch, measure: Callable[[Sequence[tuple[int, ...]]], list[float]], *, rounds: int
 ) -> None:
-    """Measure the candidates of several budgets, together.
+    """Measure the candidates of a budget.
 
     Args:
-        searches: of each budget.
+        search: for the candidates.
         measure: the divergences of lists.
         rounds: how often, at most, exchanges are tried.
     """
-    asked = [search.first() for search in searches]
+    asked = search.first()
     for left in range(rounds, -1, -1):
-        together = list(dict.fromkeys(counts for each in asked for counts in each))
-        if not together:
+        if not asked:
             return
-        kl = dict(zip(together, measure(together), strict=True))
-        for search, lists in zip(searches, asked, strict=True):
-            for counts in lists:
-                search.add(counts, kl[counts])
-        asked = [search.next() for search in searches] if left else []
+        for counts, kl in zip(asked, measure(asked), strict=True):
+            search.add(counts, kl)
+        asked = search.next() if left else []

@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 def choose_groups(
     source: str | Path,
     out: str | Path | None,
-    budgets: Sequence[KVBudget],
+    budget: KVBudget,
     text: CalibrationOptions,
     *,
     method: str | None = None,
@@ -48,8 +48,8 @@ def choose_groups(
     kept: KeptDivergences | None = None,
     progress: Progress = lambda stage, done, total: None,
     **options: Any,
-) -> list[BudgetChoice]:
-    """Choose the number of K/V heads of each layer for each of several budgets, for which layers are measured once.
+) -> BudgetChoice:
+    """Choose the number of K/V heads of each layer for a budget.
 
     The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged:
     by a short fit where the conversion fits layers, otherwise by the closed form. Candidates are the numbers with the
@@ -59,7 +59,7 @@ def choose_groups(
     Args:
         source: a local folder or a Hub id.
         out: the folder that the conversion will make, None if none follows.
-        budgets: of the K/V cache.
+        budget: of the K/V cache.
         text: the options of calibration; without text, the built-in text is measured on.
         method: of the conversion, as the user named it.
         revision: branch, tag or commit on the Hub.
@@ -73,11 +73,11 @@ def choose_groups(
             is written.
     """
 
-    def check(checkpoint: Checkpoint) -> tuple[Plan, list[int], bool]:
-        return _plan(checkpoint, budgets, method, text, options)
+    def check(checkpoint: Checkpoint) -> tuple[Plan, int, bool]:
+        return _plan(checkpoint, budget, method, text, options)
 
     checkpoint = open_local(source, revision, check, stores=True, on_fetched=partial(progress, FETCHING))
-    plan, limits, fits = check(checkpoint)
+    plan, limit, fits = check(checkpoint)
     if out is not None:
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
     measured = text if text.source is not None else replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
@@ -116,36 +116,33 @@ def choose_groups(
             copies = [_merged(layers, counts) for counts in lists]
             return measurer.measure(copies, None, lambda done, total: progress("candidates", done, total))
 
-        searches = [CandidateSearch(by_layer, limit) for limit in limits]
-        measure_candidates(searches, measure, rounds=EXCHANGE_ROUNDS if fits else 0)
+        search = CandidateSearch(by_layer, limit)
+        measure_candidates(search, measure, rounds=EXCHANGE_ROUNDS if fits else 0)
     held_out_tokens = sum(batch["input_ids"].numel() for batch in held_out)
-    return [
-        BudgetChoice(
-            stated=budget.stated,
-            limit=limit,
-            source_bytes=plan.cache_bytes_per_token(after=False),
-            candidates=tuple(
-                Candidate(rule, counts, _taken(layers, counts), kl) for counts, (rule, kl) in search.found.items()
-            ),
-            costs=costs,
-            text=calibration.description,
-            held_out_tokens=held_out_tokens,
-            source_groups=tuple(layer.kv_heads for layer in layers),
-            warning=calibration.warning,
-            by_short_fits=fits,
-        )
-        for budget, limit, search in zip(budgets, limits, searches, strict=True)
-    ]
+    return BudgetChoice(
+        stated=budget.stated,
+        limit=limit,
+        source_bytes=plan.cache_bytes_per_token(after=False),
+        candidates=tuple(
+            Candidate(rule, counts, _taken(layers, counts), kl) for counts, (rule, kl) in search.found.items()
+        ),
+        costs=costs,
+        text=calibration.description,
+        held_out_tokens=held_out_tokens,
+        source_groups=tuple(layer.kv_heads for layer in layers),
+        warning=calibration.warning,
+        by_short_fits=fits,
+    )
 
 
 def _plan(
     checkpoint: Checkpoint,
-    budgets: Sequence[KVBudget],
+    budget: KVBudget,
     method: str | None,
     text: CalibrationOptions,
     options: dict[str, Any],
-) -> tuple[Plan, list[int], bool]:
-    """A plan of the source for reading its layers, the limits in bytes per token, and whether the conversion fits layers
+) -> tuple[Plan, int, bool]:
+    """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
     by gradient steps; refuses what cannot be converted.
     """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
@@ -156,10 +153,10 @@ def _plan(
     # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
     wanted, _ = plan_conversion(checkpoint, [1, *kept[1:]], method, text, seed=text.seed, **options)
     sizes = plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True)
-    limits = [budget.limit(*sizes) for budget in budgets]
+    limit = budget.limit(*sizes)
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
-    return plan, limits, wanted.merge_method.trains
+    return plan, limit, wanted.merge_method.trains
 
 
 @contextmanager

@@ -59,8 +59,6 @@ def kind_of(content: Any, path: Path) -> tuple[str | None, str]:
     if isinstance(content.get("kind"), str):
         if content["kind"] in MEASUREMENTS:
             return content["kind"], ""
-        if content["kind"] == "recommend":
-            return None, "a recommendation"
         if "machine" in keys:
             raise ReportError(
                 f"{path} holds a measurement of kind {content['kind'][:40]!r}, and known are {' and '.join(MEASUREMENTS)}: update gqa-convert, "
