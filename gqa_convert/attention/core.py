@@ -71,8 +71,7 @@ def grouped_query_attention(
         return query.new_zeros(*query.shape[:3], value.shape[3])
     if queries == 1:
         cached = None  # the only query sees every key that is left
-    masked = mask is not None or bias is not None or cached is not None
-    if dropout == 0.0 and supports(query, key, value, bias, masked):
+    if dropout == 0.0 and supports(query, key, value, bias):
         if cached is not None:
             mask = and_order(mask, queries, keys, cached, query.device)
         added = mask if bias is None else bias.float()

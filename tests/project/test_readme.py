@@ -44,13 +44,11 @@ def test_what_is_imported_is_installed() -> None:
     extra = names(
         [line for group, lines in project["optional-dependencies"].items() if group != "dev" for line in lines]
     )
-    extra.add("triton")  # builds of torch for CUDA bring it
     # files that cannot do without an extra, and are imported late themselves
     derived = {
         "adamw8bit.py": {"torchao"},
         "llvm_emitter.py": {"llvmlite"},
         "llvm_kernel.py": {"llvmlite"},
-        "triton_kernels.py": {"triton"},
     }
     elsewhere = {"optimum", "vllm", "llama_cpp"}  # engines that run in environments of their own
     for path in (ROOT / "gqa_convert").rglob("*.py"):

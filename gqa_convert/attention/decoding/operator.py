@@ -1,4 +1,4 @@
-"""The decoding kernels as an operator of torch, so that torch.compile can keep them as one call.
+"""The decoding kernel as an operator of torch, so that torch.compile can keep them as one call.
 
 Shape legend: b batch, H query heads, N key/value heads, q queries, k keys, c head_dim, e head_dim of the values.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gqa_convert.attention.decoding import cuda
 from gqa_convert.attention.decoding.compiling import Kernel, Processor, compiled, processor
 from gqa_convert.attention.decoding.shape import BLOCK, FIELDS, MaskKind, Shape, partial_bytes
 from gqa_convert.attention.decoding.threads import can_use, run
@@ -37,21 +36,18 @@ _LIBRARY = torch.library.Library("gqa_convert", "DEF")
 _LIBRARY.define("decode(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, masked: bool) -> bool:
-    """Whether a kernel can compute attention of these tensors, and is worth it. It has no gradient.
+def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel can compute attention of these tensors, and is worth it. It has no gradient.
 
     Args:
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
         bias: what is added to the scores.
-        masked: something is added to the scores or hides keys.
     """
     return (
-        (
-            (query.is_cpu and _supports_on_cpu(query, key, value))
-            or (query.is_cuda and cuda.supports(query, key, value, masked))
-        )
+        query.is_cpu
+        and _supports_on_cpu(query, key, value)
         and type(query) is type(key) is type(value) is Tensor
         and getattr(forward_ad, "_current_level", -1) < 0  # forward-mode derivatives, which have no public question
         and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)))
@@ -168,7 +164,6 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
 
 
 _LIBRARY.impl("decode", _decode, "CPU")
-_LIBRARY.impl("decode", cuda.decode, "CUDA")
 torch.library.register_fake("gqa_convert::decode", _fake)
 
 
