@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention, for whatever the decoding kernels do not take.
+"""Attention by torch's scaled_dot_product_attention.
 
 Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads per group, q queries, k keys, c head_dim, e
 head_dim of the values. `b|1` is an axis of length b or 1.

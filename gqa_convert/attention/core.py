@@ -4,12 +4,10 @@ Shape legend: b batch, H query heads, N key/value heads, R = H / N query heads p
 head_dim of the values. `b|1` is an axis of length b or 1.
 """
 
-import torch
 from torch import Tensor
 
 from gqa_convert.attention.by_torch import attend
-from gqa_convert.attention.decoding.operator import decode, supports
-from gqa_convert.attention.masks import and_order, split_mask
+from gqa_convert.attention.masks import split_mask
 from gqa_convert.errors import GroupsError, OptionError
 
 
@@ -71,13 +69,6 @@ def grouped_query_attention(
         return query.new_zeros(*query.shape[:3], value.shape[3])
     if queries == 1:
         cached = None  # the only query sees every key that is left
-    if dropout == 0.0 and supports(query, key, value, bias):
-        if cached is not None:
-            mask = and_order(mask, queries, keys, cached, query.device)
-        added = mask if bias is None else bias.float()
-        if bias is not None and mask is not None:
-            added = torch.where(mask, bias.float(), -torch.inf)
-        return decode(query, key, value, added, query.shape[3] ** -0.5 if scale is None else scale)
     return attend(query, key, value, mask, bias, cached=cached, scale=scale, dropout=dropout)
 
 

@@ -336,7 +336,6 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     ("module", "name", "panels", "labels"),
     [
         ("benchmarks.quality.figure", "loss-against-cache", 4, ("7,680 B", "1,920 B", "640 B")),
-        ("benchmarks.real.decoding_figure", "decoding", 5, ("755 MB", "252 MB", "llama.cpp", "8,000 tokens, batch 1")),
     ],
 )
 def test_the_readmes_figures_show_the_measurements(

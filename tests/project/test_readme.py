@@ -47,8 +47,6 @@ def test_what_is_imported_is_installed() -> None:
     # files that cannot do without an extra, and are imported late themselves
     derived = {
         "adamw8bit.py": {"torchao"},
-        "llvm_emitter.py": {"llvmlite"},
-        "llvm_kernel.py": {"llvmlite"},
     }
     elsewhere = {"optimum", "vllm", "llama_cpp"}  # engines that run in environments of their own
     for path in (ROOT / "gqa_convert").rglob("*.py"):
