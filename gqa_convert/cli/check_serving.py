@@ -18,7 +18,7 @@ def check_serving(
             "-c",
             metavar="NAME",
             show_default=False,
-            help="Engine to run: transformers-4.57, ctranslate2, onnxruntime, openvino, llama.cpp or vllm; repeatable. Default: all that are installed.",
+            help="Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
         ),
     ] = None,
     python: Annotated[
@@ -52,7 +52,7 @@ def check_serving(
     Examples:
 
       gqa-convert check-serving ./Llama-2-7b-gqa8
-      gqa-convert check-serving ./Llama-2-7b-gqa8 --client transformers-4.57 --client ctranslate2 --install
+      gqa-convert check-serving ./Llama-2-7b-gqa8 --client llama.cpp --install
       gqa-convert check-serving ./Llama-2-7b-gqa8 --client vllm --python vllm=/opt/vllm/bin/python
     """
     from gqa_convert.cli.console.progress import stage_progress
@@ -82,5 +82,5 @@ def check_serving(
 def _pair(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise OptionError(f"--python {text!r} is not NAME=PATH: write it like ctranslate2=/opt/venv/bin/python")
+        raise OptionError(f"--python {text!r} is not NAME=PATH: write it like vllm=/opt/venv/bin/python")
     return name, path

@@ -229,7 +229,7 @@ def _parallel_degrees(config: Config, where: str) -> ParallelDegrees | None:
 
 def _how_to_get(client: Client, python: str | None) -> str:
     if python is not None:
-        return f"{python} is not an interpreter that has {' '.join(filter(None, (client.distributions[0], client.version)))}"
+        return f"{python} is not an interpreter that has {client.distributions[0]}"
     if not client.requirements:
         return f"not installed: it needs {client.needs}"
     return f"not installed: --client {client.name} --install installs it in a cache folder"
@@ -241,8 +241,8 @@ def _ask_transformers(out: Path, config: Config) -> tuple[Request, Answer]:
 
     try:
         model, absent = load_model(out, torch.float32, attn_implementation="eager")
-        text = make_text() if has_tokenizer(out) else ""
-        ids = list(load_tokenizer(out)(text, verbose=False)["input_ids"]) if text else None
+        tokenizer = load_tokenizer(out) if has_tokenizer(out) else None
+        ids = None if tokenizer is None else list(tokenizer(make_text(), verbose=False)["input_ids"])
         check_complete(str(out), out, model, absent, _HEAD)
         prompts = make_prompts(model.config.get_text_config().to_dict(), ids)
         tokens = greedy_tokens(model, prompts)
@@ -258,8 +258,8 @@ def _ask_transformers(out: Path, config: Config) -> tuple[Request, Answer]:
             f"{out}: transformers computes logits that are not finite, so nothing can be compared with them"
         )
     code = _config_code(config)
-    request = Request(out.resolve(), config, prompts, sequences, positions, Path(), text, *code)
-    return request, Answer(tokens, logits, ids)
+    request = Request(out.resolve(), config, prompts, sequences, positions, Path(), ids is not None, *code)
+    return request, Answer(tokens, logits)
 
 
 def _config_code(config: Config) -> tuple[Path | None, str]:

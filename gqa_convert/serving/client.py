@@ -3,8 +3,7 @@
 The module is also imported by the client's interpreter, so it uses only the standard library.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class Request:
         sequences: each prompt followed by the tokens that transformers decoded after it.
         positions: the positions of each sequence at which logits are compared.
         scratch: an empty folder for the client's own files.
-        text: the text to tokenise; empty for a checkpoint without a tokenizer.
+        has_tokenizer: whether the checkpoint has a tokenizer.
         config_code: this package's file with the config class of the checkpoint; None for a type that transformers has.
         config_class: the name of that class.
     """
@@ -43,39 +42,9 @@ class Request:
     sequences: list[list[int]]
     positions: list[list[int]]
     scratch: Path
-    text: str = ""
+    has_tokenizer: bool = False
     config_code: Path | None = None
     config_class: str = ""
-
-
-@contextmanager
-def head_dim_from_hidden_size(config: Mapping[str, Any]) -> Iterator[None]:
-    """A context for an engine that assumes head_dim = hidden_size / heads. For a model with another head_dim, its error
-    about dimensions becomes `NotSupportedError`. Any other error, and a wrong answer, stays a failure.
-
-    Args:
-        config: content of config.json.
-
-    Raises:
-        NotSupportedError: in place of the engine's own error.
-    """
-    try:
-        yield
-    except Exception as problem:
-        width, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-        if (
-            isinstance(problem, NotSupportedError)
-            or "dimension" not in str(problem)
-            or not width
-            or not hidden
-            or not heads
-            or width * heads == hidden
-        ):
-            raise
-        lines = str(problem).strip().splitlines()
-        raise NotSupportedError(
-            f"it assumes a head_dim of hidden_size / heads = {hidden / heads:g}, and this model's is {width} ({lines[0] if lines else problem!r})"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -86,12 +55,10 @@ class Answer:
         tokens: the tokens decoded greedily after each prompt, with the client's K/V cache.
         logits: the logits of each of the request's sequences, float32 [positions, vocabulary]; None if the client
             provides none.
-        text_ids: token ids of the request's text, None if the client accepts only ids.
     """
 
     tokens: list[list[int]]
     logits: list[Any] | None
-    text_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +69,8 @@ class Client:
         name: the name that `--client` accepts.
         module: the full name of the module with `answer(request)`.
         distributions: the names under which the package is published; the version of the installed one is reported.
-        version: prefix that the version must have; empty for any version.
-        beside: further packages that the module imports.
-        requirements: the arguments of `pip install`; empty if the engine can't share torch with this program.
-        dependencies: whether pip also installs the dependencies; False where they would replace torch.
+        requirements: the arguments of `pip install`, with every dependency that this program lacks, because pip
+            installs no others; empty if the engine can't share torch with this program.
         sources: required files and folders that only the package's source archive contains.
         needs: a description of anything else that the user must provide.
         tolerance: difference of logits that is allowed, as a share of the spread of the reference's logits.
@@ -118,26 +83,12 @@ class Client:
     module: str
     distributions: tuple[str, ...]
     requirements: tuple[str, ...]
-    version: str = ""
-    beside: tuple[str, ...] = ()
-    dependencies: bool = True
     sources: tuple[str, ...] = ()
     needs: str = ""
     tolerance: float = 1e-3
     runs_decilm: bool = False
     listed_as: str | None = field(kw_only=True)
 
-
-_LEGACY = (
-    "transformers==4.57.*",
-    "huggingface_hub<1.0",
-    "tokenizers>=0.22,<=0.23.0",
-    "requests",
-    "urllib3",
-    "idna",
-    "certifi",
-    "charset-normalizer",
-)
 
 LLAMA_CPP = "vendor/llama.cpp"
 """The folder of llama.cpp's converter in the source archive of llama-cpp-python and in the folder that `--install`
@@ -148,45 +99,9 @@ _HERE = __name__.rpartition(".")[0]
 
 CLIENTS = (
     Client(
-        "transformers-4.57",
-        f"{_HERE}.older_transformers",
-        ("transformers",),
-        _LEGACY,
-        version="4.57",
-        dependencies=False,
-        listed_as=None,
-    ),
-    Client(
-        "ctranslate2",
-        f"{_HERE}.ctranslate2",
-        ("ctranslate2",),
-        ("ctranslate2>=4.8",),
-        dependencies=False,
-        listed_as=None,
-    ),
-    Client(
-        "onnxruntime",
-        f"{_HERE}.onnxruntime",
-        ("onnxruntime",),
-        beside=("optimum-onnx",),
-        listed_as=None,
-        dependencies=False,
-        requirements=("optimum-onnx", "optimum==2.1.*", "onnx", "onnxruntime", "flatbuffers", "protobuf", *_LEGACY),
-    ),
-    Client(
-        "openvino",
-        f"{_HERE}.openvino",
-        ("openvino",),
-        beside=("optimum-intel",),
-        listed_as=None,
-        dependencies=False,
-        requirements=("optimum-intel", "optimum", "openvino", "openvino-tokenizers", "openvino-telemetry", *_LEGACY),
-    ),
-    Client(
         "llama.cpp",
         f"{_HERE}.llama_cpp",
         ("llama-cpp-python",),
-        dependencies=False,
         listed_as="llama.cpp",
         runs_decilm=True,
         requirements=("llama-cpp-python>=0.3.36", "diskcache", "sentencepiece"),

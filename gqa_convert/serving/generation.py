@@ -1,8 +1,8 @@
-"""Greedy tokens and logits of a model with transformers' interface, of any version or wrapped by optimum."""
+"""Greedy tokens and logits of a model of transformers, with which the engines are compared."""
 
 from typing import Any
 
-from .client import NEW_TOKENS, Request
+from .client import NEW_TOKENS
 
 
 def greedy_tokens(model: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -43,16 +43,3 @@ def logits_at(model: Any, sequences: list[list[int]], positions: list[list[int]]
             ids = torch.tensor([sequence])
             found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, places].float().numpy())
     return found
-
-
-def text_ids(request: Request) -> list[int] | None:
-    """Token ids of the request's text by the checkpoint's tokenizer, None if there is no text."""
-    if not request.text:
-        return None
-    from transformers import AutoTokenizer
-
-    return list(
-        AutoTokenizer.from_pretrained(str(request.folder), local_files_only=True)(request.text, verbose=False)[
-            "input_ids"
-        ]
-    )

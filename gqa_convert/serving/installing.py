@@ -67,20 +67,20 @@ def find_place(client: Client, python: str | None = None) -> Place | None:
         candidates.append(Place(sys.executable, ""))
     for place in candidates:
         version = _version(client, place)
-        if version is not None and version.startswith(client.version):
+        if version is not None:
             return Place(place.python, version, place.folder)
     return None
 
 
 def _version(client: Client, place: Place) -> str | None:
     for distribution in client.distributions:
-        code = f"from importlib.metadata import version; print(*map(version, {[distribution, *client.beside]}))"
+        code = f"from importlib.metadata import version; print(version({distribution!r}))"
         try:
             ended = run([place.python, "-c", code], place.environment(), seconds=_PROBE_SECONDS)
         except OSError:
             return None
         if ended.code == 0 and ended.output:
-            return ended.output[-1].split()[0]
+            return ended.output[-1].strip()
     return None
 
 
@@ -92,8 +92,8 @@ def install_command(client: Client) -> list[str]:
 
 
 def _pip(client: Client, folder: Path) -> list[str]:
-    options = [] if client.dependencies else ["--no-deps"]
-    return [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *options, *client.requirements]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    return [*command, *client.requirements]
 
 
 def install(client: Client) -> None:

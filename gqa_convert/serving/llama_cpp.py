@@ -89,7 +89,7 @@ def _script(package: Path) -> Path:
 def _convert(request: Request, script: Path, file: Path) -> None:
     command = (
         [str(script)]
-        if request.text
+        if request.has_tokenizer
         else ["-c", CONVERT_WITHOUT_TOKENIZER, str(script), str(request.config["vocab_size"])]
     )
     command = [sys.executable, *command, str(request.folder), "--outtype", "f32", "--outfile", str(file)]

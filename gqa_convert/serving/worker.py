@@ -34,7 +34,7 @@ def write_request(request: Request, folder: Path) -> None:
     values = {
         "folder": str(request.folder),
         "config": request.config,
-        "text": request.text,
+        "has_tokenizer": request.has_tokenizer,
         "config_class": request.config_class,
         "config_code": None if request.config_code is None else str(request.config_code),
     }
@@ -65,7 +65,6 @@ def write_answer(answer: Answer, folder: Path) -> None:
     np.savez(folder / "answer.npz", **arrays)
     lists = {
         "tokens": answer.tokens,
-        "text_ids": answer.text_ids,
         "logits": None if answer.logits is None else len(answer.logits),
     }
     (folder / "answer.json").write_text(json.dumps(lists), encoding="utf-8")
@@ -77,7 +76,7 @@ def read_answer(folder: Path) -> Answer:
     lists = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     with np.load(folder / "answer.npz") as arrays:
         logits = None if lists["logits"] is None else [arrays[f"logits_{number}"] for number in range(lists["logits"])]
-    return Answer(lists["tokens"], logits, lists["text_ids"])
+    return Answer(lists["tokens"], logits)
 
 
 def main() -> None:

@@ -8,9 +8,16 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from gqa_convert import convert_checkpoint
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.table import FAMILIES
-from tests.helpers.tiny import make_config
+from gqa_convert.verify import verify_checkpoint
+from gqa_convert.verify.checkpoint_reader import Weights
+from gqa_convert.verify.config import check_config
+from gqa_convert.verify.geometry_reader import read_geometry
+from gqa_convert.verify.report import Failure
+from tests.helpers.own_files import make_source_model
+from tests.helpers.tiny import HEADS, make_checkpoint, make_config
 
 
 def test_legacy_keys() -> None:
@@ -85,3 +92,70 @@ def test_legacy_keys_change_nothing_for_transformers_5(kind: str, tmp_path: Path
         }, model_type
         seen += 1
     assert seen > 50
+
+
+def rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more, "max_position_embeddings": 512}
+
+
+def longrope(width: int, **more: Any) -> dict[str, Any]:
+    """Positions beyond 16 turn by other factors."""
+    factors = {"short_factor": [1.0 + number for number in range(width // 2)], "long_factor": [3.0] * (width // 2)}
+    return {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0} | factors | more}
+
+
+LINEAR = rope(500.0, rope_type="linear", factor=4.0)
+KINDS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    "full_attention": LINEAR["rope_parameters"],
+}
+ONE_BASE = KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+
+SPECIAL: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "apertus": (rope(500.0) | {"hidden_act": "silu"}, {"rope_theta", "rope_scaling"}),
+    "falcon": (rope(500.0), {"rope_theta"}),
+    "gemma3n_text": ({"rope_parameters": KINDS}, {"rope_theta", "rope_local_base_freq", "rope_scaling"}),
+    "gpt_neox": (
+        rope(500.0, rope_type="linear", factor=4.0, partial_rotary_factor=0.5),
+        {"rotary_emb_base", "rotary_pct", "rope_scaling"},
+    ),
+    "gpt_oss": (rope(500.0), {"rope_theta", "rope_scaling"}),
+    "llama": (
+        longrope(16, original_max_position_embeddings=16),
+        {"rope_theta", "rope_scaling", "original_max_position_embeddings"},
+    ),
+    "olmo": (LINEAR, {"rope_theta", "rope_scaling"}),
+    "olmo3": ({"rope_parameters": ONE_BASE}, {"rope_theta", "rope_scaling"}),
+    "persimmon": (rope(500.0, partial_rotary_factor=0.75), {"rope_theta", "partial_rotary_factor"}),
+    "phi3": (
+        longrope(8) | {"original_max_position_embeddings": 16},
+        {"rope_theta", "partial_rotary_factor", "rope_scaling"},
+    ),
+    "qwen3_moe": (rope(500.0), {"rope_theta", "num_experts"}),
+}
+"""Model types with words of their own: config values, and the legacy keys that config.json must state."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SPECIAL)
+def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
+    """A config has exactly these keys besides its own, `verify` requires each, and transformers 5 reads the same positions."""
+    values, keys = SPECIAL[model_type]
+    family = FAMILIES[model_type]
+    source, out = tmp_path / "source", tmp_path / "out"
+    if family.native:
+        make_checkpoint(model_type, source, **values)
+    else:
+        make_source_model(model_type, **values).save_pretrained(source)
+    convert_checkpoint(source, out, 3 if family.native else HEADS, method="mean")
+    stated = AutoConfig.from_pretrained(source).rope_parameters
+    assert AutoConfig.from_pretrained(out).rope_parameters.items() >= stated.items()
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (out, source))
+    added = set(config) - set(original) - {"multi_query_attention", "multi_query_group_num"}
+    assert added == keys | {"torch_dtype"}
+    assert verify_checkpoint(out, str(source), logits=False).passed
+    geometry = read_geometry(family, original, Weights(source, Failure), Weights(out, Failure))
+    for key in keys:
+        less = {name: value for name, value in config.items() if name != key}
+        with pytest.raises(Failure, match=f"lacks {key}"):
+            check_config(less, original, family, geometry, encoder=False)

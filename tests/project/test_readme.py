@@ -48,7 +48,7 @@ def test_what_is_imported_is_installed() -> None:
     derived = {
         "adamw8bit.py": {"torchao"},
     }
-    elsewhere = {"optimum", "vllm", "llama_cpp"}  # engines that run in environments of their own
+    elsewhere = {"vllm", "llama_cpp"}  # engines that run in environments of their own
     for path in (ROOT / "gqa_convert").rglob("*.py"):
         own = elsewhere if path.parent.name == "serving" else set()
         at_once = derived.get(path.name, set())
@@ -79,10 +79,6 @@ def test_the_number_of_families() -> None:
         f"{len(RESTATED)} older types with custom code",
     ):
         assert words in README, f"README.md states another number of types: it must say '{words}'"
-    serving = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert f"Of the {len(native)} types with a K/V-head count" in serving, (
-        f"docs/serving.md states another number of types: it must say 'Of the {len(native)} types with a K/V-head count'"
-    )
 
 
 def test_the_first_sentence_states_what_was_measured() -> None:

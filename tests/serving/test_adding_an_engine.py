@@ -26,7 +26,7 @@ def forgotten(client: Client, root: Path) -> list[str]:
     named = re.search(r"^ENGINES = \((.*)\)$", text[PLAN], re.MULTILINE)
     listed = re.findall(r'"([^"]+)"', named[1] if named else "")
     tables = {part: text[PLAN].count(f"\n    {part}=") for part in [(client.listed_as or "").replace(".", "_")]}
-    (header,) = re.findall(r"^\| \| .*transformers 4.*$", text[GUIDE], re.MULTILINE)
+    (header,) = re.findall(r"^\| \| .*llama\.cpp.*$", text[GUIDE], re.MULTILINE)
     help_ = re.search(r'help="Engine to run: ([^;]*);', text[HELP])
     typed = re.search(r'^module = \["accelerate.*$', text[Path("pyproject.toml")], re.MULTILINE)
     imported = {
@@ -99,7 +99,7 @@ def test_an_engine_by_the_guide(tmp_path: Path) -> None:
     edit(CLIENT, "CLIENTS = (\n", f"CLIENTS = (\n{entry}")
     assert steps() == ["step 4", "step 5", "step 6"]
     edit(HELP, " or vllm;", ", vllm or example;")
-    edit(GUIDE, "| | transformers", "| | Example 1.0 | transformers")
+    edit(GUIDE, "| | llama.cpp", "| | Example 1.0 | llama.cpp")
     edit(Path("pyproject.toml"), '"vllm.*"', '"vllm.*", "example_engine.*"')
     assert steps() == []
     edit(PLAN, '"llama.cpp")', '"llama.cpp", "Example")')

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from .screen import stdout_console, styled
 
 if TYPE_CHECKING:
-    from gqa_convert.serving.checking import ClientReport, ServingReport
+    from gqa_convert.serving.checking import ServingReport
 
 _MARKS = {"ok": ("ok", "green"), "failed": ("FAIL", "red"), "skipped": ("skipped", "yellow")}
 
@@ -20,7 +20,7 @@ def show_serving(report: "ServingReport") -> None:
             soft_wrap=True,
         )
     for entry in report.clients:
-        name = " ".join(filter(None, (entry.client, _number(entry))))
+        name = " ".join(filter(None, (entry.client, entry.version)))
         mark, style = _MARKS.get(entry.status, ("not supported", ""))
         console.print(styled((f"{mark:<13}", style), f"  {name:<26} {entry.detail}"), soft_wrap=True)
     if report.tensor_parallel is not None:
@@ -35,8 +35,3 @@ def show_serving(report: "ServingReport") -> None:
     else:
         verdict = ("nothing was checked: no engine ran", "red")
     console.print(styled(verdict))
-
-
-def _number(entry: "ClientReport") -> str:
-    """Return the version of an engine, unless its name has the version already."""
-    return entry.version if entry.version and entry.client != "transformers-4.57" else ""
