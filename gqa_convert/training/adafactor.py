@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from gqa_convert.training.closures import loss_of
-
 LEAST_FACTORED = 128
 """Matrices with a shorter side are not factored."""
 _LEAST_SQUARE = 1e-30
@@ -55,7 +53,10 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = loss_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         sharded: dict[Any, list[_Shard]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:

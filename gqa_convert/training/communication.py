@@ -24,7 +24,7 @@ class Collective(Result):
     """The collectives of one kind in a step.
 
     Attributes:
-        kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+        kind: all-gather, reduce-scatter or all-reduce.
         of: what they carry.
         processes: how many processes take part in each.
         count: their number.
@@ -132,10 +132,6 @@ def _of_optimizer(traffic: Traffic, trained: Shapes) -> list[Collective]:
     if traffic.optimizer == "adafactor":
         columns = sum(1 + shape[1] for shape in trained.values() if len(shape) == 2 and min(shape) >= LEAST_FACTORED)
         return [Collective("all-reduce", "sums of Adafactor", shards, 2, 4 * (2 * len(trained) + columns))]
-    if traffic.optimizer == "muon":
-        inner = (shape for name, shape in trained.items() if len(shape) == 2 and name not in traffic.outer)
-        # a process sends its part of each matrix to the one that works on it, and receives its part of the result
-        return [Collective("all-to-all", "matrices of Muon", shards, 2, 2 * 2 * sum(map(prod, inner)) // shards)]
     return []
 
 

@@ -2,8 +2,8 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +11,7 @@ from torch import nn
 from gqa_convert.errors import MissingExtraError, RecipeError, UnsupportedFamilyError
 from gqa_convert.families.table import Family, family_of
 from gqa_convert.training.adafactor import Adafactor
-from gqa_convert.training.closures import loss_of
 from gqa_convert.training.learning_rates import RateRule, multipliers
-from gqa_convert.training.muon import Muon
 from gqa_convert.training.recipe import Recipe, Trainable
 
 Groups = list[dict[str, Any]]
@@ -81,18 +79,16 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         raise RecipeError(
             f"trainable is {recipe.trainable}, and no parameter of the model has gradients enabled: use all"
         )
-    optimizer = _built(model, trained, recipe)
+    optimizer = _built(trained, recipe)
     if recipe.learning_rates:
         rates = multipliers([name for name, _ in model.named_parameters()], recipe.learning_rates)
         _divide(optimizer, {id(parameter): rates[name] for name, parameter in named.items()})
     return optimizer
 
 
-def _built(model: nn.Module, trained: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def _built(trained: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adafactor":
         return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
-    if recipe.optimizer == "muon":
-        return _muon(model, trained, recipe)
     if recipe.optimizer == "adamw8bit":
         return _adamw8bit(trained, recipe)
     return _adamw(trained, recipe)
@@ -145,63 +141,3 @@ def _adamw8bit(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Op
     groups = _decay_groups(parameters, recipe.weight_decay)
     betas = (recipe.beta1, recipe.beta2)
     return ShardedAdamW8bit(groups, lr=recipe.learning_rate, betas=betas, eps=1e-8)
-
-
-class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """torch's Muon for some parameter groups and AdamW for the others, combined into one optimizer with one list of
-    groups and one state.
-    """
-
-    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
-        self._parts = (muon, adamw)
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step of both optimizers."""
-        loss = loss_of(closure)
-        for part, is_muon in zip(self._parts, (True, False), strict=True):
-            # Loading a state dict, or a wrapper of this optimizer, may replace the groups and the state
-            part.state = self.state
-            part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
-            part.step()
-        return loss
-
-
-def _muon(model: nn.Module, parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """Build Muon (Jordan et al. 2024) for the hidden matrices and AdamW for embeddings, the output layer, vectors and
-    tensors of other shapes.
-
-    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025), so that both use the same learning rate. A fused
-    projection is orthogonalised as a whole.
-    """
-    if not hasattr(torch.optim, "Muon"):
-        raise RecipeError(
-            f"optimizer muon needs torch 2.9 or newer, and torch is {torch.__version__}: update torch or use adamw"
-        )
-    ends = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if isinstance(head, nn.Module):
-        ends |= {id(parameter) for parameter in head.parameters()}
-    hidden = [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in ends]
-    inner = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in parameters if id(parameter) not in inner]
-    if not hidden:
-        raise RecipeError(
-            f"optimizer muon trains hidden matrices, and trainable {recipe.trainable} leaves none: use adamw"
-        )
-    matrices = Muon(
-        [{"params": hidden}],
-        lr=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        momentum=0.95,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    if not rest:
-        return cast(torch.optim.Optimizer, matrices)
-    return MuonWithAdamW(matrices, _adamw(rest, recipe))

@@ -19,10 +19,9 @@ KIND_NAMES = {
     "reduce_scatter_base": "reduce-scatter",
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
-    "alltoall_base": "all-to-all",
 }
 """What torch calls collectives, and what everybody does."""
-HYBRID_CASES = ("llama", "adafactor", "muon", "teacher", "t5", "bf16")
+HYBRID_CASES = ("llama", "adafactor", "teacher", "t5", "bf16")
 """The cases that run on two copies of a model, each sharded over two processes; one shape of each kind is enough."""
 KINDS = {"single": 1, "ddp": 2, "fsdp": 2, "hybrid": 4}
 """The processes of each way to share a model."""
@@ -38,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "operators": {"gradient_checkpointing": True, "checkpointing_policy": "operators"},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
-    "muon": {"optimizer": "muon"},
     "teacher": {"teacher": "t", "distillation_weight": 0.5, "attention_matching": 0.1},
     "gpt2": {"model": "gpt2"},
     "t5": {"model": "t5"},

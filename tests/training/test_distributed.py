@@ -55,12 +55,10 @@ def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, 
             if value.dtype != bool
             else np.any(value ^ shared[name])
         )
-        if (
-            "/weight " in name
-        ):  # in their first steps AdamW and Muon divide gradients by their size, and make much of little
+        if "/weight " in name:  # in their first steps AdamW divides gradients by their size, and makes much of little
             assert off <= (1e-2 if case == "bf16" else 1e-4), name
         else:  # sharding rounds activations between layers to bfloat16 as well
-            assert off <= (5e-2 if case == "bf16" else 2e-5 if case == "muon" else 2e-6) * np.abs(value).max(), name
+            assert off <= (5e-2 if case == "bf16" else 2e-6) * np.abs(value).max(), name
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -92,7 +90,7 @@ def test_a_process_whose_text_is_late_ends_no_collective(found: dict[str, dict[s
         np.testing.assert_array_equal(value, found["ddp"][f"llama/{name}"])
 
 
-@pytest.mark.parametrize("case", ["llama", "adafactor", "t5 with adafactor", "muon"])
+@pytest.mark.parametrize("case", ["llama", "adafactor", "t5 with adafactor"])
 def test_optimizers_need_few_collectives(found: dict[str, dict[str, Any]], case: str) -> None:
     """Of sharded parameters, whatever their number."""
     assert found["fsdp"][f"{case}/collectives"] <= (0 if case == "llama" else 2)
@@ -135,10 +133,7 @@ def test_a_dry_run_counts_the_collectives_and_their_bytes(
         total[1] += each.bytes
     counted = json.loads(str(found[kind][f"{case}/communication"]))
     counted.pop("broadcast", None)  # of DDP, once in a run
-    exchanged, owned = (each.pop("all-to-all", [0, 0]) for each in (counted, expected))
     assert counted == expected
-    assert exchanged[0] == owned[0]
-    assert exchanged[1] == pytest.approx(owned[1], rel=0.05)  # matrices are not divided, so that shares are unequal
 
 
 def test_micro_batches_change_nothing(found: dict[str, dict[str, Any]]) -> None:

@@ -226,8 +226,8 @@ def test_products_for_frozen_weights_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 0.0), ("muon", 0.1), ("adafactor", 0.0)])
-def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(kind: str, optimizer: str, most: float) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(kind: str, optimizer: str) -> None:
     model, sample, sizes = prepared(kind)
     stated = make_recipe(BASE | {"optimizer": optimizer})
     steps = build_optimizer(model, stated)
@@ -239,7 +239,7 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(kind: str, 
     assert parts["gradients"] == sum(each.grad.numel() * each.grad.element_size() for each in parameters)
     moments = [each for state in steps.state.values() for name, each in state.items() if name != "step"]
     counted = sum(each.numel() * each.element_size() for each in moments)
-    assert parts["moments"] == pytest.approx(counted, rel=most)
+    assert parts["moments"] == counted
 
 
 def test_sent_bytes_are_those_of_a_ring() -> None:

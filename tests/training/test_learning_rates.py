@@ -54,7 +54,7 @@ def test_rules_survive_the_resolved_recipe() -> None:
     assert "learning_rates was" in made.differences(make_recipe(BASE))[0]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_a_step_moves_each_parameter_by_its_rate(optimizer: str) -> None:
     """A first step of each optimizer is proportional to the rate."""
     steps = {}

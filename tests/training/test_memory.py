@@ -202,11 +202,8 @@ def test_what_lasts_is_exact() -> None:
 
 
 def test_optimizers_differ_in_their_moments() -> None:
-    moments = {
-        name: plan(SIZES, replace(SETTING, optimizer=name))["moments"] for name in ("adamw", "adafactor", "muon")
-    }
+    moments = {name: plan(SIZES, replace(SETTING, optimizer=name))["moments"] for name in ("adamw", "adafactor")}
     assert moments["adafactor"] < 0.01 * moments["adamw"]
-    assert moments["muon"] == moments["adamw"] - 4 * (SETTING.parameters - 2 * 32000 * 4096)
 
 
 @pytest.mark.parametrize("vocabulary", [100, 128000])

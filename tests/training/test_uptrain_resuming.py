@@ -316,14 +316,13 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0)
     monkeypatch.setattr(Trainer, "losses", losses)
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])  # the latter has an AdamW in it
 def test_a_checkpoint_before_the_first_update_changes_nothing(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its moments are zero, and count no step."""
     nan_at(monkeypatch, {1, 2})
-    run(home, tmp_path / "unsaved", optimizer=optimizer, tokens=256, save_every=100)
-    run(home, tmp_path / "saved", optimizer=optimizer, tokens=256, save_every=2)
+    run(home, tmp_path / "unsaved", optimizer="adafactor", tokens=256, save_every=100)
+    run(home, tmp_path / "saved", optimizer="adafactor", tokens=256, save_every=2)
     assert metrics(tmp_path / "saved") == metrics(tmp_path / "unsaved")
     assert weights(tmp_path / "saved") == weights(tmp_path / "unsaved")
 

@@ -19,7 +19,7 @@ from gqa_convert.training.recipe.lora import Lora, read_lora
 from gqa_convert.training.spikes import SpikeRule, read_spike_rule
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
-OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit"]
+OptimizerName = Literal["adamw", "adafactor", "adamw8bit"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
 Sharding = Literal["auto", "replicate", "full", "hybrid"]
@@ -112,8 +112,8 @@ class Recipe:
     decay_share: float = key("The share of the steps in which `wsd` decays.", default=0.2, above=0, most=1)
     optimizer: OptimizerName = key("The optimizer; see [optimizers](#optimizers).", default="adamw")
     weight_decay: float = key("Decoupled weight decay, of matrices only.", default=0.0, least=0, most=10)
-    beta1: float = key("The first beta of AdamW, alone or beside Muon.", default=0.9, least=0, below=1)
-    beta2: float = key("The second beta of AdamW, alone or beside Muon.", default=0.95, least=0, below=1)
+    beta1: float = key("The first beta of AdamW.", default=0.9, least=0, below=1)
+    beta2: float = key("The second beta of AdamW.", default=0.95, least=0, below=1)
     gradient_clipping: float | None = key(
         "The largest norm of all gradients together; `null` for none.",
         default=1.0,
