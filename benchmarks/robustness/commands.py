@@ -23,7 +23,6 @@ class Command:
         arguments: of the command line, which runs in the working folder.
         results: patterns of the files that appear whole or not at all, relative to the working folder.
         inputs: folders and files that no run may change.
-        together: whether the results appear in one step; otherwise each file does.
         timed: whether the results show measured times, so that those of two runs differ.
         prepared_by: a command that makes what this one needs.
     """
@@ -32,7 +31,6 @@ class Command:
     arguments: tuple[str, ...]
     results: str
     inputs: tuple[str, ...] = ("model", "text.txt")
-    together: bool = True
     timed: bool = False
     prepared_by: tuple[str, ...] = ()
 
@@ -83,7 +81,6 @@ COMMANDS = (
         "pooled/README.md",
         prepared_by=_POOL,
     ),
-    Command("report", ("report", "pooled", "--out", "page"), "page/*", together=False, prepared_by=_POOL),
 )
 
 

@@ -93,8 +93,7 @@ def _outcome(work: Path, original: Path, command: Command, reference: Reference,
     if _inputs(work, command) != _inputs(original, command):
         return KillOutcome.SOURCE_CHANGED, first.printed
     left = _results(work, command)
-    kept = left == reference.before or (not command.together and left.items() <= reference.whole.items())
-    if left != reference.whole and not kept:
+    if left not in (reference.whole, reference.before):
         return KillOutcome.HALF_WRITTEN, _difference(left, reference.whole)
     again = run_process(command.arguments, work, inputs=command.inputs)
     refused = left == reference.whole and _is_refusal(again)

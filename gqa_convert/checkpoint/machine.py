@@ -41,7 +41,7 @@ class Measurement:
     """The head of a measurement's JSON.
 
     Attributes:
-        kind: the command that measured, such as `evaluate` or `benchmark`; `report` recognises files by it.
+        kind: the command that measured, such as `evaluate` or `benchmark`; `publish` recognises files by it.
         created: the time in UTC, as 2025-01-31T12:00:00Z.
         command: the command line; None from Python.
         machine: the machine and the software.

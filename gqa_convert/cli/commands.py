@@ -13,7 +13,7 @@ from .help import PlainCommand, PlainHelp, help_text
 COMMANDS = {
     "Before converting": ("plan", "inspect", "restate"),
     "Converting": ("convert", "verify", "generate-text", "tokenize", "uptrain"),
-    "Measuring": ("evaluate", "benchmark", "report"),
+    "Measuring": ("evaluate", "benchmark"),
     "Serving and sharing": ("check-serving", "publish"),
     "Trying": ("demo",),
 }

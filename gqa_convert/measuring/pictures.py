@@ -9,26 +9,7 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError
 
 FORMATS = (".png", ".svg", ".pdf")
-MOST_LABELLED = 48
-"""Rows of a heat map up to which every row has a label and every cell a number."""
 _DRAWN_BY = "drawn by gqa-convert"
-
-
-def check_matplotlib(needed_by: str) -> None:
-    """Refuse to start work whose picture could not be drawn.
-
-    Args:
-        needed_by: the command or the option that draws.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(
-            f"matplotlib is not installed, which {needed_by} needs: pip install 'gqa-convert[plot]'"
-        ) from None
 
 
 def check_picture(path: Path) -> None:
@@ -47,7 +28,12 @@ def check_picture(path: Path) -> None:
         raise OptionError(f"--plot {path}: there is no folder {path.parent}, make it first")
     if path.exists() and not is_our_picture(path):
         raise OutputError(f"--plot {path} exists and gqa-convert did not draw it: name another file")
-    check_matplotlib("--plot")
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(
+            "matplotlib is not installed, which --plot needs: pip install 'gqa-convert[plot]'"
+        ) from None
 
 
 def is_our_picture(path: Path) -> bool:

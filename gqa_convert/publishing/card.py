@@ -15,7 +15,7 @@ from gqa_convert.publishing.licences import Licence, as_markdown
 from gqa_convert.publishing.making import Making, making_of
 from gqa_convert.publishing.markup import Markdown, code, fenced, number, plain, significant, table, with_error
 from gqa_convert.publishing.measurements import Measured, Scored, Timed
-from gqa_convert.publishing.templating import render_markdown
+from gqa_convert.publishing.templating import render_card
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -175,7 +175,7 @@ def card_text(subject: Subject) -> str:
         "origin": _origin,
         "table": lambda header, rows: Markdown("\n".join(table(header, rows))),
     }
-    return render_markdown("card.md.jinja", {"card": _card(subject)}, tools=tools, escape=plain)
+    return render_card({"card": _card(subject)}, tools)
 
 
 def _origin(origin: Origin) -> Markdown:

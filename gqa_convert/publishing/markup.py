@@ -19,11 +19,6 @@ class Markdown(str):
     __slots__ = ()
 
 
-def escaped(text: str) -> Markdown:
-    """The text with every character escaped that Markdown could read as markup."""
-    return Markdown(_MARKUP.sub(r"\\\1", html.escape(text, quote=False)))
-
-
 def code(text: str) -> Markdown:
     """The text as a code span on one line, in which nothing is markup."""
     line = _line(text)
@@ -33,8 +28,8 @@ def code(text: str) -> Markdown:
 
 
 def plain(text: str) -> Markdown:
-    """The text as running text on one line, escaped, without the folders of absolute paths."""
-    return escaped(_line(text))
+    """The text as running text on one line, in which nothing is markup, without the folders of absolute paths."""
+    return Markdown(_MARKUP.sub(r"\\\1", html.escape(_line(text), quote=False)))
 
 
 def fenced(text: str, language: str = "") -> list[str]:

@@ -35,7 +35,6 @@ COMMANDS = (
     "check-serving",
     "uptrain",
     "evaluate",
-    "report",
     "publish",
     "demo",
 )

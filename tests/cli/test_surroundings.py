@@ -16,7 +16,6 @@ import pytest
 from gqa_convert.checkpoint import atomic_files
 from gqa_convert.cli import main
 from tests.helpers.checkpoints import digests, write_llama
-from tests.helpers.report_runs import LOSSES, evaluation, write_json
 
 Run = Callable[..., tuple[int, str, str]]
 NAME = "a folder, ümläute and 漢字"
@@ -41,10 +40,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """`source`, its conversion `pooled` and an evaluation, in a folder with an unusual name."""
+    """`source` in a folder with an unusual name."""
     place = tmp_path / NAME
     write_llama(place / "source")
-    write_json(place / "runs" / "evaluate.json", evaluation({f"m{n}": pair for n, pair in LOSSES.items()}))
     return place
 
 
@@ -57,7 +55,6 @@ def commands(place: str) -> list[list[str]]:
         pool,
         ["verify", f"{place}out/", "--source", f"{place}source/", "--no-logits"],
         publish,
-        ["report", f"{place}runs/", "--out", f"{place}page/"],
     ]
 
 
@@ -72,7 +69,7 @@ def test_unusual_names_and_trailing_slashes(
         code, _, err = run(*command)
         assert code == 0, f"{command[0]}: {err}"
     assert digests(folder / "source", ignore=()) == before
-    assert {path.name for path in folder.iterdir()} == {"source", "runs", "out", "page"}
+    assert {path.name for path in folder.iterdir()} == {"source", "out"}
 
 
 def test_a_working_directory_that_was_deleted(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +96,7 @@ def test_ascii_streams(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_full_disk_in_every_command_that_writes(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, exit code 2, and no file of the result."""
-    _, pool, _, publish, report = commands(f"{folder}/")
+    _, pool, _, publish = commands(f"{folder}/")
     assert run(*pool)[0] == 0
     before = digests(folder, ignore=())
 
@@ -109,7 +106,7 @@ def test_a_full_disk_in_every_command_that_writes(folder: Path, run: Run, monkey
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(atomic_files.os, "fsync", full)
     pool[2] = f"{folder}/second"
-    for command in (pool, publish, report):
+    for command in (pool, publish):
         code, out, err = run(*command)
         assert (code, out) == (2, ""), err
         assert err.splitlines()[-1].startswith("gqa-convert: ")
@@ -125,4 +122,4 @@ def test_a_result_in_its_source_through_a_link(folder: Path, run: Run) -> None:
         assert code == 2
         assert err.count("\n") == 1
         assert "name a" in err
-    assert {path.name for path in folder.iterdir()} == {"source", "runs", "link"}
+    assert {path.name for path in folder.iterdir()} == {"source", "link"}

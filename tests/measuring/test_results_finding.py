@@ -9,7 +9,7 @@ import pytest
 from gqa_convert.measuring.results import finding
 from gqa_convert.measuring.results.finding import DEPTH, find
 from gqa_convert.measuring.results.records import Material
-from tests.helpers.report_runs import write_json
+from tests.helpers.result_files import write_json
 
 SCORED = {"kind": "evaluate", "results": [{"model": "m", "loss": 2.0}]}
 CONVERTED = {

@@ -18,7 +18,7 @@ from gqa_convert.measuring.results.schemas import (
     TimedCell,
 )
 from gqa_convert.measuring.results.stored import FORMAT_VERSION
-from tests.helpers.report_runs import HEAD, benchmark, evaluation, write_json
+from tests.helpers.result_files import HEAD, benchmark, evaluation, write_json
 
 
 def test_what_was_set_is_written_and_read_back() -> None:

@@ -1,4 +1,4 @@
-"""Reports and cards of a checkpoint whose layers differ in their K/V heads: numbers by layer, bytes summed by layer."""
+"""Cards of a checkpoint whose layers differ in their K/V heads: numbers by layer, bytes summed by layer."""
 
 import json
 import shutil
@@ -12,9 +12,7 @@ from gqa_convert.measuring.results.configs import ModelConfig
 from gqa_convert.measuring.results.kv_heads import by_number, heads_in, in_words, mean_heads
 from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.remote import Place
-from gqa_convert.publishing.report.run import make_report
-from tests.helpers.report_pages import page_of, rows_of
-from tests.helpers.report_runs import benchmark, evaluation, write_json
+from tests.helpers.result_files import write_json
 from tests.helpers.tiny import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
@@ -49,28 +47,6 @@ def test_numbers_in_words() -> None:
     }
     assert heads_in(ModelConfig(listed)) == (12, 3)
     assert heads_in(ModelConfig(listed | {"num_key_value_heads": [12]})) is None
-
-
-def test_a_report_joins_the_list_with_its_quality_time_and_bytes(base: Path, tmp_path: Path) -> None:
-    source, out, runs = str(base / "source"), str(base / "list"), tmp_path / "runs"
-    write_json(runs / "evaluate.json", evaluation({source: (2.5, 0.01), out: (2.75, 0.02)}))
-    timed = benchmark({12: (8.0, 7.0, 9.0), 4: (4.0, 3.0, 5.0)}, model=out, model_type="nemotron-nas", heads=12)
-    own = timed["results"][1] | {"groups": COUNTS, "decode_ms_per_token": 5.0, "kv_bytes_per_token": 20 * HEAD_BYTES}
-    write_json(runs / "benchmark.json", timed | {"kv_heads": COUNTS, "results": [*timed["results"], own]})
-    made = make_report([runs, base / "list"], tmp_path / "page").as_json()
-    rows = {row["N"]: row for row in rows_of(page_of(made), "quality")}
-    listed, first = rows[WORDS], rows["12"]
-    assert (listed["method"], listed["model"], listed["loss, nats per token"]) == ("mean", out, "2.7500 ± 0.0200")
-    assert (listed["speed-up"], listed["K/V bytes per token"]) == ("1.60x", f"{20 * HEAD_BYTES:,}")
-    assert (first["method"], first["model"]) == ("source", source)
-    assert [each["name"] for each in made["figures"]][:2] == ["quality-time", "quality-groups"]
-
-
-def test_a_report_without_times_sums_the_bytes_by_layer(base: Path, tmp_path: Path) -> None:
-    make_report([base / "list"], tmp_path / "page")
-    page = (tmp_path / "page" / "report.md").read_text()
-    assert f"{20 * HEAD_BYTES:,} (computed)" in page
-    assert WORDS in page
 
 
 def test_a_card_states_the_number_of_each_layer(base: Path) -> None:

@@ -34,7 +34,7 @@ from gqa_convert.publishing.remote import Place
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
 from tests.helpers.gguf_files import write_gguf_llama
-from tests.helpers.report_runs import LOSSES, TIMES, benchmark, evaluation, write_json
+from tests.helpers.result_files import LOSSES, TIMES, benchmark, evaluation, write_json
 from tests.helpers.tiny import make_config, make_model
 from tests.helpers.uptrain_runs import die, in_child
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from gqa_convert.measuring.pictures import MOST_LABELLED, save_picture
+from gqa_convert.measuring.pictures import save_picture
 from gqa_convert.measuring.results.schemas import InspectionFile
+
+_MOST_LABELLED = 48
+"""Layers up to which every row has a label and every cell a number."""
 
 
 def draw_errors(result: InspectionFile, path: Path) -> None:
     """Draw a panel for keys and one for values, with a row per layer and a column per number of groups.
-
-    The heat map of a report (`publishing.report.heatmap`) compares conversions with one another in SVG elements that
-    the page styles and tests read; only `MOST_LABELLED` is common to both.
 
     Args:
         result: of the inspection.
@@ -31,13 +31,13 @@ def draw_errors(result: InspectionFile, path: Path) -> None:
         axes.set_xticks(range(len(groups)), [str(count) for count in groups])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        for row, numbers in enumerate(table if len(layers) <= MOST_LABELLED else ()):
+        for row, numbers in enumerate(table if len(layers) <= _MOST_LABELLED else ()):
             for column, number in enumerate(numbers):
                 colour = "white" if number > 0.6 * highest else "black"
                 axes.text(column, row, f"{number:.2f}", ha="center", va="center", fontsize=8, color=colour)
     panels[0].set_ylabel("attention layer")
     labels = [layer.label for layer in layers]
-    step = max(1, len(layers) // MOST_LABELLED)
+    step = max(1, len(layers) // _MOST_LABELLED)
     panels[0].set_yticks(range(0, len(layers), step), labels[::step])
     figure.colorbar(image, ax=list(panels), label="relative error (rms)", fraction=0.05, pad=0.02)
     measured = "on calibration text" if result.calibration else "of the weights alone"

@@ -19,7 +19,6 @@ from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.geometry import AttentionLayer
-from gqa_convert.measuring.default_limit import MAX_LOSS_INCREASE
 from gqa_convert.measuring.inspect.layers import LayerInspection
 from gqa_convert.measuring.inspect.picture import draw_errors
 from gqa_convert.measuring.next_command import budget_command, conversion_command
@@ -34,6 +33,8 @@ from gqa_convert.measuring.results.schemas import (
 )
 from gqa_convert.measuring.results.stored import FORMAT_VERSION
 
+_MAX_LOSS_INCREASE = 0.1
+"""The loss increase in nats per token that is allowed where the user states no limit."""
 _MOST_GROUPS = 6
 """Maximum number of group counts that are tried by default."""
 
@@ -256,14 +257,14 @@ def _on_text(
 
 def _limit(stated: float | None, *, calibrated: bool) -> float:
     if stated is None:
-        return MAX_LOSS_INCREASE
+        return _MAX_LOSS_INCREASE
     if not calibrated:
         raise OptionError(
             f"--max-loss-increase {stated:g} without text, and weights predict no loss: name a text file or dataset with --calibration"
         )
     if not math.isfinite(stated) or stated < 0:
         raise OptionError(
-            f"--max-loss-increase {stated:g} is not a loss: give nats per token, such as {MAX_LOSS_INCREASE:g}"
+            f"--max-loss-increase {stated:g} is not a loss: give nats per token, such as {_MAX_LOSS_INCREASE:g}"
         )
     return stated
 

@@ -1,1 +1,0 @@
-"""Reports: the results of convert, uptrain, evaluate and benchmark as tables and plots."""
