@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages import commands, filled, table
+from benchmarks.pages import filled, table
 from benchmarks.records import Cell
 
 from .__main__ import OUTPUT
@@ -38,18 +38,6 @@ class Row(NamedTuple):
     calibration: str | None
     calibration_tokens: int | None
     cells: list[Cell]
-
-    @property
-    def label(self) -> list[str]:
-        text = f"{self.calibration}, {self.cells[0]['tokens_read']:,}" if self.calibration else ""
-        return [NAMES[self.target.model], heads(self.target), self.method, text]
-
-
-LABELS = ["model", "K/V heads", "method", "calibration text, tokens"]
-
-
-def heads(target: Target) -> str:
-    return f"{KV_HEADS[target.model]} -> {target.groups}"
 
 
 def rows(data: Data) -> list[Row]:
@@ -118,12 +106,12 @@ def results_table(data: Data) -> str:
     lines = []
     for row in rows(data):
         source = data["models"][row.target.model]["scores"]
-        line = [*row.label, " to ".join(f"{each:.1f}" for each in _ends(cell["minutes"] for cell in row.cells))]
+        line = [row.method, " to ".join(f"{each:.1f}" for each in _ends(cell["minutes"] for cell in row.cells))]
         line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
         needles = found_needles(row.cells)
         lines.append([*line, f"{found_needles([source])} -> {needles}" if needles else ""])
-    header = [*LABELS, "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
+    header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
 
 
@@ -149,16 +137,15 @@ def _before_and_after(data: Data, row: Row, kind: str, window: str) -> str:
 
 
 def windows_table(data: Data) -> str:
-    """The loss added and the KL at every window length."""
+    """The KL of the methods that were measured at several window lengths."""
     lines = []
     known = windows(data)
     for row in rows(data):
         for kind in KINDS:
-            added = [with_error(row, kind, window, "excess") for window in known]
             divergence = [with_error(row, kind, window, "kl") for window in known]
-            if any(added):
-                lines.append([*row.label, kind, *added, *divergence])
-    header = [*LABELS, "text", *(f"loss added, {each}" for each in known), *(f"KL, {each}" for each in known)]
+            if sum(map(bool, divergence)) > 1:
+                lines.append([row.method, kind, *divergence])
+    header = ["method", "text", *(f"KL, {each}" for each in known)]
     return table(header, lines) if lines else MISSING
 
 
@@ -173,10 +160,10 @@ def positions_table(data: Data) -> str:
             if not scored:
                 continue
             bins = scored[0][1][0]["by_position"]
-            header = [*LABELS, *(f"{place['first']} to {place['last']}" for place in bins)]
+            header = ["method", *(f"{place['first']} to {place['last']}" for place in bins)]
             lines = [
                 [
-                    *row.label,
+                    row.method,
                     *(
                         f"{statistics.mean(cell['by_position'][number]['kl'] for cell in cells):.3f}"
                         for number in range(len(bins))
@@ -189,14 +176,10 @@ def positions_table(data: Data) -> str:
     return "\n\n".join(parts) or MISSING
 
 
-def _all_rows(data: Data) -> list[tuple[list[str], list[Cell]]]:
-    """The sources and then the results, each with its cells."""
-    sources = [
-        ([NAMES[name], str(KV_HEADS[name]), "source", ""], [known["scores"]])
-        for name, known in data["models"].items()
-        if "scores" in known
-    ]
-    return sources + [(row.label, row.cells) for row in rows(data)]
+def _all_rows(data: Data) -> list[tuple[str, list[Cell]]]:
+    """The source and then the results, each with its cells."""
+    sources = [("source", [known["scores"]]) for known in data["models"].values() if "scores" in known]
+    return sources + [(row.method, row.cells) for row in rows(data)]
 
 
 def needle_table(data: Data) -> str:
@@ -215,9 +198,9 @@ def needle_table(data: Data) -> str:
                 statistics.mean(length["by_depth"][number] for cell in each for length in cell.values())
                 for number in range(len(DEPTHS))
             ]
-            lines.append([*label, *(f"{100 * share:.0f}%" for share in (*by_length, *by_depth))])
+            lines.append([label, *(f"{100 * share:.0f}%" for share in (*by_length, *by_depth))])
     header = [
-        *LABELS,
+        "method",
         *(f"{int(length):,} tokens" for length in lengths),
         *(f"depth {100 * depth:.0f}%" for depth in DEPTHS),
     ]
@@ -234,8 +217,8 @@ def training_table(data: Data) -> str:
                 steps = [0, *(step for step, _ in kl["curve"])]
                 each = [kl["before"], *(divergence for _, divergence in kl["curve"])]
                 shown = [f"{step:,}: {divergence:.3f}" for step, divergence in zip(steps, each, strict=True)]
-                lines.append([*row.label, ", ".join(shown), f"{kl['after']:.3f}"])
-    return table([*LABELS, "KL after so many steps", "at the end"], lines) if lines else MISSING
+                lines.append([row.method, ", ".join(shown), f"{kl['after']:.3f}"])
+    return table(["method", "KL after so many steps", "at the end"], lines) if lines else MISSING
 
 
 def choice_table(data: Data) -> str:
@@ -248,8 +231,8 @@ def choice_table(data: Data) -> str:
                 share = statistics.mean(cell[name]["accuracy"] for cell in each)
                 error = statistics.mean(cell[name]["error"] for cell in each)
                 shown.append(f"{100 * share:.1f}% ± {100 * error:.1f}")
-            lines.append([*label, *shown])
-    return table([*LABELS, "continuation", "cloze"], lines) if lines else MISSING
+            lines.append([label, *shown])
+    return table(["method", "continuation", "cloze"], lines) if lines else MISSING
 
 
 def uptraining_table(uptraining: Data) -> str:
@@ -262,15 +245,12 @@ def uptraining_table(uptraining: Data) -> str:
         uptraining["cells"],
         key=lambda cell: (order.index(cell["start"]), cell["seed"], cell["tokens"], cell["objective"]),
     ):
-        target = Target(cell["model"], cell["groups"])
         trained = ["", "", ""]
         if cell["tokens"]:
             trained = [cell["objective"].upper(), f"{cell['recipe']['learning_rate']:g}", f"{cell['core_minutes']:.0f}"]
         scored = [next(iter(cell["loss"].get(kind, {}).values()), None) for kind in KINDS]
         lines.append(
             [
-                NAMES[target.model],
-                heads(target),
                 cell["start"],
                 f"{cell['tokens']:,}",
                 *trained,
@@ -279,9 +259,9 @@ def uptraining_table(uptraining: Data) -> str:
                 found_needles([cell]),
             ]
         )
-    header = ["model", "K/V heads", "start", "tokens", "objective", "learning rate", "core minutes"]
+    header = ["start", "tokens", "objective", "learning rate", "core minutes"]
     header += [*(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
-    return f"{table(header, lines)}\n\n{commands(uptraining)}"
+    return table(header, lines)
 
 
 class StepTimes(NamedTuple):
@@ -348,21 +328,10 @@ def sources_table(data: Data) -> str:
     return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
 
 
-def sites_tables(sites: Data) -> str:
-    """Where a result's errors are: by layer and head, and by rotary frequency over all layers."""
+def sites_table(sites: Data) -> str:
+    """Where a result's errors are by rotary frequency, over all layers."""
     if not sites:
         return MISSING
-    lines = [
-        [
-            str(number),
-            f"{layer['output']:.3f}",
-            f"{min(layer['heads']):.3f} to {max(layer['heads']):.3f}",
-            f"{layer['attention_kl']:.3f}",
-            f"{layer['kl']:.4f}",
-        ]
-        for number, layer in enumerate(sites["layers"])
-    ]
-    header = ["layer", "squared error of the output", "by query head", "KL of attention", "KL of the predictions"]
     bands = []
     named = [(f"{band['first']} to {band['last']}", f"{band['wavelength']:,.0f}") for band in sites["bands"]]
     for number, (pairs, wavelength) in enumerate([*named, ("all", "")]):
@@ -372,10 +341,7 @@ def sites_tables(sites: Data) -> str:
         bands.append([pairs, wavelength, f"{signal:.2f}", f"{errors:.2f}", f"{errors / signal:.2f}"])
     over = ["rotary pairs", "positions of a turn, at most", "spread of the source's scores", "of their errors", "ratio"]
     measured = f"{sites['method']}, seed {sites['seed']}, {sites['tokens']:,} held-out tokens of {sites['kind']}"
-    return (
-        f"{measured}; KL of all layers together: {sites['kl']:.3f}.\n\n{table(header, lines)}\n\n{table(over, bands)}\n\n"
-        f"    {' '.join(sites['command'])}"
-    )
+    return f"{measured}; KL of all layers together: {sites['kl']:.3f}.\n\n{table(over, bands)}"
 
 
 def blocks(data: Data, decoding: Data, uptraining: Data, sites: Data) -> dict[str, str]:
@@ -395,13 +361,12 @@ def blocks(data: Data, decoding: Data, uptraining: Data, sites: Data) -> dict[st
         "training": training_table,
         "needles": needle_table,
         "tasks": choice_table,
-        "commands": commands,
     }
     found = {name: make(data) for name, make in made.items()}
     return found | {
         "decoding": decoding_table(decoding),
         "uptraining": uptraining_table(uptraining),
-        "sites": sites_tables(sites),
+        "sites": sites_table(sites),
     }
 
 
