@@ -112,17 +112,12 @@ def _tokens(architecture: Architecture, setting: Setting) -> tuple[int, int]:
 def _moments(architecture: Architecture, setting: Setting) -> float:
     """The optimizer's moments. AdamW (Loshchilov & Hutter 2019) keeps two numbers per parameter. Adafactor (Shazeer &
     Stern 2018) keeps one per row and column, that is 1/m + 1/n per parameter of an m x n matrix, at most 2 /
-    hidden_size. AdamW with 8 bits keeps two bytes where the
-    rows of a matrix are a multiple of 256 long, which is taken to follow from hidden_size.
+    hidden_size.
     """
     if setting.optimizer == "adafactor":
         return (
             4 * setting.trained * (2 / architecture.hidden_size if architecture.hidden_size >= LEAST_FACTORED else 1.0)
         )
-    if setting.optimizer == "adamw8bit":
-        # a code for each number and a scale for each 256; of the two matrices of an adapter, one has rows as short as the rank
-        in_bits = 0.0 if architecture.hidden_size % 256 else 0.5 if setting.adapters else 1.0
-        return setting.trained * (in_bits * 2 * (1 + 4 / 256) + (1 - in_bits) * 8)
     return 8 * setting.trained
 
 

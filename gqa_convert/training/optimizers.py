@@ -1,6 +1,5 @@
 """Selects the parameters to train and builds the optimizer that trains them."""
 
-import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gqa_convert.errors import MissingExtraError, RecipeError, UnsupportedFamilyError
+from gqa_convert.errors import RecipeError, UnsupportedFamilyError
 from gqa_convert.families.table import Family, family_of
 from gqa_convert.training.adafactor import Adafactor
 from gqa_convert.training.learning_rates import RateRule, multipliers
@@ -89,8 +88,6 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 def _built(trained: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adafactor":
         return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
-    if recipe.optimizer == "adamw8bit":
-        return _adamw8bit(trained, recipe)
     return _adamw(trained, recipe)
 
 
@@ -120,24 +117,3 @@ def _adamw(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     fused = all(parameter.device.type in ("cuda", "cpu") and parameter.is_floating_point() for parameter in parameters)
     groups = _decay_groups(parameters, recipe.weight_decay)
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=1e-8, fused=fused)
-
-
-def check_optimizer(name: str) -> None:
-    """Refuse an optimizer whose package is not installed, before anything is loaded.
-
-    Raises:
-        MissingExtraError: it is not.
-    """
-    if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
-        raise MissingExtraError(
-            "optimizer adamw8bit needs torchao, which is not installed: pip install 'gqa-convert[adamw8bit]', or use adamw"
-        )
-
-
-def _adamw8bit(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """Build AdamW with moments in 8 bits."""
-    from gqa_convert.training.adamw8bit import ShardedAdamW8bit
-
-    groups = _decay_groups(parameters, recipe.weight_decay)
-    betas = (recipe.beta1, recipe.beta2)
-    return ShardedAdamW8bit(groups, lr=recipe.learning_rate, betas=betas, eps=1e-8)

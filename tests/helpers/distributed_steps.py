@@ -244,60 +244,6 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     return found | {"types": np.array(sorted(types))}
 
 
-def run_in_8_bits(target: str) -> None:
-    """`in_8_bits` on the processes there are."""
-    from gqa_convert.training.distributed import join, taking_part
-
-    with taking_part():
-        accelerator = join()
-        kind = {1: "single", 2: "fsdp"}[accelerator.num_processes]
-        found = in_8_bits(accelerator, Path(target), {"sharding": SHARDING[kind]})
-        if accelerator.is_main_process:
-            np.savez(f"{target}-{kind}.npz", **found)
-
-
-def in_8_bits(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """Losses and weights of three steps of a wider model with moments in 8 bits, the last after a checkpoint was restored
-    that one process saved.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from gqa_convert.training.checkpoints import Progress
-    from gqa_convert.training.loop import Trainer
-    from gqa_convert.training.models import place_student
-    from gqa_convert.training.optimizers import build_optimizer
-    from gqa_convert.training.recipe import make_recipe
-    from gqa_convert.training.sharding import layout_of
-    from gqa_convert.training.state import set_state, state_of
-
-    recipe = make_recipe(BASE | {"optimizer": "adamw8bit"} | keys)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes)).train()
-    layout = layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, 1)
-    placed = place_student(model, accelerator, layout, bf16=False)
-    optimizer = build_optimizer(model, recipe)
-    options: dict[str, Any] = {"steps": 3, "teacher": None, "progress": Progress()}
-    steps = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), accelerator, **options).run(lambda: False)
-    losses = [next(steps).loss, next(steps).loss]
-    alone, saved = accelerator.num_processes == 1, folder.with_name(f"{folder.name}-{accelerator.num_processes}-8-bits")
-    dcp.save(state_of(placed, optimizer), checkpoint_id=saved, no_dist=alone)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    optimizer.state.clear()
-    state = state_of(placed, optimizer)
-    dcp.load(state, checkpoint_id=saved, no_dist=alone)
-    set_state(placed, optimizer, state)
-    losses.append(next(steps).loss)
-    local = [getattr(each["exp_avg"], "_local_tensor", each["exp_avg"]) for each in optimizer.state.values()]
-    whole = get_model_state_dict(placed, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    found = {f"weight {name}": tensor.numpy() for name, tensor in whole.items()}
-    return found | {"loss": np.array(losses), "quantised": np.array(sum(hasattr(each, "codes") for each in local))}
-
-
 def late_data(accelerator: Any) -> dict[str, Any]:
     """Steps for which one process waits for its text longer than collectives may take."""
     from torch.distributed.distributed_c10d import _set_pg_timeout

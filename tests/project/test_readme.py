@@ -45,9 +45,7 @@ def test_what_is_imported_is_installed() -> None:
         [line for group, lines in project["optional-dependencies"].items() if group != "dev" for line in lines]
     )
     # files that cannot do without an extra, and are imported late themselves
-    derived = {
-        "adamw8bit.py": {"torchao"},
-    }
+    derived = {}
     elsewhere = {"vllm", "llama_cpp"}  # engines that run in environments of their own
     for path in (ROOT / "gqa_convert").rglob("*.py"):
         own = elsewhere if path.parent.name == "serving" else set()

@@ -214,7 +214,7 @@ BADKEYS = {
     "micro_batch_size: true": "micro_batch_size is true: it must be a whole number",
     "seed: 4294967296": "seed is 4294967296: it must be at least 0 and at most 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine, inverse_sqrt or wsd",
-    "optimizer: sgd": "optimizer is sgd: it must be adamw, adafactor or adamw8bit",
+    "optimizer: sgd": "optimizer is sgd: it must be adamw or adafactor",
     "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2, text_infilling or pairs",
     "precision: fp16": "precision is fp16: it must be bf16 or no",
     "precision: false": "precision is false: it must be bf16 or no",

@@ -19,7 +19,7 @@ from gqa_convert.training.recipe.lora import Lora, read_lora
 from gqa_convert.training.spikes import SpikeRule, read_spike_rule
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
-OptimizerName = Literal["adamw", "adafactor", "adamw8bit"]
+OptimizerName = Literal["adamw", "adafactor"]
 Precision = Literal["bf16", "no"]
 Trainable = Literal["all", "attention", "kv"]
 Sharding = Literal["auto", "replicate", "full", "hybrid"]
