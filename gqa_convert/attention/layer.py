@@ -16,7 +16,6 @@ from gqa_convert.attention.masks import split_mask
 from gqa_convert.attention.multihead import Merge, convert_module_state
 from gqa_convert.attention.positions import Rotary
 from gqa_convert.attention.projections import PROJECTIONS, GroupedProjections, split_heads
-from gqa_convert.attention.renamed import accept_earlier_names
 from gqa_convert.errors import OptionError
 
 
@@ -34,7 +33,6 @@ class GroupedQueryAttention(GroupedProjections):
         kdim: features of the tokens that keys are projected from, for cross-attention; by default d.
         vdim: features of the tokens that values are projected from; by default `kdim`.
         bias: True for all four projections, or the names of those with a bias among q, k, v, out.
-        fused: one projection [q | k | v] instead of three; the same results.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
@@ -48,7 +46,6 @@ class GroupedQueryAttention(GroupedProjections):
         OptionError: an option is out of range, or contradicts another.
     """
 
-    @accept_earlier_names
     def __init__(
         self,
         embed_dim: int,
@@ -60,7 +57,6 @@ class GroupedQueryAttention(GroupedProjections):
         kdim: int | None = None,
         vdim: int | None = None,
         bias: bool | Collection[str] = False,
-        fused: bool = False,
         scale: float | None = None,
         causal: bool = False,
         rotary: Rotary | None = None,
@@ -85,8 +81,6 @@ class GroupedQueryAttention(GroupedProjections):
         self.scale, self.causal, self.rotary, self.batch_first = scale, causal, rotary, batch_first
         if rotary is not None:
             rotary.rotary_dim(self.head_dim)
-        if fused:
-            self.fuse()
 
     def extra_repr(self) -> str:
         return (
@@ -166,8 +160,6 @@ class GroupedQueryAttention(GroupedProjections):
 
     def _project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e]."""
-        if self.fused:
-            return self._split_heads(*self.qkv_proj(inputs).split(self._rows, dim=-1))
         return self._split_heads(self.q_proj(inputs), self.k_proj(keys), self.v_proj(values))
 
     def _across(
@@ -205,10 +197,10 @@ class GroupedQueryAttention(GroupedProjections):
                     f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
                 )
             return
-        if self.causal or self.rotary is not None or self.fused or documents is not None:
+        if self.causal or self.rotary is not None or documents is not None:
             raise OptionError(
                 "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
-                "causal, rotary and fused, and give no documents"
+                "causal and rotary, and give no documents"
             )
         if memory is None:
             if memory_values is not None:
@@ -286,7 +278,6 @@ class GroupedQueryAttention(GroupedProjections):
             dtype=weight.dtype,
             **options,
         )
-        fused = layer.fused
-        layer.unfuse().load_state_dict(state)
+        layer.load_state_dict(state)
         layer.train(module.training)
-        return layer.fuse() if fused else layer
+        return layer

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gqa_convert.attention.renamed import warn_renamed
 from gqa_convert.errors import OptionError
 
 
@@ -37,11 +36,6 @@ class Rotary:
                 "number above zero"
             )
         return rotated
-
-    def width(self, head_width: int) -> int:
-        """Deprecated: `rotary_dim`."""
-        warn_renamed("method width of Rotary", "rotary_dim", stacklevel=3)
-        return self.rotary_dim(head_width)
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Rotate every head by its token's position, in float32 or a wider type.

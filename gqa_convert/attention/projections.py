@@ -1,21 +1,20 @@
-"""The parameters of grouped-query attention: four projections, the first three of which may be joined into one.
+"""The parameters of grouped-query attention: four projections.
 
 Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values.
 """
 
 from collections.abc import Collection
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention.renamed import EarlierAttributes, accept_earlier_names
 from gqa_convert.errors import GroupsError, OptionError
 
 PROJECTIONS: Final = ("q", "k", "v", "out")
 
 
-class GroupedProjections(EarlierAttributes, nn.Module):  # type: ignore[misc]  # torch is not followed
+class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not followed
     """Projections to H query heads and to N key and value heads, and from the heads back to d features.
 
     Args:
@@ -36,7 +35,6 @@ class GroupedProjections(EarlierAttributes, nn.Module):  # type: ignore[misc]  #
         OptionError: an option is out of range or does not fit another.
     """
 
-    @accept_earlier_names
     def __init__(
         self,
         embed_dim: int,
@@ -79,68 +77,10 @@ class GroupedProjections(EarlierAttributes, nn.Module):  # type: ignore[misc]  #
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in biased, device=device, dtype=dtype)
 
-        self.q_proj = linear("q", embed_dim, self._rows[0])
-        self.k_proj = linear("k", self.kdim, self._rows[1])
-        self.v_proj = linear("v", self.vdim, self._rows[2])
+        self.q_proj = linear("q", embed_dim, num_heads * self.head_dim)
+        self.k_proj = linear("k", self.kdim, groups * self.head_dim)
+        self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
         self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
-
-    @property
-    def _rows(self) -> tuple[int, int, int]:
-        """Rows of the projections to queries, keys and values."""
-        return self.num_heads * self.head_dim, self.groups * self.head_dim, self.groups * self.value_head_dim
-
-    @property
-    def fused(self) -> bool:
-        """Whether there is one projection `qkv_proj` in place of `q_proj`, `k_proj` and `v_proj`."""
-        return hasattr(self, "qkv_proj")
-
-    def fuse(self) -> Self:
-        """Join the three projections into one, in place. This replaces parameters: call it before you make an optimizer.
-
-        Raises:
-            OptionError: queries, keys and values are projected from different numbers of features, or only some of the three have a bias.
-        """
-        if self.fused:
-            return self
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        if {self.kdim, self.vdim} != {self.embed_dim}:
-            raise OptionError(
-                f"inputs of {self.embed_dim}, {self.kdim} and {self.vdim} features cannot share a projection: use fused=False"
-            )
-        if len({part.bias is None for part in parts}) > 1:
-            raise OptionError(
-                "a fused projection has a bias for all of q, k, v or for none: name all three or use fused=False"
-            )
-        weight = torch.cat([part.weight.detach() for part in parts])
-        joined = nn.Linear(
-            self.embed_dim, len(weight), bias=self.q_proj.bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        with torch.no_grad():
-            joined.weight.copy_(weight)
-            if joined.bias is not None:
-                joined.bias.copy_(torch.cat([part.bias for part in parts]))
-        del self.q_proj, self.k_proj, self.v_proj
-        self.qkv_proj = joined
-        return self
-
-    def unfuse(self) -> Self:
-        """Split a fused projection into three, in place. This replaces parameters, as `fuse` does."""
-        if not self.fused:
-            return self
-        joined = self.qkv_proj
-        weights = joined.weight.detach().split(self._rows)
-        biases = (None,) * 3 if joined.bias is None else joined.bias.detach().split(self._rows)
-        del self.qkv_proj
-        for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
-            part = nn.Linear(
-                self.embed_dim, len(weight), bias=bias is not None, device=weight.device, dtype=weight.dtype
-            )
-            with torch.no_grad():
-                part.weight.copy_(weight)
-                if bias is not None:
-                    part.bias.copy_(bias)
-            setattr(self, name, part)
-        return self
 
     def _split_heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], from the projections' outputs."""

@@ -1,6 +1,5 @@
 """The base of what the functions behind the commands return."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,21 +19,10 @@ def plain(value: Any) -> Any:
 
 
 class Result:
-    """A result with named attributes and a JSON form, which `--json` prints.
-
-    Earlier versions returned that JSON as a dictionary. `result["key"]` still works, with a DeprecationWarning.
-    """
+    """A result with named attributes and a JSON form, which `--json` prints."""
 
     __slots__ = ()
 
     def as_json(self) -> JsonObject:
         """The result as plain data."""
         return plain(self)  # type: ignore[no-any-return]
-
-    def __getitem__(self, key: str) -> Any:
-        warnings.warn(
-            f"result[{key!r}] is deprecated: read the attribute, or result.as_json()[{key!r}]",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.as_json()[key]

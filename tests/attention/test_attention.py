@@ -371,31 +371,15 @@ def test_eager_attention_with_repeated_heads_agrees_on_biased_scores() -> None:
     torch.testing.assert_close(result.float(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("value_head_dim", [HEAD_DIM, 5])
-@pytest.mark.parametrize("groups", [1, 3, 4, 12])
-def test_fused_equals_separate(groups: int, bias: bool, value_head_dim: int) -> None:
-    separate = layer(groups, bias=bias, value_head_dim=value_head_dim, causal=True, rotary=Rotary())
-    fused = copy.deepcopy(separate).fuse()
-    assert fused.fused
-    assert fused.qkv_proj.weight.shape == (12 * 6 + groups * (6 + value_head_dim), EMBED_DIM)
-    inputs = numbers(2, 9, EMBED_DIM)
-    torch.testing.assert_close(fused(inputs), separate(inputs), **EXACT)
-    back = copy.deepcopy(fused).unfuse().state_dict()
-    assert all(torch.equal(back[name], tensor) for name, tensor in separate.state_dict().items())
-    assert layer(groups, fused=True).fused
-
-
 @pytest.mark.parametrize("biased", [(), ("v",), ("q", "v", "out")])
 def test_each_projection_has_its_own_bias(biased: tuple[str, ...]) -> None:
     assert {name.split("_")[0] for name in layer(bias=biased).state_dict() if name.endswith("bias")} == set(biased)
 
 
 @pytest.mark.parametrize("chunks", [[20], [7, 1, 1, 11], [1] * 20, [18, 2]])
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("capacity", [0, 64])
-def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], fused: bool, capacity: int) -> None:
-    attention = layer(3, causal=True, rotary=Rotary(), fused=fused, value_head_dim=5)
+def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity: int) -> None:
+    attention = layer(3, causal=True, rotary=Rotary(), value_head_dim=5)
     inputs = numbers(2, 20, EMBED_DIM)
     key_mask = torch.ones(2, 20, dtype=torch.int64)
     key_mask[1, :4] = 0
@@ -506,8 +490,6 @@ def test_groups_that_do_not_divide_are_refused(groups: int) -> None:
     "options",
     [
         {"bias": ["o"]},
-        {"bias": ["q"], "fused": True},
-        {"kdim": 8, "fused": True},
         {"dropout": 1.0},
         {"rotary": Rotary(fraction=0.5)},
         {"rotary": Rotary(fraction=0.0)},
@@ -618,8 +600,8 @@ def test_merged_heads_equal_the_original_with_merged_heads_repeated(
 def test_merging_keeps_type_and_state_and_leaves_the_source_alone() -> None:
     source = multihead(dtype=torch.bfloat16, dropout=0.25).train()
     before = copy.deepcopy(source.state_dict())
-    converted = GroupedQueryAttention.from_multihead(source, 4, causal=True, fused=True)
-    assert (converted.training, converted.dropout, converted.causal, converted.fused) == (True, 0.25, True, True)
+    converted = GroupedQueryAttention.from_multihead(source, 4, causal=True)
+    assert (converted.training, converted.dropout, converted.causal) == (True, 0.25, True)
     assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         for parameter in converted.parameters():

@@ -133,7 +133,7 @@ def test_a_cache_serves_one_kind_of_attention() -> None:
     with pytest.raises(OptionError, match="holds 7 keys already"):
         cross()(inputs, memory, cache=of_tokens)
     cross()(inputs, memory, cache=of_memory)
-    for options in ({"causal": True}, {"rotary": Rotary()}, {"fused": True}):
+    for options in ({"causal": True}, {"rotary": Rotary()}):
         with pytest.raises(OptionError, match="cross-attention"):
             cross(**options)(inputs, cache=of_memory)
     with pytest.raises(OptionError, match="another cache"):

@@ -400,9 +400,6 @@ class TestStore:
         with MergedLayers(tmp_path / "out", {}, keep=False) as store:
             store.write(0, {"weight": np.ones(3, np.float32)}, record)
             assert store.record(0) == record
-            assert "gap_left" in record
-            with pytest.warns(DeprecationWarning, match="attribute"):
-                assert record["gap_left"] == 0.5
             training = TrainingRecord(kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None)
             store.finish({0: {"weight": np.zeros(3, np.float32)}}, training)
             assert store.finished() == training

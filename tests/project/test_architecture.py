@@ -50,11 +50,7 @@ def test_the_sheet_lists_the_thirteen_rooms() -> None:
     assert folders == set(ROOMS)
     assert len(ROOMS) == 13
     modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert modules == SHARED | DOORS | ALIASES
-
-
-ALIASES = {"uptrain", "modeling"}
-"""Deprecated names that import what moved."""
+    assert modules == SHARED | DOORS
 
 
 @pytest.mark.parametrize("room", ROOMS)

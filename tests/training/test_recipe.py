@@ -22,7 +22,6 @@ from gqa_convert.training.recipe import (
     BUDGET,
     EXECUTION,
     KEYS,
-    DataSource,
     Recipe,
     conversion_command,
     make_recipe,
@@ -404,10 +403,6 @@ def test_paths_that_are_none() -> None:
     for key in ("output", "model", "teacher"):
         with pytest.raises(RecipeError, match=f"{key} x*[.][.][.] is not a path"):
             make(**{key: "x" * 5000})
-
-
-def test_the_former_name_of_a_source() -> None:
-    assert DataSource is Source
 
 
 def test_overrides(tmp_path: Path) -> None:

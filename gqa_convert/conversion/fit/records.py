@@ -14,17 +14,8 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 
 
-class FitRecord(Result):
-    """The base of the records. Callbacks once received dictionaries, so that `"key" in record` still works."""
-
-    __slots__ = ()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.as_json()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRecord(FitRecord, ABC):
+class LayerRecord(Result, ABC):
     """A merged layer."""
 
     module: str
@@ -95,7 +86,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StageProgress(FitRecord):
+class StageProgress(Result):
     """The stage that is running, before a layer is merged."""
 
     stage: Stage
@@ -112,7 +103,7 @@ class StageProgress(FitRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingProgress(FitRecord):
+class TrainingProgress(Result):
     """Steps of the stage that trains all layers together."""
 
     done: int
@@ -125,7 +116,7 @@ class TrainingProgress(FitRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecord(FitRecord):
+class TrainingRecord(Result):
     """The stage that trains all layers together, once it has ended."""
 
     kl_steps: int

@@ -21,9 +21,6 @@ from gqa_convert.training.recipe.schema import (
     Trainable,
 )
 
-DataSource = Source
-"""A deprecated name of `Source`."""
-
 __all__ = [
     "AGAINST_DIVERGENCE",
     "BOOKKEEPING",
@@ -31,7 +28,6 @@ __all__ = [
     "EXECUTION",
     "KEYS",
     "TRACKERS",
-    "DataSource",
     "Recipe",
     "Schedule",
     "Sharding",
