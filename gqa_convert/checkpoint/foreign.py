@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from gqa_convert.checkpoint.files import CheckpointFiles
 from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    from gqa_convert.checkpoint.files import CheckpointFiles
 
 ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
@@ -102,7 +104,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}")
 
 
-def refuse_adapter(files: CheckpointFiles, where: str, *, model: bool) -> None:
+def refuse_adapter(files: "CheckpointFiles", where: str, *, model: bool) -> None:
     """Raise UnsupportedFormatError if a folder holds an adapter, with its base model and how to merge it.
 
     Args:
@@ -134,7 +136,7 @@ def refuse_adapter(files: CheckpointFiles, where: str, *, model: bool) -> None:
     )
 
 
-def refuse_pointer(files: CheckpointFiles, name: str, where: str) -> None:
+def refuse_pointer(files: "CheckpointFiles", name: str, where: str) -> None:
     """Raise CorruptCheckpointError if a file is only Git LFS's pointer to its content.
 
     Args:
@@ -149,14 +151,14 @@ def refuse_pointer(files: CheckpointFiles, name: str, where: str) -> None:
         )
 
 
-def refuse_pointers(files: CheckpointFiles, names: Iterable[str], where: str) -> None:
+def refuse_pointers(files: "CheckpointFiles", names: Iterable[str], where: str) -> None:
     """`refuse_pointer` for the files among the sidecar files that programs read."""
     for name in names:
         if any(fnmatch(name, pattern) for pattern in _TOKENIZER):
             refuse_pointer(files, name, where)
 
 
-def unfinished_download(files: CheckpointFiles, where: str) -> str:
+def unfinished_download(files: "CheckpointFiles", where: str) -> str:
     """A clause about a download into this folder that was interrupted, or "" without a trace of one.
 
     Args:

@@ -24,6 +24,7 @@ class HubFiles:
         self.commit = commit
         self.sizes = files
         self.folder: Path | None = None
+        self.links_out: tuple[str, ...] = ()
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if length == 0:

@@ -66,6 +66,8 @@ class Checkpoint:
     """Size in bytes of every file."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """By file in an object store: its ETag, or by what else the store states a change is recognised."""
+    links_out: tuple[str, ...] = ()
+    """Links that lead out of the folder, which are not copied."""
     dequantised: JsonObject | None = None
     """The quantised file that this checkpoint was written from, for the record; None for any other checkpoint."""
 
@@ -310,6 +312,7 @@ def read_checkpoint(files: CheckpointFiles, source_id: str, revision: str | None
         carried=carried,
         left_behind=survey.others,
         sizes=dict(files.sizes),
+        links_out=files.links_out,
     )
 
 

@@ -200,6 +200,7 @@ class StoreFiles:
             )
         self.sizes = {name: stored.nbytes for name, stored in self._objects.items()}
         self.folder: Path | None = None
+        self.links_out: tuple[str, ...] = ()
 
     @property
     def versions(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
@@ -181,6 +182,7 @@ def read_facts(out: Path) -> Facts:
             "again, or name another folder"
         )
     _check_code(checkpoint, out)
+    _refuse_links(checkpoint, out)
     trainings = tuple(training for record in chain for training in record.uptraining)
     return Facts(out, checkpoint, plan, conversion, chain, trainings)
 
@@ -220,3 +222,10 @@ def _check_code(checkpoint: Checkpoint, out: Path) -> None:
     for name in _modules(checkpoint):
         if name not in checkpoint.sizes:
             raise PublishError(f"{out} lacks {name}, which its config.json needs to load: convert again")
+
+
+def _refuse_links(checkpoint: Checkpoint, out: Path) -> None:
+    """Refuse weights, a config or a record that lie elsewhere; other links that lead out of the folder are left out."""
+    for name in (PROVENANCE, *checkpoint.sizes):
+        if name not in checkpoint.left_behind and leads_out(out / name, out):
+            raise PublishError(f"{out / name} is a link that leads out of the folder: put the file in its place")

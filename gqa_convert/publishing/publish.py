@@ -166,6 +166,8 @@ def make_card(facts: Facts, place: Place, options: Options) -> tuple["ModelCard"
     )
     branch = None if (place.revision or "").startswith("refs/") else place.revision
     subject = Subject(facts, place.repo_id, base, licence, tuple(said), measured, branch)
+    if facts.checkpoint.links_out:
+        warnings.append(f"not sent, as links that lead out of the folder: {some(facts.checkpoint.links_out)}")
     if facts.strangers:
         warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(facts.strangers)}")
     front = f"---\n{data.to_yaml(line_break=chr(10))}\n---\n"

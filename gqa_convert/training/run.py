@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gqa_convert.checkpoint.atomic_files import write_json, write_whole
+from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.publication import check_destination, sweep
@@ -107,6 +108,8 @@ class Run:
         progress = self._progress(record)
 
         self.opened = self._open_recipe()
+        for note in links_note(self.opened.student.links_out):
+            self.say(f"{self.recipe.model}: {note}")
         text = self._open_text(record.dataset_commits if record else self.folder.read_commits())
         samples = text.samples
         self._check_same_samples(record, samples)

@@ -109,6 +109,16 @@ def test_mxfp4(tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "generation_config.json"])
+def test_links_that_lead_out_are_left_out(source: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "key").write_text('{"key": 1}')
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(tmp_path / "key")
+    made = restate_checkpoint(source, tmp_path / "plain")
+    assert made.notes[-1] == f"links that lead out of the folder are not copied: {name}"
+    assert not (tmp_path / "plain" / name).exists()
+
+
 def test_what_cannot_be_loaded_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantising, "find_spec", lambda _: None)
     config = json.loads((source / "config.json").read_text())

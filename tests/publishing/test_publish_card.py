@@ -447,6 +447,7 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
     (tmp_path / "outside" / "secret").write_text("secret")
     (out / "linked").symlink_to(tmp_path / "outside")
     (out / "tokens.txt").symlink_to(tmp_path / "outside" / "secret")
+    (out / "LICENSE").symlink_to(tmp_path / "outside" / "secret")
     (out / "runs" / "one").mkdir(parents=True)
     for name in (
         ".env",
@@ -461,8 +462,10 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
         (out / name).write_text("{}")
     made = publish(out, Place(REPO), dry_run=True)
     assert {each.path for each in made.files} == sent | {"LICENSE.txt", "NOTICE"}
+    assert "not sent, as links that lead out of the folder: LICENSE, linked/, tokens.txt" in made.warnings
     assert any(
-        each.endswith("id_rsa, linked/secret, optimizer.pt, runs/one/LICENSE and 3 more") for each in made.warnings
+        each.endswith("id_rsa, optimizer.pt, runs/one/LICENSE, runs/one/config.json and 1 more")
+        for each in made.warnings
     )
 
 

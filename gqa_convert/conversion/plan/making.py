@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_tensors
@@ -271,6 +272,7 @@ def _warnings(
     if checkpoint.left_behind:
         names = ", ".join(checkpoint.left_behind[:3]) + (" ..." if len(checkpoint.left_behind) > 3 else "")
         yield f"{len(checkpoint.left_behind)} file(s) with weights in other formats or training state are not copied: {names}"
+    yield from links_note(checkpoint.links_out)
     if (
         target_architecture
         and target_architecture.special_tokens

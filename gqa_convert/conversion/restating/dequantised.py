@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.files import LocalFiles
+from gqa_convert.checkpoint.files import LocalFiles, links_note
 from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.checkpoint.gguf_files import GGUFModel
 from gqa_convert.checkpoint.provenance import PROVENANCE
@@ -54,7 +54,10 @@ def write_dequantised_checkpoint(source: Path, source_id: str, method: str, fold
         from gqa_convert.families.dequantising import write_restored
 
         write_restored(source, folder, source_id)
-    for name in LocalFiles(source).sizes:
+    files = LocalFiles(source)
+    for name in files.links_out:
+        (folder / name).unlink(missing_ok=True)  # transformers follows such a link to a generation config
+    for name in files.sizes:
         if name not in (CONFIG, PROVENANCE) and not is_weight_file(name):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +66,7 @@ def write_dequantised_checkpoint(source: Path, source_id: str, method: str, fold
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return (
         f"the weights were quantised ({method}) and are written in bfloat16 ({size(written)}): what {method} lost stays lost",
+        *links_note(files.links_out),
     )
 
 

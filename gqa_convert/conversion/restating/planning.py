@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from gqa_convert.checkpoint.files import links_note
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
@@ -117,6 +118,7 @@ def _notes(checkpoint: Checkpoint, record: Restated) -> list[str]:
     notes = []
     if checkpoint.left_behind:
         notes.append(f"{len(checkpoint.left_behind)} file(s) with weights in other formats are not carried over")
+    notes += links_note(checkpoint.links_out)
     if record.alike_up_to:
         tokens = checkpoint.config.get(record.alike_up_to)
         if isinstance(tokens, int):

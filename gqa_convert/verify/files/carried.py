@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.verify.checkpoint_reader import CONFIG, read_object
 from gqa_convert.verify.files.provenance import PROVENANCE
 from gqa_convert.verify.files.weight_files import is_weights, list_files, matches
@@ -15,13 +16,19 @@ _PROSE = ("*.md", "LICENSE*", "NOTICE*", "*.png", "*.svg", "*.jpg", "*.pdf")
 def check_carried(out: Path, source: Path, checked_elsewhere: frozenset[str]) -> Finding:
     """OUT has every other file of SOURCE, byte for byte, and no new file that software reads.
 
+    Links that lead out of SOURCE do not count as files of it.
+
     Args:
         out: OUT's folder.
         source: SOURCE's folder.
         checked_elsewhere: names of files that other checks compare.
     """
     own = {CONFIG, PROVENANCE} | checked_elsewhere
-    theirs = [name for name in list_files(source) if not is_weights(name) and name not in own]
+    theirs = [
+        name
+        for name in list_files(source)
+        if not is_weights(name) and name not in own and not leads_out(source / name, source)
+    ]
     ours = [name for name in list_files(out) if not is_weights(name) and name not in own]
     compared = [name for name in theirs if not matches(name, _PROSE)]
     for name in compared:

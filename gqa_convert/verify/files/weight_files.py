@@ -3,10 +3,10 @@
 The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
-import os
 from fnmatch import fnmatch
 from pathlib import Path
 
+from gqa_convert.checkpoint.files import walk
 from gqa_convert.verify.checkpoint_reader import INDEX, SINGLE, Weights
 from gqa_convert.verify.json_values import same_json
 from gqa_convert.verify.report import Failure, Finding
@@ -41,16 +41,13 @@ _LEFTOVERS = (".spilled-*", ".share-probe", ".gqa-convert-unfinished")
 
 
 def list_files(folder: Path) -> list[str]:
-    """The paths of all files relative to the folder, except hidden files and Python's caches.
+    """The paths of all files relative to the folder, except hidden files, Python's caches, and the
+    files of folders to which links lead out of it.
 
     Files of an unfinished conversion are listed although they are hidden.
     """
-    found = []
-    for root, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        kept = [name for name in names if not name.startswith(".") or matches(name, _LEFTOVERS)]
-        found += [(Path(root) / name).relative_to(folder).as_posix() for name in kept]
-    return sorted(found)
+    found = walk(folder, lambda link: None)
+    return sorted(name for name in found if not Path(name).name.startswith(".") or matches(name, _LEFTOVERS))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

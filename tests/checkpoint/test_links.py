@@ -1,0 +1,197 @@
+"""A link in a checkpoint's folder that leads out of it may show any file of the machine, and is not followed."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import PublishError
+from gqa_convert.publishing.publish import publish
+from gqa_convert.publishing.remote import Place
+from gqa_convert.training.uptrain import uptrain_checkpoint
+from gqa_convert.verify import verify_checkpoint
+from tests.helpers.checkpoints import same_weights, write_llama
+from tests.helpers.command_line import run
+from tests.helpers.uptrain_runs import recipe, student_home
+
+SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
+
+
+def absolute(folder: Path, outside: Path) -> str:
+    (folder / "notes.txt").symlink_to((outside / "key").absolute())
+    return "notes.txt"
+
+
+def relative(folder: Path, outside: Path) -> str:
+    (folder / "notes.txt").symlink_to(os.path.relpath(outside / "key", folder))
+    return "notes.txt"
+
+
+def chained(folder: Path, outside: Path) -> str:
+    """A link to a link in the folder, which leads out."""
+    (folder / "notes.txt").symlink_to("more.txt")
+    (folder / "more.txt").symlink_to(outside / "key")
+    return "more.txt, notes.txt"
+
+
+def link_to_folder(folder: Path, outside: Path) -> str:
+    (folder / "notes").symlink_to(outside, target_is_directory=True)
+    return "notes/"
+
+
+def through_folder(folder: Path, outside: Path) -> str:
+    """A link that names a file in a linked folder."""
+    (folder / "notes").symlink_to(outside, target_is_directory=True)
+    (folder / "notes.txt").symlink_to("notes/key")
+    return "notes.txt, notes/"
+
+
+def to_hidden_file(folder: Path, outside: Path) -> str:
+    """As git keeps the address of a repository, with a password."""
+    (folder / ".git").mkdir()
+    shutil.copyfile(outside / "key", folder / ".git" / "config")
+    (folder / "notes.txt").symlink_to(".git/config")
+    return "notes.txt"
+
+
+LINKS = [absolute, relative, chained, link_to_folder, through_folder, to_hidden_file]
+Link = Callable[[Path, Path], str]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "key").write_text(SECRET)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with student_home(tmp_path_factory.mktemp("home")) as folder:
+        yield folder
+
+
+def holds_secret(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_convert_leaves_the_link_out_and_names_it(link: Link, source: Path, outside: Path, tmp_path: Path) -> None:
+    names = link(source, outside)
+    done = run("convert", source, tmp_path / "out", "--groups", "3", "--method", "mean")
+    assert done.returncode == 0, done.stderr
+    assert f"links that lead out of the folder are not copied: {names}" in " ".join(done.stdout.split())
+    assert holds_secret(tmp_path / "out") == []
+    assert not {path.name for path in (tmp_path / "out").iterdir()} & {"notes.txt", "more.txt", "notes"}
+    assert verify_checkpoint(tmp_path / "out", source).passed
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_uptrain_leaves_the_link_out_and_names_it(link: Link, home: Path, outside: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(home / "student", tmp_path / "student")
+    names = link(student, outside)
+    said: list[str] = []
+    path = recipe(home, tmp_path / "run", model=str(student), tokens=64)
+    uptrain_checkpoint(path, [], on_message=said.append)
+    assert f"{student}: links that lead out of the folder are not copied: {names}" in said
+    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    assert holds_secret(tmp_path / "run" / "model") == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "gqa_extra.py"])
+@pytest.mark.parametrize("link", [absolute, relative, chained])
+def test_publish_does_not_send_what_a_link_shows(
+    link: Link, name: str, source: Path, outside: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, 3, method="mean")
+    link(out, outside)
+    (out / name).unlink(missing_ok=True)
+    (out / "notes.txt").rename(out / name)
+    sent = publish(out, Place("me/gqa-3"), dry_run=True)
+    assert name not in {each.path for each in sent.files}
+    warning = next(each for each in sent.warnings if each.startswith("not sent, as links that lead out"))
+    assert name in warning
+
+
+def test_publish_does_not_send_a_linked_folder(source: Path, outside: Path, tmp_path: Path) -> None:
+    (source / "notes").mkdir()
+    (source / "notes" / "key").write_text("a key of a map")
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, 3, method="mean")
+    shutil.rmtree(out / "notes")
+    link_to_folder(out, outside)
+    sent = publish(out, Place("me/gqa-3"), dry_run=True)
+    assert "notes/key" not in {each.path for each in sent.files}
+    assert "not sent, as links that lead out of the folder: notes/" in sent.warnings
+
+
+@pytest.mark.parametrize("name", ["config.json", "gqa_conversion.json", "model.safetensors"])
+def test_publish_refuses_weights_and_records_that_lie_elsewhere(
+    name: str, source: Path, outside: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, 3, method="mean")
+    shutil.move(out / name, outside / name)
+    (out / name).symlink_to(outside / name)
+    with pytest.raises(PublishError, match=f"{name} is a link that leads out of the folder"):
+        publish(out, Place("me/gqa-3"), dry_run=True)
+
+
+def test_links_within_the_folder_are_followed(source: Path, tmp_path: Path) -> None:
+    (source / "texts").mkdir()
+    (source / "texts" / "one.txt").write_text("one")
+    (source / "two.txt").symlink_to("texts/one.txt")
+    (source / "again").symlink_to("texts", target_is_directory=True)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    for name in ("texts/one.txt", "two.txt", "again/one.txt"):
+        assert (tmp_path / "out" / name).read_text() == "one"
+        assert not (tmp_path / "out" / name).is_symlink()
+    assert verify_checkpoint(tmp_path / "out", source).passed
+
+
+def test_weights_and_config_may_lie_on_another_disk(source: Path, outside: Path, tmp_path: Path) -> None:
+    """Nothing is copied from them but what was understood as numbers and as a model's description."""
+    convert_checkpoint(source, tmp_path / "expected", 3, method="mean")
+    for name in ("model.safetensors", "config.json"):
+        shutil.move(source / name, outside / name)
+        (source / name).symlink_to(outside / name)
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    assert same_weights(tmp_path / "out", tmp_path / "expected")
+    assert verify_checkpoint(tmp_path / "out", source).passed
+
+
+def test_other_folders_beside_a_snapshot_are_not_the_cache(source: Path, tmp_path: Path) -> None:
+    """Only the files of the same repository are."""
+    cached = tmp_path / "models--org--model"
+    snapshot = cached / "snapshots" / "4d7a"
+    shutil.copytree(source, snapshot)
+    for place in ("blobs", "refs", "blobs/deeper"):
+        (cached / place).mkdir()
+        (cached / place / "file").write_text(place)
+        (snapshot / f"{place.replace('/', '-')}.txt").symlink_to(cached / place / "file")
+    other = tmp_path / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "file").write_text("other")
+    (snapshot / "other.txt").symlink_to(other / "file")
+    opened = open_checkpoint(snapshot)
+    assert opened.links_out == ("blobs-deeper.txt", "other.txt", "refs.txt")
+    assert "blobs.txt" in opened.carried
+
+
+def test_the_plan_warns_in_json(source: Path, outside: Path) -> None:
+    absolute(source, outside)
+    found: dict[str, Any] = json.loads(run("plan", source, "--groups", "3", "--method", "mean", "--json").stdout)
+    assert "links that lead out of the folder are not copied: notes.txt" in found["warnings"]
