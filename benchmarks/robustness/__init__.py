@@ -2,5 +2,5 @@
 
     python -m benchmarks.robustness --mutations 10000 --kills 200
 
-docs/verification.md has the table. Every case follows from the seed, except for the moment at which a kill arrives.
+docs/verification.md has the totals. Every case follows from the seed, except for the moment at which a kill arrives.
 """

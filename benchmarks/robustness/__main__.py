@@ -11,7 +11,7 @@ from benchmarks.robustness.commands import COMMANDS
 from benchmarks.robustness.kills import run_kills
 from benchmarks.robustness.mutations import run_mutations
 from benchmarks.robustness.outcomes import BUGS, Case, count_table, counts
-from benchmarks.robustness.recording import KINDS, fill, record
+from benchmarks.robustness.recording import KINDS, record
 from benchmarks.robustness.surroundings import run_surroundings
 
 
@@ -24,7 +24,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where files are written meanwhile; default: a temporary folder")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="add the counts to this file")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write the tables of --output into this page")
     return parser.parse_args()
 
 
@@ -50,8 +49,6 @@ def main() -> int:
             if options.output:
                 record(options.output, kind, options.seed, counts(found))
             bugs += sum(case.outcome in BUGS for case in found)
-    if options.page:
-        fill(options.page, options.output)
     return 1 if bugs else 0
 
 

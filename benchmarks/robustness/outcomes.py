@@ -62,15 +62,6 @@ def counts(cases: Iterable[Case]) -> Counts:
     return found
 
 
-def joined(several: Iterable[Counts]) -> Counts:
-    """The sums of several runs."""
-    sums: dict[str, Counter[str]] = {}
-    for each in several:
-        for subject, row in each.items():
-            sums.setdefault(subject, Counter()).update(row)
-    return {subject: dict(row) for subject, row in sums.items()}
-
-
 def count_table(rows: Counts, kinds: type[Outcome] | type[KillOutcome], what: str) -> str:
     """A Markdown table with a row for each subject and a column for each outcome."""
     lines = [

@@ -1,4 +1,4 @@
-"""The counts of all runs, in a JSON file, and their tables in a page of the documentation."""
+"""The counts of all runs, in a JSON file."""
 
 import json
 import shlex
@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import filled
 from benchmarks.records import versions
-from benchmarks.robustness.outcomes import Counts, KillOutcome, Outcome, count_table, joined
+from benchmarks.robustness.outcomes import Counts, KillOutcome, Outcome
 
 KINDS: dict[str, tuple[type[Outcome] | type[KillOutcome], str]] = {
     "mutations": (Outcome, "mutated"),
@@ -16,7 +15,7 @@ KINDS: dict[str, tuple[type[Outcome] | type[KillOutcome], str]] = {
     "surroundings": (Outcome, "surrounding"),
 }
 """What is counted: its outcomes, and the header of its table's first column."""
-_PLACES = ("--folder", "--output", "--page")
+_PLACES = ("--folder", "--output")
 """Options that name a place on one machine."""
 
 
@@ -39,14 +38,3 @@ def _command() -> str:
         if option in given:
             del given[given.index(option) : given.index(option) + 2]
     return shlex.join(["python", "-m", "benchmarks.robustness", *given])
-
-
-def fill(page: Path, path: Path) -> None:
-    """Write the tables of everything that was counted into a page."""
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    text = page.read_text(encoding="utf-8")
-    for kind, (outcomes, what) in KINDS.items():
-        found = [run["counts"] for run in runs if run["kind"] == kind]
-        if found:
-            text = filled(text, kind, count_table(joined(found), outcomes, what))
-    page.write_text(text, encoding="utf-8")
