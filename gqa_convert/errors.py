@@ -91,7 +91,7 @@ class DataError(GQAConvertError):
 
 
 class ReportError(GQAConvertError):
-    """The folders hold no results to report, or a file of results cannot be read."""
+    """There are no results where they were looked for, or a file of results cannot be read."""
 
 
 class MissingExtraError(GQAConvertError):

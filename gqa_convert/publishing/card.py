@@ -7,7 +7,6 @@ from gqa_convert.checkpoint.gguf_files import is_quantised
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.measuring.results.fields import parse_json
 from gqa_convert.measuring.results.kv_heads import in_words, mean_heads
-from gqa_convert.measuring.results.records import Origin, Score
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.facts import Base, Facts
 from gqa_convert.publishing.headline import headline, speedups
@@ -15,6 +14,7 @@ from gqa_convert.publishing.licences import Licence, as_markdown
 from gqa_convert.publishing.making import Making, making_of
 from gqa_convert.publishing.markup import Markdown, code, fenced, number, plain, significant, table, with_error
 from gqa_convert.publishing.measurements import Measured, Scored, Timed
+from gqa_convert.publishing.records import Origin, Score
 from gqa_convert.publishing.templating import render_card
 
 _TOKENIZER_FILES = (
@@ -215,7 +215,7 @@ def _card(subject: Subject) -> Card:
 def _source(subject: Subject) -> Markdown:
     base = subject.base
     if base is None:
-        first = subject.facts.chain[0].source_record
+        first = subject.facts.chain[0].source
         name = first.id if first else None
         if name is None:
             return Markdown("A checkpoint whose name was not recorded")

@@ -12,8 +12,6 @@ from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.measuring.results.fields import parse_json
 from gqa_convert.measuring.results.kv_heads import KVHeads, in_words, one_or_each
-from gqa_convert.measuring.results.parsing import read_conversion
-from gqa_convert.measuring.results.records import Conversion
 from gqa_convert.measuring.results.schemas import ConversionRecord, FileRecord, GGUFRecord, TrainingRecord
 
 README = "README.md"
@@ -47,7 +45,6 @@ class Facts:
         checkpoint: its config and headers.
         plan: of a conversion to the same N, which changes nothing; it has the heads and the cache sizes from the
             headers.
-        conversion: the last conversion, as in a report.
         chain: the record and those of the conversions before it, oldest first.
         trainings: the records of the uptraining runs since the first of these, oldest first.
     """
@@ -55,14 +52,13 @@ class Facts:
     folder: Path
     checkpoint: Checkpoint
     plan: Plan
-    conversion: Conversion
     chain: tuple[ConversionRecord, ...]
     trainings: tuple[TrainingRecord, ...]
 
     @property
     def groups(self) -> KVHeads:
         """K/V heads per layer, or those of each layer."""
-        return self.conversion.groups
+        return self.record.groups
 
     @property
     def record(self) -> ConversionRecord:
@@ -80,7 +76,7 @@ class Facts:
         cache.
         """
         for record in reversed(self.chain):
-            source = record.source_record
+            source = record.source
             name, revision = (source.id, source.revision) if source else (None, None)
             is_file = source is not None and source.dequantised is not None
             if name and revision:
@@ -92,7 +88,7 @@ class Facts:
     @property
     def gguf(self) -> GGUFRecord | None:
         """The GGUF file that the first source is, None where it is a checkpoint."""
-        first = self.chain[0].source_record
+        first = self.chain[0].source
         return first.dequantised if first else None
 
     @property
@@ -165,26 +161,24 @@ def read_facts(out: Path) -> Facts:
     content = parse_json(path)
     if not isinstance(content, dict) or "groups" not in content:
         raise PublishError(f"{path} is not the record of a conversion: name a folder that convert or uptrain wrote")
-    conversion = read_conversion(content, path)
     chain = _chain(content, path)
+    groups = chain[-1].groups
     try:
-        plan = make_plan(
-            checkpoint, conversion.groups, native=_native(chain[-1]), encoder=content.get("encoder") is True
-        )
+        plan = make_plan(checkpoint, groups, native=_native(chain[-1]), encoder=content.get("encoder") is True)
     except GroupsError as problem:
         raise PublishError(
-            f"{path} says N = {in_words(conversion.groups)}, which the weights contradict ({problem}): convert again"
+            f"{path} says N = {in_words(groups)}, which the weights contradict ({problem}): convert again"
         ) from None
     found = one_or_each(tuple(layer.kv_heads for layer in sorted(plan.layers, key=lambda layer: layer.number)))
-    if found != conversion.groups:
+    if found != groups:
         raise PublishError(
-            f"{path} says N = {in_words(conversion.groups)}, and the weights have {in_words(found)} K/V heads per layer: convert "
+            f"{path} says N = {in_words(groups)}, and the weights have {in_words(found)} K/V heads per layer: convert "
             "again, or name another folder"
         )
     _check_code(checkpoint, out)
     _refuse_links(checkpoint, out)
     trainings = tuple(training for record in chain for training in record.uptraining)
-    return Facts(out, checkpoint, plan, conversion, chain, trainings)
+    return Facts(out, checkpoint, plan, chain, trainings)
 
 
 def _native(record: ConversionRecord) -> bool | None:
@@ -207,7 +201,7 @@ def _chain(content: object, path: Path) -> tuple[ConversionRecord, ...]:
 
 def _source_files(record: ConversionRecord) -> dict[str, FileRecord]:
     """The files of a conversion's source, by name, as far as they were recorded."""
-    return (record.source_record.files if record.source_record else None) or {}
+    return (record.source.files if record.source else None) or {}
 
 
 def _modules(checkpoint: Checkpoint) -> list[str]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from gqa_convert.measuring.results.records import Timing
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import Markdown, code, plain, significant, with_error
 from gqa_convert.publishing.measurements import Measured, Scored, Timed
+from gqa_convert.publishing.records import Timing
 
 _PER_TOKEN = "kv_bytes_per_token"
 

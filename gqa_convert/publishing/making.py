@@ -119,7 +119,7 @@ def _step(record: ConversionRecord, earlier: ConversionRecord | None) -> Step:
         method=method,
         meaning=known.card_sentence if known else None,
         exact=exact,
-        gguf=_gguf(record.source_record),
+        gguf=_gguf(record.source),
         calibrated=calibration is not None,
         text=calibration.text if calibration else None,
         divergence=_divergence(calibration) if calibration else None,
@@ -225,10 +225,11 @@ def _commands(record: ConversionRecord) -> list[tuple[str, ...] | None]:
 def _versions(facts: Facts) -> Markdown:
     """The versions of each library in the order in which they were used."""
     found: dict[str, list[str]] = {}
-    records = [each.library_versions for each in facts.chain] + [each.library_versions for each in facts.trainings]
-    for versions in records:
+    machines = [each.machine for each in facts.chain] + [each.machine for each in facts.trainings]
+    for machine in machines:
+        versions = (machine.versions if machine else None) or {}
         for name, version in versions.items():
-            if version not in found.setdefault(name, []):
+            if version and version not in found.setdefault(name, []):
                 found[name].append(version)
     named = [f"{plain(name)} {plain(' and '.join(texts))}" for name, texts in found.items()]
     return Markdown(", ".join(named) or "not recorded")

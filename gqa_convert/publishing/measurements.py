@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.measuring.results.fields import is_there
-from gqa_convert.measuring.results.finding import find
 from gqa_convert.measuring.results.kv_heads import in_words
-from gqa_convert.measuring.results.records import Benchmark, Evaluation, Origin, Score, Timing
 from gqa_convert.measuring.results.schemas import SourceRecord
 from gqa_convert.publishing.facts import Facts
 from gqa_convert.publishing.markup import some
+from gqa_convert.publishing.records import Benchmark, Evaluation, Origin, Score, Timing
+from gqa_convert.publishing.result_files import find_results
 
 _SMALL = 64 << 20
 """Maximum bytes of a file that is hashed to recognise it."""
@@ -60,11 +60,11 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
     """
     if not results:
         return Measured()
-    material = find(results)
+    evaluations, benchmarks = find_results(results)
     scored: list[Scored] = []
     timed: list[Timed] = []
     warnings: list[str] = []
-    for evaluation in sorted(material.evaluations, key=lambda each: (each.text, _when(each.origin))):
+    for evaluation in sorted(evaluations, key=lambda each: (each.text, _when(each.origin))):
         ours = [score for score in evaluation.scores if _is_ours(score.model, evaluation.origin, facts, names)]
         if not ours:
             warnings.append(
@@ -78,7 +78,7 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
                 (score for score in evaluation.scores if is_source(score.model, evaluation.origin, facts)), None
             )
             scored.append(Scored(evaluation, ours[0], source))
-    for benchmark in sorted(material.benchmarks, key=lambda each: (each.model, _when(each.origin))):
+    for benchmark in sorted(benchmarks, key=lambda each: (each.model, _when(each.origin))):
         counts = {facts.groups, facts.first_kv_heads}
         timings = tuple(timing for timing in benchmark.timings if timing.groups in counts)
         ours_too = _is_ours(benchmark.model, benchmark.origin, facts, names) or is_source(
@@ -92,8 +92,6 @@ def read_measurements(results: Sequence[Path], facts: Facts, names: Sequence[str
             warnings.append(f"{benchmark.origin.path} is left out: it has no time at N = {in_words(facts.groups)}")
         else:
             timed.append(Timed(benchmark, timings))
-    if not material.evaluations and not material.benchmarks:
-        warnings.append(f"nothing that evaluate or benchmark wrote is in {', '.join(map(str, results))}")
     return Measured(tuple(scored), tuple(timed), tuple(warnings))
 
 
@@ -105,7 +103,7 @@ def is_source(name: str, origin: Origin, facts: Facts) -> bool:
     """Whether a name means the first source: the recorded name, the same folder, or a folder of that name with the same
     files.
     """
-    source = facts.chain[0].source_record
+    source = facts.chain[0].source
     first = source.id if source else None
     base = facts.base
     if source is None or first is None:

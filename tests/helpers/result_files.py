@@ -51,7 +51,7 @@ def evaluation(models: dict[str, tuple[float | None, float | None]], **more: Any
         "kind": "evaluate",
         **HEAD,
         "command": command,
-        "data": "held out.txt",
+        "data": {"source": "held out.txt"},
         "objective": "causal",
         "context": 512,
         "stride": 256,

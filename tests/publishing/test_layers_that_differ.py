@@ -8,8 +8,7 @@ import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import PublishError
-from gqa_convert.measuring.results.configs import ModelConfig
-from gqa_convert.measuring.results.kv_heads import by_number, heads_in, in_words, mean_heads
+from gqa_convert.measuring.results.kv_heads import by_number, in_words, mean_heads
 from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.remote import Place
 from tests.helpers.result_files import write_json
@@ -34,19 +33,6 @@ def test_numbers_in_words() -> None:
     assert (in_words(4), in_words((2, 8, 3)), mean_heads((1, 2))) == ("4", "2 to 8 (mean 4.33)", 1.5)
     assert by_number((3, 3, 3, 1, 1, 3, 2)) == "3 in layers 0-2 and 5, 2 in layer 6, 1 in layers 3-4"
     assert by_number((1, 2)) == "2 in layer 1, 1 in layer 0"
-    blocks = [{"attention": {"n_heads_in_group": size}, "ffn": {}} for size in (1, 4)]
-    config = {"model_type": "nemotron-nas", "num_attention_heads": 12, "block_configs": blocks}
-    assert heads_in(ModelConfig(config)) == (12, 3)
-    assert heads_in(ModelConfig(config | {"block_configs": blocks[:1]})) == 12
-    assert heads_in(ModelConfig(config | {"block_configs": [{}]})) is None
-    listed = {
-        "model_type": "gqa_gemma",
-        "num_attention_heads": 12,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": [12, 3],
-    }
-    assert heads_in(ModelConfig(listed)) == (12, 3)
-    assert heads_in(ModelConfig(listed | {"num_key_value_heads": [12]})) is None
 
 
 def test_a_card_states_the_number_of_each_layer(base: Path) -> None:

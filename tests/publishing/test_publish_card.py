@@ -276,7 +276,7 @@ def test_results_are_those_of_the_files(out: Path, tmp_path: Path) -> None:
     tasks = {"results": {"piqa": {"acc,none": 0.625, "acc_stderr,none": 0.0125, "alias": "piqa"}}}
     scores = evaluation({"org/model": LOSSES[12], str(out): LOSSES[3], "another": LOSSES[4]})
     scores["results"][1]["tasks"] = tasks
-    scores["reference"] = "org/model"
+    scores["reference"] = scores["results"][0]
     write_json(tmp_path / "results" / "evaluate.json", scores)
     write_json(tmp_path / "results" / "benchmark.json", benchmark(TIMES, model="org/model"))
     text, front, warnings = card(out, results=(tmp_path / "results",))
@@ -504,7 +504,7 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path, tmp_path: Path) 
     )
     scores = evaluation(
         {"/home/jane/models/llama/": LOSSES[12], str(out): LOSSES[3]},
-        data="/home/jane/held.txt",
+        data={"source": "/home/jane/held.txt"},
         command=["evaluate", "/home/jane/x"],
     )
     scores["results"][1] |= {"note": "see /home/jane/log"}
@@ -618,7 +618,7 @@ def test_names_stay_names(out: Path, tmp_path: Path) -> None:
         out,
         f"---\nlicense: other\nlicense_name: {json.dumps(HOSTILE)}\nlanguage: {json.dumps(HOSTILE[:15])}\npipeline_tag: |\n  a\n  b\n---\n",
     )
-    scores = evaluation({str(out): LOSSES[3]}, data=HOSTILE, created="2999-01-01T00:00:00Z")
+    scores = evaluation({str(out): LOSSES[3]}, data={"source": HOSTILE}, created="2999-01-01T00:00:00Z")
     scores["results"][0] |= {"tasks": {"results": {HOSTILE: {f"{HOSTILE},none": 0.5}}}, "note": HOSTILE}
     scores["results"][0]["difference"]["to"] = HOSTILE
     times = benchmark(TIMES, model=HOSTILE, dtype=HOSTILE)

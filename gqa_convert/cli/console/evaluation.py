@@ -12,9 +12,9 @@ from .tables import Column, show_table
 def show_evaluation(results: EvaluationFile, output: Path | None) -> None:
     """Print a row for each model, then notes, then the tables of lm-eval."""
     console = stdout_console()
-    reference = [results.reference] if isinstance(results.reference, ModelScores) else []
+    reference = [results.reference] if results.reference else []
     entries = [*reference, *results.results]
-    if isinstance(results.data, ScoredText):
+    if results.data is not None:
         console.print(_title(results, results.data, entries[0]), soft_wrap=True)
         compared = [each.difference for each in entries if each.difference]
         by_byte = any(difference.loss is None for difference in compared)

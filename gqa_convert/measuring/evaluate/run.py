@@ -139,7 +139,7 @@ def evaluate(
 
 def failed(results: EvaluationFile) -> list[str]:
     """The models with losses that are not finite."""
-    reference = [results.reference] if isinstance(results.reference, ModelScores) else []
+    reference = [results.reference] if results.reference else []
     return [str(each.model) for each in (*results.results, *reference) if each.scored_nan]
 
 

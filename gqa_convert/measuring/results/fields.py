@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Never
 
@@ -12,15 +11,6 @@ from gqa_convert.errors import ReportError
 def printable(text: str) -> str:
     """The text with every unprintable character escaped: names from files may hold control characters."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def told_apart(paths: Iterable[Path]) -> dict[Path, str]:
-    """For each of several paths, its shortest ending that no other path has."""
-    places = list(paths)
-    depth = next(
-        (depth for depth in range(1, 100) if len({place.parts[-depth:] for place in places}) == len(places)), 100
-    )
-    return {place: "/".join(place.parts[-depth:]) for place in places}
 
 
 def is_there(path: Path) -> bool:

@@ -1,14 +1,7 @@
 """The K/V heads of a model's layers: one number, or a number for each layer."""
 
-from gqa_convert.errors import ConfigError, UnsupportedFamilyError
-from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.measuring.results.configs import ModelConfig
-
 KVHeads = int | tuple[int, ...]
 """The number of K/V heads of all layers; where layers differ, that of each layer in their order."""
-
-STATED = ("multi_query_group_num", "num_key_value_heads", "num_kv_heads", "n_head_kv")
-"""Config keys that state the number of K/V heads, the most specific first."""
 
 
 def mean_heads(heads: KVHeads) -> float:
@@ -44,20 +37,6 @@ def _layers(numbers: list[int]) -> str:
             runs.append([number])
     *first, last = ["-".join(map(str, run)) for run in runs]
     return ("layers " if len(numbers) > 1 else "layer ") + (f"{', '.join(first)} and {last}" if first else last)
-
-
-def heads_in(config: ModelConfig, *others: str) -> KVHeads | None:
-    """The K/V heads that a config states, None if it states none.
-
-    Args:
-        config: of a checkpoint.
-        others: further keys, for a config without a number of K/V heads.
-    """
-    try:
-        by_layer = kv_heads_by_layer(config.keys, "config.json")
-    except (ConfigError, UnsupportedFamilyError):
-        return None
-    return config.count(*STATED, *others) if by_layer is None else one_or_each(by_layer)
 
 
 def one_or_each(heads: tuple[int, ...]) -> KVHeads:

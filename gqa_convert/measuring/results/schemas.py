@@ -1,12 +1,11 @@
 """Every JSON file that one command writes and another reads, each declared once for its writer and its readers.
 
-The names of the fields are the keys in the file, and a file may lack any key that has a default here: files of older
-versions do.
+The names of the fields are the keys in the file, and a file may lack any key that has a default here.
 """
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Discriminator, JsonValue, Tag
+from pydantic import JsonValue
 
 from gqa_convert.measuring.results.stored import (
     FORMAT_VERSION,
@@ -23,10 +22,6 @@ from gqa_convert.measuring.results.stored import (
 )
 
 
-def _kind_of(value: object) -> str:
-    return "<object>" if isinstance(value, dict | BaseModel) else "<text>"
-
-
 class Machine(Stored):
     """The machine and the software of a measurement."""
 
@@ -36,12 +31,6 @@ class Machine(Stored):
     memory_bytes: Number = None
     system: Text = None
     versions: dict[str, Text] | None = None
-
-
-def known_versions(machine: Machine | None, versions: dict[str, Text] | None) -> dict[str, str]:
-    """The versions of the libraries, from the machine or, in older files, from beside it."""
-    found = (machine.versions if machine else None) or versions or {}
-    return {name: version for name, version in found.items() if version}
 
 
 class Head(Stored):
@@ -112,18 +101,14 @@ class ScoredText(Stored):
 class EvaluationFile(Head):
     """What `evaluate` writes."""
 
-    data: Annotated[
-        Annotated[ScoredText, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
-    ] = None
+    data: ScoredText | None = None
     objective: Text = None
     context: Count = None
     stride: Count = None
     dtype: Text = None
     seed: Count = None
     processes: Count = None
-    reference: Annotated[
-        Annotated[ModelScores, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
-    ] = None
+    reference: ModelScores | None = None
     results: Annotated[tuple[ModelScores, ...], NULL_IS_EMPTY] = ()
 
 
@@ -308,7 +293,7 @@ class InspectionFile(Stored):
     plot: Text = None
 
 
-# uptrain, as it is read here
+# uptrain
 
 
 class RecoveredLoss(Stored):
@@ -318,24 +303,6 @@ class RecoveredLoss(Stored):
     source: Number = None
     final: Number = None
     recovered_share: Number = None
-
-
-class RunSummary(Head):
-    """What `uptrain` writes into `summary.json`, as far as it is read here."""
-
-    model: Text = None
-    tokens: Count = None
-    alpha: Number = None
-    tokens_per_second: Number = None
-    evaluation: RecoveredLoss | None = None
-
-
-class MetricsLine(Stored):
-    """A line of `metrics.jsonl`, as far as it is read here."""
-
-    step: Count = None
-    tokens: Count = None
-    evaluation_loss: Number = None
 
 
 # convert, as it is read here
@@ -374,12 +341,6 @@ class TrainingRecord(Head):
     recipe: RecordedRecipe | None = None
     evaluation: RecoveredLoss | None = None
     adapters: Text = None
-    versions: dict[str, Text] | None = None
-
-    @property
-    def library_versions(self) -> dict[str, str]:
-        """The versions of the libraries; older files hold them outside `machine`."""
-        return known_versions(self.machine, self.versions)
 
 
 class FileRecord(Stored):
@@ -431,19 +392,14 @@ class CalibrationRecord(Stored):
 
 
 class ConversionRecord(Stored):
-    """`gqa_conversion.json`, or what `convert --json` printed, as far as it is read here."""
+    """`gqa_conversion.json`, as far as it is read here."""
 
     format_version: int = FORMAT_VERSION
     created: Text = None
     command: Strings = None
     machine: Machine | None = None
-    versions: dict[str, Text] | None = None
-    source: Annotated[
-        Annotated[SourceRecord, Tag("<object>")] | Annotated[Text, Tag("<text>")], Discriminator(_kind_of)
-    ] = None
-    out: Text = None
+    source: SourceRecord | None = None
     model_type: Text = None
-    result_model_type: Text = None
     route: Text = None
     method: Text = None
     calibration: CalibrationRecord | None = None
@@ -456,7 +412,6 @@ class ConversionRecord(Stored):
     cross_kv_bytes_per_encoder_token: BeforeAfter | None = None
     result: ResultRecord | None = None
     uptraining: Annotated[tuple[TrainingRecord, ...], NULL_IS_EMPTY] = ()
-    uptraining_tokens: Count = None
     previous: Any = None
     """The record of the conversion that made the source, not yet read: the chain may be long."""
 
@@ -464,16 +419,6 @@ class ConversionRecord(Stored):
     def errors(self) -> dict[str, float]:
         """Relative merge errors by tensor, or by module and part of it."""
         return known_numbers(self.merge_error or {})
-
-    @property
-    def source_record(self) -> SourceRecord | None:
-        """The source, where the file holds more than its name."""
-        return self.source if isinstance(self.source, SourceRecord) else None
-
-    @property
-    def library_versions(self) -> dict[str, str]:
-        """The versions of the libraries; older files hold them outside `machine`."""
-        return known_versions(self.machine, self.versions)
 
 
 # demo
