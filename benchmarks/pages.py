@@ -1,16 +1,11 @@
 """Tables of measurements in the documentation's pages."""
 
 import re
-from typing import Any
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def commands(data: dict[str, Any]) -> str:
-    return "\n".join(f"    {' '.join(line)}" for line in data["commands"])
 
 
 def filled(page: str, name: str, text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import commands, filled, table
+from benchmarks.pages import filled, table
 from benchmarks.records import Cell
 
 from .curves import CONTROL
@@ -188,9 +188,7 @@ def main() -> None:
     blocks: list[tuple[str, Path, Callable[[dict[str, Any]], str]]] = [
         ("models", arguments.losses, models_table),
         ("methods", arguments.losses, method_tables),
-        ("methods: commands", arguments.losses, commands),
         ("uptraining", arguments.curves, lambda data: curve_tables(data, arguments.curves.parent, arguments.page)),
-        ("uptraining: commands", arguments.curves, commands),
     ]
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
     for name, path, make in blocks:
