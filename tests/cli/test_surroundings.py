@@ -1,7 +1,4 @@
-"""Commands where folders have unusual names, where the working directory is gone, and where nothing can be written.
-
-They run in this process; `benchmarks/robustness` has more surroundings, each with processes of its own.
-"""
+"""Commands where folders have unusual names, where the working directory is gone, and where nothing can be written."""
 
 import errno
 import io
