@@ -1,8 +1,8 @@
 """Calibrated merging (`--method fit`) of layers of any size: minutes per layer by stage, memory, and what the
 arithmetic alone would take.
 
-    python benchmarks/fit_scale.py --output docs/results/fit-scale.json                          (Llama-2-7B's shapes)
-    python benchmarks/fit_scale.py --tokens 16384 --steps 4 --output docs/results/fit-scale.json   (a sample, scaled up
+    python benchmarks/fit_scale.py --output docs/results/fit-scale-4.json                        (Llama-2-7B's shapes)
+    python benchmarks/fit_scale.py --tokens 16384 --steps 4 --output docs/results/fit-scale-4.json  (a sample, scaled up
     to the defaults)
 
 A random checkpoint is converted by the package's own code in a process of its own, with its weights left in the files
