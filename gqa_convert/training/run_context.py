@@ -7,7 +7,6 @@ from typing import Any
 
 from gqa_convert.training import sharding
 from gqa_convert.training.distributed import join, local_processes, together, wait, waiting_group
-from gqa_convert.training.liger import check_liger
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe.lora import check_lora
 from gqa_convert.training.run_folder import RunFolder
@@ -68,8 +67,6 @@ def join_run(recipe: Recipe, folder: RunFolder, on_message: Callable[[str], None
     with together(accelerator):
         layout = sharding.layout_of(recipe.sharding, recipe.shard_size, accelerator.num_processes, local_processes())
         check_lora(recipe.lora, sharded=layout.sharded)
-        if recipe.liger:
-            check_liger(accelerator.device.type)
     return RunContext(
         recipe, folder, accelerator, layout, on_message if accelerator.is_main_process else lambda _: None
     )

@@ -9,7 +9,6 @@ from gqa_convert.text.output_layers import remove_output_layer
 from gqa_convert.text.samples import Samples
 from gqa_convert.training import memory, sharding
 from gqa_convert.training.documents import keep_apart
-from gqa_convert.training.liger import use_liger
 from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.models import load_student, place_fixed, place_student
 from gqa_convert.training.opening import Opened, explained
@@ -44,10 +43,6 @@ class RunModels:
         recipe, layout = context.recipe, context.layout
         with context.together():
             self.inner = load_student(recipe, opened.student_folder, layout)
-            if recipe.liger and not use_liger(self.inner):
-                context.say(
-                    f"Liger has no kernels for {self.inner.config.model_type}: {recipe.model} is trained without them"
-                )
         self.student = place_student(self.inner, context.accelerator, layout, bf16=recipe.precision == "bf16")
         self._check_apart(recipe.model, self.inner)
         self.optimizer = build_optimizer(self.inner, recipe)

@@ -110,7 +110,6 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "sharding",
         "shard_size",
         "compile",
-        "liger",
     )
     assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "spike", "precision")
 

@@ -283,12 +283,6 @@ class Recipe:
     )
     tracker_tags: tuple[str, ...] = key("Tags of the run for the trackers.", default=(), change="bookkeeping")
     compile: bool = key("Use torch.compile, for the teacher too.", default=False, change="execution")
-    liger: bool = key(
-        "Use Liger's Triton kernels for norms, rotary embeddings and MLPs, on CUDA.",
-        default=False,
-        change="execution",
-        aliases=("use_liger_kernel",),
-    )
     log_every: int = key("The interval between lines of the log.", default=1, unit="steps", change="bookkeeping")
 
     @property
