@@ -10,14 +10,13 @@ from gqa_convert.text.keys import keys_table
 from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.recipe.lora import Lora
-from gqa_convert.training.spikes import SpikeRule
 
 DOCUMENT = Path(__file__).with_name("uptraining.md")
 
 
 def updated(page: str) -> str:
     """The page with the tables as the declarations have them."""
-    for first, declared in (("model", Recipe), ("source", Source), ("loss_factor", SpikeRule), ("rank", Lora)):
+    for first, declared in (("model", Recipe), ("source", Source), ("rank", Lora)):
         table = re.compile(rf"^\| key \|[^\n]*\n\|[-|]+\|\n\| `{first}` \|.*?(?=\n\n)", re.DOTALL | re.MULTILINE)
         assert len(table.findall(page)) == 1, f"{DOCUMENT} has no table whose first key is {first}"
         page = table.sub(lambda _: keys_table(declared), page)  # noqa: B023

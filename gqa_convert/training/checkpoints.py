@@ -23,7 +23,6 @@ from gqa_convert.text.dataset_commits import DatasetCommits
 from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
 from gqa_convert.training.retention import Keeping, kept
-from gqa_convert.training.spikes import SpikeState
 from gqa_convert.training.state import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -50,7 +49,6 @@ class Progress:
     """Changes of the recipe during the run."""
     evaluation: float | None = None
     """The loss on the evaluation data after this step; None if it was not measured then."""
-    spikes: SpikeState = field(default_factory=SpikeState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class RunRecord:
             KeyError, TypeError: a key is missing or unknown.
         """
         return cls(
-            progress=Progress(**content["progress"] | {"spikes": SpikeState(**content["progress"].get("spikes", {}))}),
+            progress=Progress(**content["progress"]),
             recipe=content["recipe"],
             processes=content["processes"],
             samples=content["samples"],
@@ -265,7 +263,7 @@ class Checkpoints:
             if self._main:
                 try:
                     self._publish(work, final, record)
-                    if not (progress.skipped_in_a_row or progress.spikes.in_a_row):
+                    if not progress.skipped_in_a_row:
                         self.prune()
                 except OSError as raised:
                     shutil.rmtree(work, ignore_errors=True)

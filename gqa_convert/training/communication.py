@@ -15,8 +15,8 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 """The bytes of DDP's buckets, the first of which is smaller."""
 _WAIT = 2
 """Numbers that the processes sum before each step: labels, and requests to stop."""
-_PARTS = 5
-"""Numbers that they sum after each step, and two for each source of text: votes on spikes and the parts of the loss."""
+_PARTS = 4
+"""Numbers that they sum after each step, and two for each source of text: the parts of the loss."""
 
 
 @dataclass(frozen=True, slots=True)

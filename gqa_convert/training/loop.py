@@ -28,7 +28,6 @@ from gqa_convert.training.masks import model_inputs
 from gqa_convert.training.prefetching import ReadAhead
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.schedules import learning_rate
-from gqa_convert.training.spikes import jumps, note
 from gqa_convert.training.teacher import teacher_logits
 from gqa_convert.training.utilisation import flops_per_token, peak
 
@@ -57,11 +56,7 @@ class StepResult:
     source_losses: tuple[float | None, ...]
     """The loss on the samples of each source, without the match of attention outputs; None where the step has none."""
     skipped: bool
-    """The loss or a gradient was not finite or jumped, and nothing was changed."""
-    spiked: bool
-    """The loss or the gradient norm jumped."""
-    rewinds: bool
-    """Too many consecutive steps jumped, and the run returns to a checkpoint from before them."""
+    """The loss or a gradient was not finite, and nothing was changed."""
     hopeless: bool
     """Too many consecutive steps were skipped, and the run should end."""
 
@@ -178,20 +173,12 @@ class Trainer:
                     np.bincount(sources.cpu(), (batch["labels"] != IGNORED).sum(axis=1), by_source.shape[1])
                 ).to(device)
         norm = self._clip()
-        rule, spikes = self.recipe.spike, self.progress.spikes
-        # every process votes, so that a norm whose last digit differs between them parts none of them from the others
-        vote = float(rule is not None and jumps(norm, rule.norm_factor, rule, spikes.norms))
-        sums = summed(self.accelerator, [vote, *parts.tolist(), *by_source.flatten().tolist()])
-        votes, (total, lm, kl, attention) = sums[0], (value / max(count, 1.0) for value in sums[1:5])
-        pairs = zip(*np.split(np.array(sums[5:]), 2), strict=True)
+        sums = summed(self.accelerator, [*parts.tolist(), *by_source.flatten().tolist()])
+        total, lm, kl, attention = (value / max(count, 1.0) for value in sums[:4])
+        pairs = zip(*np.split(np.array(sums[4:]), 2), strict=True)
         source_losses = tuple(float(each / labels) if labels else None for each, labels in pairs)
         finite = math.isfinite(total) and math.isfinite(norm)
-        spiked, rewinds = False, False
-        if rule is not None and finite:
-            spiked = votes > 0 or jumps(total, rule.loss_factor, rule, spikes.losses)
-            rewinds = note(rule, spikes, total, norm, jumped=spiked)
-        skipped = spiked or not finite
-        if not skipped:
+        if finite:
             for parameter in (
                 self._trained
             ):  # of an expert that received no token; zero gradients make its moments exist from the first step on
@@ -212,9 +199,7 @@ class Trainer:
             time.perf_counter() - began,
             waited,
             source_losses,
-            skipped,
-            spiked,
-            rewinds,
+            not finite,
             self.progress.skipped_in_a_row >= _LONGEST_STREAK,
         )
 

@@ -37,8 +37,7 @@ class MetricsLine:
         source_epochs: how often each of several sources was read, without streams that have not ended.
         mfu: model FLOPs utilisation, on known GPUs.
         evaluation_loss: the loss on the held-out text in nats per token, if it was measured.
-        skipped: True where the loss or a gradient was not finite or jumped, so that nothing was updated.
-        spiked: True where it jumped.
+        skipped: True where the loss or a gradient was not finite, so that nothing was updated.
     """
 
     step: int
@@ -53,7 +52,6 @@ class MetricsLine:
     mfu: float | None = None
     evaluation_loss: float | None = None
     skipped: bool | None = None
-    spiked: bool | None = None
     overall_tokens_per_second: float | None = None
     data_seconds: float | None = None
     peak_memory_gb: float | None = None

@@ -12,13 +12,11 @@ class Keeping:
         newest: how many of the newest are kept, at least one.
         every: checkpoints at multiples of this step are kept; None for none.
         best: whether the one with the lowest loss on the evaluation data is kept.
-        regular: the newest at a multiple of this step is kept, even if a stopped run has saved later ones.
     """
 
     newest: int
     every: int | None = None
     best: bool = False
-    regular: int | None = None
 
 
 def kept(losses: Mapping[int, float | None], keeping: Keeping) -> set[int]:
@@ -31,8 +29,6 @@ def kept(losses: Mapping[int, float | None], keeping: Keeping) -> set[int]:
     steps = set(sorted(losses)[-keeping.newest :])
     if keeping.every is not None:
         steps |= {step for step in losses if step % keeping.every == 0}
-    if keeping.regular is not None:
-        steps |= set(sorted(step for step in losses if step % keeping.regular == 0)[-1:])
     measured = {step: loss for step, loss in losses.items() if loss is not None}
     if keeping.best and measured:
         steps.add(min(measured, key=lambda step: (measured[step], step)))

@@ -158,12 +158,9 @@ class Run:
     def _checkpoints(self, group: Callable[[], Any]) -> Checkpoints:
         """The checkpoints of the run, written with collectives of a process group."""
         recipe = self.recipe
-        rewinds = recipe.spike is not None and recipe.spike.action == "rewind"
         return Checkpoints(
             self.folder.checkpoints,
-            Keeping(
-                recipe.keep_checkpoints, recipe.keep_every, recipe.keep_best, recipe.save_every if rewinds else None
-            ),
+            Keeping(recipe.keep_checkpoints, recipe.keep_every, recipe.keep_best),
             main=self.main,
             together=partial(self.together, group),
             process=self.accelerator.process_index,

@@ -54,7 +54,6 @@ class RunLog:
             mfu=trainer.utilisation(rate),
             evaluation_loss=finite(evaluated),
             skipped=True if result.skipped else None,
-            spiked=True if result.spiked else None,
             overall_tokens_per_second=round(
                 (result.tokens - self._first_token) / max(time.monotonic() - self._began, 1e-3), 1
             ),

@@ -1,9 +1,9 @@
-"""The steps of a run, with what happens between them: logging, evaluation, checkpoints, spikes and stops."""
+"""The steps of a run, with what happens between them: logging, evaluation, checkpoints and stops."""
 
 from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.errors import DivergedError, StoppedError
 from gqa_convert.training.checkpoints import Checkpoints, Progress
-from gqa_convert.training.loop import StepResult, Trainer
+from gqa_convert.training.loop import Trainer
 from gqa_convert.training.run_context import RunContext
 from gqa_convert.training.run_log import RunLog
 from gqa_convert.training.run_models import RunModels
@@ -67,14 +67,10 @@ class RunSteps:
                     evaluated = trainer.evaluate(self._models.student, batches)
                 progress.evaluation = evaluated
                 log.write(result, evaluated)
-                if result.spiked:
-                    self._report_spike(result)
-                elif result.skipped:
+                if result.skipped:
                     self._context.say(f"step {result.step}: the loss or a gradient is not finite; no update")
                 if result.hopeless:
                     self._give_up(progress)
-                if result.rewinds:
-                    self._rewind(progress)
                 if last or result.step % recipe.save_every == 0:
                     self._save(progress, log)
                     saved = progress.step
@@ -83,32 +79,6 @@ class RunSteps:
             self._saver.finish()
             if progress.step != steps:
                 self._stop()
-
-    def _report_spike(self, result: StepResult) -> None:
-        self._context.say(
-            f"step {result.step}: the loss {result.loss:.4g} or the gradient norm {result.gradient_norm:.4g} jumped; no update"
-        )
-
-    def _rewind(self, progress: Progress) -> None:
-        """Return to the weights and moments of the newest regular checkpoint from before the steps that jumped. The
-        schedule and the samples go on.
-        """
-        rule, save_every = self._context.recipe.spike, self._context.recipe.save_every
-        assert rule is not None
-        self._saver.finish()
-        steps = [
-            step
-            for step in self._checkpoints.steps()
-            if step % save_every == 0 and step <= progress.step - rule.patience
-        ]
-        if not steps:
-            self._context.say(f"step {progress.step}: there is no checkpoint from before these steps to return to")
-            return
-        self.restore(steps[-1])
-        progress.spikes.rewinds += 1
-        change = f"after step {progress.step}: weights and moments of step {steps[-1]}, because {rule.patience} steps in a row jumped"
-        progress.changes.append(change)
-        self._context.say(change)
 
     def _stop(self) -> None:
         """End an incomplete run on all processes, with the reason of the first process that has one."""

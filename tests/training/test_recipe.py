@@ -28,7 +28,6 @@ from gqa_convert.training.recipe import (
     read_recipe,
 )
 from gqa_convert.training.recipe.lora import Lora
-from gqa_convert.training.spikes import SpikeRule
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
@@ -77,7 +76,7 @@ def test_every_field_is_a_declared_key() -> None:
     names = [field.name for field in dataclasses.fields(Recipe)]
     assert names == list(KEYS)
     assert {*BUDGET, *BOOKKEEPING, *EXECUTION, *AGAINST_DIVERGENCE} < {*names}
-    for declared in (Recipe, Source, SpikeRule, Lora):
+    for declared in (Recipe, Source, Lora):
         for name, each in keys_of(declared).items():
             assert each.help.endswith("."), name
             if each.default is not REQUIRED and each.default not in (None, ()):
@@ -111,7 +110,7 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "shard_size",
         "compile",
     )
-    assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "spike", "precision")
+    assert AGAINST_DIVERGENCE == ("learning_rate", "gradient_clipping", "precision")
 
 
 @pytest.mark.parametrize(
@@ -621,7 +620,7 @@ def test_accelerate_reads_the_launch_configurations(path: Path) -> None:
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
-    for declared in (Recipe, Source, SpikeRule, Lora):
+    for declared in (Recipe, Source, Lora):
         assert keys_table(declared) in page, "run docs/make_recipe_keys.py"
 
 

@@ -16,7 +16,6 @@ from gqa_convert.text.scalars import shown
 from gqa_convert.text.sources import Source, read_sources
 from gqa_convert.training.learning_rates import RateRule, read_rate_rules
 from gqa_convert.training.recipe.lora import Lora, read_lora
-from gqa_convert.training.spikes import SpikeRule, read_spike_rule
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
 OptimizerName = Literal["adamw", "adafactor"]
@@ -128,13 +127,6 @@ class Recipe:
         reader=read_rate_rules,
         reads="mapping of patterns to numbers or `frozen`",
         aliases=("lr_multipliers", "param_groups", "freeze", "unfrozen_parameters"),
-    )
-    spike: SpikeRule | None = key(
-        "Skip steps whose loss or gradient norm jumps; see [loss spikes](#loss-spikes).",
-        default=None,
-        reader=read_spike_rule,
-        reads="mapping",
-        change="divergence",
     )
     precision: Precision = key(
         "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
