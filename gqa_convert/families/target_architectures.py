@@ -10,7 +10,7 @@ from typing import Final
 from gqa_convert.families.engines import run_in
 from gqa_convert.families.family import Family
 from gqa_convert.families.layouts import FusedLayout
-from gqa_convert.families.table import FAMILIES, find_family
+from gqa_convert.families.table import FAMILIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,21 +297,6 @@ TARGETS: Final = (
     PHI_FROM_CODEGEN,
     GPT_BIGCODE_FROM_GPT2,
 )
-
-
-def family_of_result(model_type: str) -> Family:
-    """The record by which the attention of a source or of a result is found.
-
-    A target architecture without a separate record has the tensor names of its source.
-
-    Raises:
-        UnsupportedFamilyError: the model type is unknown.
-    """
-    if model_type not in FAMILIES:
-        for target in TARGETS:
-            if target.model_type == model_type and target.names is ORIGINS[target.source_type].names:
-                return FAMILIES[target.source_type]
-    return find_family(model_type)
 
 
 def engines_of(target_architecture: TargetArchitecture) -> frozenset[str]:

@@ -15,7 +15,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 """The bytes of DDP's buckets, the first of which is smaller."""
 _WAIT = 2
 """Numbers that the processes sum before each step: labels, and requests to stop."""
-_PARTS = 4
+_PARTS = 3
 """Numbers that they sum after each step, and two for each source of text: the parts of the loss."""
 
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gqa_convert.training.metrics import ATTENTION, LM_LOSS, MetricsLine
+from gqa_convert.training.metrics import LM_LOSS, MetricsLine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def loss_figure(lines: Sequence[MetricsLine], evaluations: dict[str, float]) -> 
     if trained:
         style = {"color": "tab:blue", "alpha": 0.5, "linewidth": 1}
         above.plot(*zip(*trained, strict=True), **style, label=f"{objective} on the training text")
-        above.set_ylabel(textwrap.fill(objective if ATTENTION in objective else f"{objective}, nats per token", 32))
+        above.set_ylabel(textwrap.fill(f"{objective}, nats per token", 32))
     if held_out:
         style = {"color": "tab:orange", "marker": "o", "markersize": 3}
         below.plot(*zip(*held_out, strict=True), **style, label=f"{LM_LOSS} on held-out text")

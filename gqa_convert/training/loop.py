@@ -5,7 +5,6 @@ the number of the step. A resumed run therefore computes exactly what an uninter
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from gqa_convert.text.order import mix
 from gqa_convert.text.output_layers import removed_output_layer
 from gqa_convert.text.samples import Samples
 from gqa_convert.training import sharding
-from gqa_convert.training.attention_matching import AttentionTap, attention_match
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.distributed import summed
 from gqa_convert.training.masks import model_inputs
@@ -47,14 +45,13 @@ class StepResult:
     """The minimised loss, in nats per token."""
     lm: float | None
     kl: float | None
-    attention: float | None
     learning_rate: float
     gradient_norm: float
     seconds: float
     data_seconds: float
     """The part of `seconds` in which this process waited for text, its own or that of another process."""
     source_losses: tuple[float | None, ...]
-    """The loss on the samples of each source, without the match of attention outputs; None where the step has none."""
+    """The loss on the samples of each source; None where the step has none."""
     skipped: bool
     """The loss or a gradient was not finite, and nothing was changed."""
     hopeless: bool
@@ -106,7 +103,6 @@ class Trainer:
         )
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._autocast = recipe.precision == "bf16" and not sharding.is_sharded(model)
-        self._taps = recipe.attention_matching > 0
         self._flops_per_token = _flops_per_token(self._inner(), int(samples.tokens_per_sample))
         self._peak: float | None = peak(accelerator.device)
 
@@ -157,7 +153,7 @@ class Trainer:
             group["lr"] = rate * group.get("multiplier", 1.0)
         # read once at the end, so that the GPU is not synchronised in between
         device, own = self.accelerator.device, self._own_samples(step)
-        parts = torch.zeros(4, dtype=torch.float64, device=device)
+        parts = torch.zeros(3, dtype=torch.float64, device=device)
         by_source = torch.zeros(2, len(self.samples.names), dtype=torch.float64, device=device)  # losses, labels
         for number, batch in enumerate(batches):
             sharding.set_gradient_sync(self.model, number == len(batches) - 1)
@@ -174,8 +170,8 @@ class Trainer:
                 ).to(device)
         norm = self._clip()
         sums = summed(self.accelerator, [*parts.tolist(), *by_source.flatten().tolist()])
-        total, lm, kl, attention = (value / max(count, 1.0) for value in sums[:4])
-        pairs = zip(*np.split(np.array(sums[4:]), 2), strict=True)
+        total, lm, kl = (value / max(count, 1.0) for value in sums[:3])
+        pairs = zip(*np.split(np.array(sums[3:]), 2), strict=True)
         source_losses = tuple(float(each / labels) if labels else None for each, labels in pairs)
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
@@ -193,7 +189,6 @@ class Trainer:
             total,
             lm if self._weight < 1 else None,
             kl if self._weight > 0 else None,
-            attention if self._taps else None,
             rate,
             norm,
             time.perf_counter() - began,
@@ -216,7 +211,7 @@ class Trainer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of a micro-batch, summed over its tokens; and without gradient its parts [loss, lm, kl, attention], and
+        """The loss of a micro-batch, summed over its tokens; and without gradient its parts [loss, lm, kl], and
         the losses of its samples [b].
         """
         tensors = {
@@ -224,19 +219,16 @@ class Trainer:
             for name, array in batch.items()
         }
         labels, labelled = tensors.pop("labels"), labelled_positions(batch["labels"])
-        student_tap = AttentionTap(self._inner()) if self._taps else nullcontext()
-        with student_tap, self._precision():
+        with self._precision():
             output = self.model(**model_inputs(self._inner(), tensors), use_cache=False).logits
-        theirs, teacher_tap = None, None
-        if self.teacher is not None and (self._weight > 0 or self._taps):
-            teacher_tap = AttentionTap(self.teacher) if self._taps else nullcontext()
-            with teacher_tap:
-                theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
+        theirs = None
+        if self.teacher is not None and self._weight > 0:
+            theirs = teacher_logits(self.teacher, model_inputs(self.teacher, tensors))
         found = self._loss(
             self.model,
             output,
             labels,
-            theirs if self._weight > 0 else None,
+            theirs,
             labelled=None if labelled is None else torch.from_numpy(labelled).to(labels.device),
             weight=self._weight,
             temperature=self.recipe.temperature,
@@ -246,12 +238,8 @@ class Trainer:
         if self.teacher is not None:
             sharding.reshard(self.teacher)
         nothing = torch.zeros((), device=labels.device)
-        loss, attention = found.sum, nothing
-        if isinstance(student_tap, AttentionTap) and isinstance(teacher_tap, AttentionTap):
-            attention, _ = attention_match(student_tap.outputs, teacher_tap.outputs, labels)
-            loss = loss + self.recipe.attention_matching * attention
-        parts = [loss, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl, attention]
-        return loss, torch.stack([part.detach().double() for part in parts]), found.by_sequence
+        parts = [found.sum, nothing if found.lm is None else found.lm, nothing if found.kl is None else found.kl]
+        return found.sum, torch.stack([part.detach().double() for part in parts]), found.by_sequence
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self._autocast)

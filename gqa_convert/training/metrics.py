@@ -12,9 +12,8 @@ from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.strict_json import JsonObject
 
 LM_LOSS: Final = "language-model loss"
-ATTENTION: Final = "match of attention outputs"
-_PARTS: Final = {"lm": LM_LOSS, "kl": "KL divergence from the teacher", "attention": ATTENTION}
-"""The parts of the minimised loss in words; the match of attention outputs is no number of nats."""
+_PARTS: Final = {"lm": LM_LOSS, "kl": "KL divergence from the teacher"}
+"""The parts of the minimised loss in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class MetricsLine:
         step: the number of the optimizer step, from 1 on.
         tokens: tokens of text since the beginning of the run.
         loss: the minimised loss, in nats per token.
-        lm, kl, attention: the parts of the loss that have a weight.
+        lm, kl: the parts of the loss that have a weight.
         learning_rate: the learning rate of the step.
         gradient_norm: the norm of the gradients before clipping.
         tokens_per_second: the rate of the step over all processes.
@@ -45,7 +44,6 @@ class MetricsLine:
     loss: float | None = None
     lm: float | None = None
     kl: float | None = None
-    attention: float | None = None
     learning_rate: float
     gradient_norm: float | None = None
     tokens_per_second: float

@@ -47,7 +47,6 @@ class RunLog:
             loss=finite(result.loss),
             lm=finite(result.lm),
             kl=finite(result.kl),
-            attention=finite(result.attention),
             learning_rate=result.learning_rate,
             gradient_norm=finite(result.gradient_norm),
             tokens_per_second=round(rate, 1),

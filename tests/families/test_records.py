@@ -13,8 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from gqa_convert.families.family import FamilyRecordError, RotaryShare, make_family
 from gqa_convert.families.geometry import config_value
 from gqa_convert.families.records.building import WHOLE_HEAD, share_of_head
-from gqa_convert.families.table import FAMILIES, Family
-from gqa_convert.families.target_architectures import ORIGINS, TARGETS, family_of_result
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.families.target_architectures import ORIGINS
 from gqa_convert.merging.folding.rotary import rotary_pairs
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
@@ -205,11 +205,3 @@ def test_names_of_translated_types_are_those_of_the_record(model_type: str) -> N
     assert names.prefix in family.prefixes
     if family.fused is None:
         assert (names.query, names.key, names.value) == (family.query, family.key, family.value)
-
-
-def test_the_family_of_a_result() -> None:
-    assert family_of_result("gpt_bigcode") is FAMILIES["gpt2"]
-    assert family_of_result("phi") is FAMILIES["phi"]
-    for target in TARGETS:
-        family: Family = family_of_result(target.model_type)
-        assert target.names.attention == family.attention[0]

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "operators": {"gradient_checkpointing": True, "checkpointing_policy": "operators"},
     "adafactor": {"optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},
-    "teacher": {"teacher": "t", "distillation_weight": 0.5, "attention_matching": 0.1},
+    "teacher": {"teacher": "t", "distillation_weight": 0.5},
     "gpt2": {"model": "gpt2"},
     "t5": {"model": "t5"},
     "t5 with adafactor": {"model": "t5", "optimizer": "adafactor", "gradient_clipping": None, "learning_rate": 1e-2},

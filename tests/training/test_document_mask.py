@@ -283,7 +283,7 @@ def test_a_teacher_with_eager_attention_agrees_with_itself(home: Path, tmp_path:
         "tokens": 64,
         "teacher": str(tmp_path / "teacher"),
     }
-    run(home, tmp_path / "run", document_mask=True, teacher_dtype="float32", attention_matching=0.5, **keys)
+    run(home, tmp_path / "run", document_mask=True, teacher_dtype="float32", **keys)
     assert losses(tmp_path / "run") == [pytest.approx(0, abs=1e-6)]
 
 

@@ -1,4 +1,4 @@
-"""Losses against the plain formulas in float64, the attention match, and the teacher."""
+"""Losses against the plain formulas in float64, and the teacher."""
 
 import itertools
 import json
@@ -19,7 +19,6 @@ from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError,
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.text import loss_terms, losses
 from gqa_convert.text.losses import combined_loss, compress, kl_loss, lm_loss
-from gqa_convert.training.attention_matching import AttentionTap, attention_match
 from gqa_convert.training.teacher import (
     load_teacher,
     round_teacher,
@@ -27,7 +26,6 @@ from gqa_convert.training.teacher import (
     shared_vocabulary,
     teacher_logits,
 )
-from tests.helpers.tiny import make_config, make_model
 
 BATCH, LENGTH, VOCAB = 3, 7, 37
 
@@ -301,8 +299,6 @@ def test_senseless_options() -> None:
         lambda: kl_loss(logits, logits[:1], labels),
         lambda: kl_loss(logits, compress(logits, 3, 2.0), labels),
         lambda: kl_loss(logits[..., :5], compress(logits, 3), labels),
-        lambda: attention_match([], [], labels),
-        lambda: attention_match([logits], [logits[:, 1:]], labels),
     ):
         with pytest.raises(OptionError):
             call()
@@ -408,130 +404,6 @@ def test_as_transformers_computes_it() -> None:
     (total / count).backward()
     for each, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(each.grad, gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_attention_match_against_the_plain_formula() -> None:
-    labels, seen = made_labels(), made_labels() != -100
-    student = [made(vocab=12, seed=seed).requires_grad_() for seed in (4, 5)]
-    teacher = [made(vocab=12, seed=seed) for seed in (6, 7)]
-    total, count = attention_match(student, teacher, labels)
-    expected = torch.zeros((), dtype=torch.float64)
-    for row in range(BATCH):
-        at = seen[row]
-        for ours, theirs in zip(student, teacher, strict=True):
-            expected = (
-                expected
-                + at.sum() * (ours[row, at] - theirs[row, at]).square().sum() / theirs[row, at].square().sum() / 2
-            )
-    torch.testing.assert_close(total, expected)
-    assert count == seen.sum()
-    ours, plain = torch.autograd.grad(2.0 * total, student), torch.autograd.grad(2.0 * expected, student)
-    torch.testing.assert_close(ours, plain)
-    assert torch.autograd.gradcheck(lambda x: attention_match([x], teacher[:1], labels)[0], student[0])
-    parts = [
-        attention_match([x[row : row + 1] for x in student], [x[row : row + 1] for x in teacher], labels[row : row + 1])
-        for row in range(3)
-    ]
-    torch.testing.assert_close(sum(part[0] for part in parts), total)  # the same in whatever batch
-    total, count = attention_match(student, teacher, torch.full_like(labels, -100))
-    assert (float(total.detach()), float(count)) == (0.0, 0.0)
-
-
-def hooks(model: torch.nn.Module) -> int:
-    return sum(len(module._forward_hooks) for module in model.modules())
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("make", [tiny_llama, tiny_t5])
-def test_attention_of_student_and_teacher(make: Callable[[], Any], checkpointing: bool) -> None:
-    student, teacher, labels = make().train(), make().eval().requires_grad_(False), made_labels()
-    batch = t5_batch() if make is tiny_t5 else {"input_ids": labels.abs() % VOCAB}
-    if checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
-    before = hooks(student)  # transformers has some of its own
-    found = []
-    for changed in (False, True):
-        if changed:
-            with torch.no_grad():
-                for name, parameter in student.named_parameters():
-                    if name.endswith(("k_proj.weight", "SelfAttention.k.weight")):
-                        parameter.mul_(-3.0)
-        with AttentionTap(student) as ours:
-            student(**batch, use_cache=False)
-        with AttentionTap(teacher) as theirs:
-            teacher_logits(teacher, batch)
-        assert (hooks(student), hooks(teacher)) == (before, 0)
-        assert len(ours.outputs) == len(theirs.outputs) == (4 if make is tiny_t5 else 3)
-        total, count = attention_match(ours.outputs, theirs.outputs, labels)
-        total.backward()
-        assert len(ours.outputs) == len(theirs.outputs)  # not once more while layers are recomputed
-        assert count == (labels != -100).sum()
-        found.append(
-            (
-                float(total.detach()),
-                [each.grad.clone() for name, each in student.named_parameters() if "k_proj" in name or ".k." in name],
-            )
-        )
-        student.zero_grad()
-    assert found[0][0] < 1e-9
-    assert found[1][0] > 1e-4
-    assert any(gradient.any() for gradient in found[1][1])
-
-
-def test_checkpointing_changes_no_gradient_of_the_match() -> None:
-    labels, batch, gradients = made_labels(), {"input_ids": made_labels().abs() % VOCAB}, []
-    target = [made(torch.float32, vocab=32, seed=seed) for seed in range(3)]
-    for checkpointing in (False, True):
-        student = tiny_llama(2).train()
-        if checkpointing:
-            student.gradient_checkpointing_enable()
-        with AttentionTap(student) as tap:
-            logits = student(**batch, use_cache=False).logits
-        total = lm_loss(logits, labels, overwrite=True)[0] + attention_match(tap.outputs, target, labels)[0]
-        total.backward()
-        gradients.append([each.grad for each in student.parameters()])
-    torch.testing.assert_close(*gradients)
-
-
-def test_reentrant_checkpointing_is_refused() -> None:
-    student = tiny_llama().train()
-    student.gradient_checkpointing_enable({"use_reentrant": True})
-    before = hooks(student)
-    with pytest.raises(OptionError, match="use_reentrant=False"), AttentionTap(student):  # noqa: PT012
-        ids = torch.zeros(1, 4, dtype=torch.int64)
-        student(inputs_embeds=student.get_input_embeddings()(ids), use_cache=False)
-    assert hooks(student) == before
-
-
-def test_hooks_are_removed_when_the_model_fails() -> None:
-    model = tiny_llama()
-    with pytest.raises(ValueError, match="on purpose"), AttentionTap(model):
-        raise ValueError("on purpose")
-    assert hooks(model) == 0
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    ["dbrx", "gpt2", "gpt_bigcode", "gpt_neo", "bloom", "nemotron_h", "recurrent_gemma", "phi", "bart", "gqa_opt"],
-)
-def test_attention_is_found(model_type: str) -> None:
-    if model_type.startswith("gqa_"):
-        from gqa_convert.families.modeling import register_modeling
-
-        register_modeling(model_type)
-    model = make_model(make_config(model_type))
-    with AttentionTap(model) as tap, torch.no_grad():
-        model(input_ids=torch.ones(1, 6, dtype=torch.int64), use_cache=False)
-    layers = {"nemotron_h": 1, "recurrent_gemma": 1}.get(model_type, model.config.num_hidden_layers)
-    assert len(tap.outputs) == layers
-    assert all(output.shape[:2] == (1, 6) for output in tap.outputs)
-
-
-def test_a_model_without_attention() -> None:
-    model = tiny_llama()
-    model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(OptionError, match="no attention"):
-        AttentionTap(model)
 
 
 def test_the_teacher_is_loaded_to_be_asked_only(tmp_path: Path) -> None:

@@ -234,7 +234,6 @@ BADKEYS = {
     "temperature: 2": "temperature is given without a teacher",
     "teacher_top_k: 5": "teacher_top_k is given without a teacher",
     "teacher_dtype: bf16": "teacher_dtype is given without a teacher",
-    "attention_matching: 0.1": "attention_matching is given without a teacher",
     "alpha: 0.05": "tokens and alpha both state the budget: keep tokens, or alpha with pretraining_tokens",
     "pretraining_tokens: 1T": "tokens and pretraining_tokens both state the budget",
     "alpha: 1.5": "alpha is 1.5: it must be a number above 0 and at most 1",

@@ -248,12 +248,6 @@ class Recipe:
         default="auto",
         needs_teacher=True,
     )
-    attention_matching: float = key(
-        "The weight of the match of each layer's attention output with the teacher's.",
-        default=0.0,
-        least=0,
-        needs_teacher=True,
-    )
     document_mask: bool = key(
         "Tokens attend to their own document only, in training and in evaluation; see "
         "[documents in one row](#documents-in-one-row).",
