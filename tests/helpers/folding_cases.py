@@ -243,6 +243,26 @@ def build(case: str, *, kv_heads: int = HEADS, **changes: Any) -> Case:
     )
 
 
+@torch.no_grad()
+def pool(case: Case, groups: int, *, strided: bool = False) -> nn.Module:
+    """Replace each K/V head of the case's model by the mean of its group, and return the model.
+
+    Args:
+        case: whose model is changed.
+        groups: of neighbouring heads.
+        strided: heads that are `groups` apart share a group instead, which is wrong.
+    """
+    size = case.kv_heads // groups
+    for own in case.parts(case.model, case.kv_heads).values():
+        for (role, _), views in own.items():
+            for group in range(groups if size > 1 and role != "query" else 0):
+                members = views[group::groups] if strided else views[group * size : (group + 1) * size]
+                mean = torch.stack(members).double().mean(0)
+                for view in members:
+                    view.copy_(mean)
+    return case.model
+
+
 class Maps:
     """Random maps by which heads of a group may differ: none squeezes a head by more than four, so that float32 stays
     exact.
