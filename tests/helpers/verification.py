@@ -9,10 +9,35 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
+from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import VerificationReport
 
 Damage = Callable[[Path, Path], object]
 """Changes OUT, given OUT and SOURCE."""
+
+
+class Conversions:
+    """Conversions of sources by name, each made once; treat them as read-only.
+
+    Args:
+        root: where sources and results go.
+        save: saves the source of a name in a folder.
+        options: of every conversion.
+    """
+
+    def __init__(self, root: Path, save: Callable[[str, Path], object], **options: Any) -> None:
+        self._root, self._save, self._options = root, save, options
+
+    def __call__(self, name: str, groups: int, method: str = "mean", **options: Any) -> tuple[Path, Path]:
+        """OUT and SOURCE."""
+        source = self._root / name
+        if not source.exists():
+            self._save(name, source)
+        stated = "".join(f"-{key}-{value}" for key, value in options.items() if value)
+        out = self._root / f"{name}-{groups}-{method}{stated}"
+        if not out.exists():
+            convert_checkpoint(source, out, groups, method=method, **self._options | options)
+        return out, source
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -75,13 +100,6 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(value, indent=2))
 
 
-def drop_key(path: Path, key: str) -> None:
-    """Drop an entry of a JSON object on disk."""
-    value = json.loads(path.read_text())
-    del value[key]
-    path.write_text(json.dumps(value))
-
-
 def claim(out: Path, **changes: Any) -> None:
     """Change claims of the provenance record."""
     edit_json(out / "gqa_conversion.json", **changes)
@@ -90,3 +108,35 @@ def claim(out: Path, **changes: Any) -> None:
 def tensor_of(folder: Path, name: str) -> torch.Tensor:
     """A tensor of a folder of safetensors files."""
     return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
+
+
+def change(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage:
+    """Replace a tensor."""
+    return lambda out, _: edit(out, name, new)
+
+
+def remove(name: str) -> Damage:
+    """Drop a tensor."""
+    return change(name, lambda _: None)
+
+
+def config(**changes: Any) -> Damage:
+    """Change entries of the config."""
+    return lambda out, _: edit_json(out / "config.json", **changes)
+
+
+def without(key: str) -> Damage:
+    """Drop an entry of the config."""
+
+    def damage(out: Path, _: Path) -> None:
+        path = out / "config.json"
+        value = json.loads(path.read_text())
+        del value[key]
+        path.write_text(json.dumps(value))
+
+    return damage
+
+
+def claims(**changes: Any) -> Damage:
+    """Change claims of the provenance record."""
+    return lambda out, _: claim(out, **changes)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,32 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.verify import verify_checkpoint
 from gqa_convert.verify.behaviour import model_loading
 from tests.helpers.own_files import make_source
-from tests.helpers.verification import Damage, claim, details, drop_key, edit, edit_json, failed, tensor_of
+from tests.helpers.verification import (
+    Conversions,
+    Damage,
+    change,
+    claim,
+    claims,
+    config,
+    details,
+    edit,
+    edit_json,
+    failed,
+    remove,
+    tensor_of,
+    without,
+)
 from tests.helpers.verify_sources import TRANSLATED, save_translated
-
-Made = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
-    root = tmp_path_factory.mktemp("verify-translated")
-    done: dict[tuple[str, int, str], Path] = {}
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Conversions:
+    return Conversions(tmp_path_factory.mktemp("verify-translated"), save_translated, native=True)
 
-    def make(name: str, groups: int | None = None, method: str = "mean") -> tuple[Path, Path]:
-        source = root / name
-        groups = groups or (1 if TRANSLATED[name][0] == "gpt2" else 3)
-        if not source.exists():
-            save_translated(name, source)
-        key = (name, groups, method)
-        if key not in done:
-            done[key] = root / f"{name}-{groups}-{method}"
-            convert_checkpoint(source, done[key], groups, method=method, seed=7, native=True)
-        return done[key], source
 
-    return make
+def made(conversions: Conversions, name: str) -> tuple[Path, Path]:
+    """(OUT, SOURCE) of a conversion to the usual number of groups."""
+    return conversions(name, 1 if TRANSLATED[name][0] == "gpt2" else 3)
 
 
 @pytest.mark.parametrize(
@@ -46,34 +47,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     [
         ("neox", 3, "mean"),
         ("neox", 12, "mean"),
-        ("neox", 4, "random"),
         ("neox", 1, "first"),
         ("neox, half", 3, "mean"),
-        ("neox, half", 4, "random"),
         ("neox, half", 12, "mean"),
         ("neox, tied", 3, "mean"),
-        ("neox, tied", 4, "random"),
         ("serial", 3, "mean"),
         ("serial", 12, "mean"),
-        ("serial", 4, "random"),
         ("serial, half", 3, "mean"),
         ("gptj", 3, "mean"),
         ("gptj", 12, "mean"),
-        ("gptj", 4, "random"),
         ("gptj, half", 4, "first"),
-        ("gptj, half", 3, "random"),
         ("codegen", 3, "mean"),
         ("codegen", 12, "mean"),
-        ("codegen", 6, "random"),
         ("codegen, half", 4, "mean"),
         ("gpt2", 1, "mean"),
-        ("gpt2", 1, "random"),
         ("gpt2, half", 1, "mean"),
-        ("gpt2, half", 1, "random"),
     ],
 )
-def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) -> None:
-    out, source = made(name, groups, method)
+def test_good_conversions_pass(conversions: Conversions, name: str, groups: int, method: str) -> None:
+    out, source = conversions(name, groups, method)
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     found = details(report)
@@ -93,14 +85,18 @@ def put(out: Path, name: str, value: torch.Tensor) -> None:
     edit(out, name, lambda old: value.to(old.dtype).reshape(old.shape).contiguous())
 
 
+def filled(name: str, value: float) -> Damage:
+    return change(name, lambda tensor: torch.full_like(tensor, value))
+
+
 def nudge(name: str, row: int, by: float) -> Damage:
     """Change one number by a share of it."""
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
+    def nudged(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(-1)[row] *= 1 + by
         return tensor
 
-    return lambda out, _: edit(out, name, change)
+    return change(name, nudged)
 
 
 PHI, STAR, BIG = "model.layers.1.", "model.layers.0.", "transformer.h.1."
@@ -168,19 +164,18 @@ def not_transposed(out: Path, source: Path) -> None:
     put(out, f"{BIG}attn.c_proj.weight", tensor_of(source, f"{BIG}attn.c_proj.weight"))
 
 
-def unscaled(out: Path, _: Path) -> None:
+def unscaled(tensor: torch.Tensor) -> torch.Tensor:
     """Queries without SOURCE's scale of its second layer."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        tensor[:96] *= 2
-        return tensor
-
-    edit(out, f"{BIG}attn.c_attn.weight", change)
+    tensor[:96] *= 2
+    return tensor
 
 
-def add(out: Path, name: str) -> None:
-    file = sorted(out.glob("*.safetensors"))[0]
-    save_file(load_file(file) | {name: torch.ones(2)}, file, metadata={"format": "pt"})
+def add(name: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        file = sorted(out.glob("*.safetensors"))[0]
+        save_file(load_file(file) | {name: torch.ones(2)}, file, metadata={"format": "pt"})
+
+    return damage
 
 
 def rotary(key: str, value: Any, *, both: bool = True) -> Damage:
@@ -191,15 +186,9 @@ def rotary(key: str, value: Any, *, both: bool = True) -> Damage:
     return damage
 
 
-def config(**changes: Any) -> Damage:
-    return lambda out, _: edit_json(out / "config.json", **changes)
-
-
-def drop(key: str) -> Damage:
-    return lambda out, _: drop_key(out / "config.json", key)
-
-
 MERGED, REWRITTEN, NAMES = {"merged tensors"}, {"rewritten tensors"}, {"tensor names"}
+CONFIG, CLAIMS, ROUTE = {"config"}, {"provenance"}, {"route"}
+BYTES = {"before": 4, "after": 1}
 
 DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "gain not in the queries": ("neox", without_gain("self_attn.q_proj", "input_layernorm"), REWRITTEN),
@@ -212,18 +201,14 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
     "folded bias off in half precision": ("neox, half", nudge(f"{PHI}mlp.fc1.bias", 5, 0.016), REWRITTEN),
     "folded bias not finite": ("neox", nudge(f"{PHI}mlp.fc1.bias", 5, float("nan")), REWRITTEN),
     "gain of the neutral norm": ("neox", nudge(f"{PHI}input_layernorm.weight", 3, 1e-3), REWRITTEN),
-    "bias of the neutral norm": (
-        "neox",
-        lambda out, _: put(out, f"{PHI}input_layernorm.bias", torch.full((96,), 1e-3)),
-        REWRITTEN,
-    ),
+    "bias of the neutral norm": ("neox", filled(f"{PHI}input_layernorm.bias", 1e-3), REWRITTEN),
     "norm of another layer": (
         "gptj",
         exchange(f"{STAR}input_layernorm.weight", f"{PHI}input_layernorm.weight"),
         REWRITTEN,
     ),
-    "bias of the logits": ("neox", lambda out, _: put(out, "lm_head.bias", torch.full((64,), 0.1)), REWRITTEN),
-    "bias of the logits lost": ("gptj", lambda out, _: put(out, "lm_head.bias", torch.zeros(64)), REWRITTEN),
+    "bias of the logits": ("neox", filled("lm_head.bias", 0.1), REWRITTEN),
+    "bias of the logits lost": ("gptj", filled("lm_head.bias", 0.0), REWRITTEN),
     "queries not turned": ("gptj", unturned_query, REWRITTEN),
     "keys not turned": ("gptj", unturned_key, MERGED),
     "keys and values exchanged": (
@@ -232,81 +217,56 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
         MERGED,
     ),
     "biases exchanged": ("serial", exchange(f"{PHI}self_attn.k_proj.bias", f"{PHI}self_attn.v_proj.bias"), MERGED),
-    "a bias missing": (
-        "serial",
-        lambda out, _: edit(out, f"{STAR}self_attn.o_proj.bias", lambda _: None),
-        NAMES | REWRITTEN | {"files", "index"},
-    ),
-    "a bias zero": ("serial", lambda out, _: put(out, f"{STAR}mlp.c_fc.bias", torch.zeros(40)), REWRITTEN),
-    "a bias where none was": (
-        "serial, half",
-        lambda out, _: put(out, f"{STAR}self_attn.o_proj.bias", torch.ones(96)),
-        REWRITTEN,
-    ),
-    "values missing": (
-        "serial",
-        lambda out, _: edit(out, f"{STAR}self_attn.v_proj.weight", lambda _: None),
-        {"files", "heads"},
-    ),
+    "a bias missing": ("serial", remove(f"{STAR}self_attn.o_proj.bias"), NAMES | REWRITTEN | {"files", "index"}),
+    "a bias zero": ("serial", filled(f"{STAR}mlp.c_fc.bias", 0.0), REWRITTEN),
+    "a bias where none was": ("serial, half", filled(f"{STAR}self_attn.o_proj.bias", 1.0), REWRITTEN),
+    "values missing": ("serial", remove(f"{STAR}self_attn.v_proj.weight"), {"files", "heads"}),
     "other heads merged": ("serial", wrong_neighbours, MERGED),
     "heads cut otherwise": ("serial", thirds_for_heads, REWRITTEN),
     "quarters cut otherwise": ("codegen", thirds_for_quarters, MERGED),
-    "one number of a random head": ("codegen, random", nudge(f"{PHI}self_attn.k_proj.weight", 50, 5e-7), MERGED),
     "not transposed": ("gpt2", not_transposed, REWRITTEN),
-    "queries not scaled": ("gpt2", unscaled, MERGED),
-    "other type": (
-        "gptj",
-        lambda out, _: edit(out, "model.final_layernorm.bias", lambda t: t.double()),
-        REWRITTEN | {"index"},
-    ),
-    "other shape": (
-        "gptj",
-        lambda out, _: edit(out, "model.final_layernorm.bias", lambda t: t[:-1].clone()),
-        REWRITTEN | {"index"},
-    ),
+    "queries not scaled": ("gpt2", change(f"{BIG}attn.c_attn.weight", unscaled), MERGED),
+    "other type": ("gptj", change("model.final_layernorm.bias", lambda t: t.double()), REWRITTEN | {"index"}),
+    "other shape": ("gptj", change("model.final_layernorm.bias", lambda t: t[:-1].clone()), REWRITTEN | {"index"}),
     "one layer with all heads": (
         "gptj",
-        lambda out, _: edit(out, f"{PHI}self_attn.k_proj.weight", lambda t: t.repeat(4, 1)),
+        change(f"{PHI}self_attn.k_proj.weight", lambda t: t.repeat(4, 1)),
         MERGED | {"index"},
     ),
-    "a tensor more": ("neox", lambda out, _: add(out, "model.layers.0.self_attn.rotary_emb.inv_freq"), NAMES),
-    "a layer more": ("neox", lambda out, _: add(out, "model.layers.2.mlp.fc1.weight"), NAMES),
-    "rotary base": ("neox", rotary("rope_theta", 501.0), {"config"}),
-    "rotary base for new clients": ("gptj", rotary("rope_theta", 501.0, both=False), {"config"}),
-    "rotary base for old clients": ("serial", config(rope_theta=10000.0), {"config"}),
-    "rotary rows": ("neox", rotary("partial_rotary_factor", 0.25), {"config"}),
-    "rotary rows for old clients": ("gptj", config(partial_rotary_factor=1.0), {"config"}),
-    "rotary scaling": ("neox, tied", rotary("factor", 4.0, both=False), {"config"}),
-    "rotary scaling for old clients": ("neox, tied", config(rope_scaling=None), {"config"}),
-    "rotary scaling where none was": ("serial", rotary("rope_type", "linear", both=False), {"config"}),
-    "epsilon": ("neox", config(layer_norm_eps=1e-5), {"config"}),
-    "epsilon of starcoder2": ("serial", config(norm_epsilon=1e-6), {"config"}),
-    "epsilon missing": ("gpt2", drop("layer_norm_epsilon"), {"config"}),
-    "activation": ("codegen", config(hidden_act="gelu_new"), {"config"}),
-    "activation missing": ("gpt2", drop("activation_function"), {"config"}),
-    "tied": ("neox", config(tie_word_embeddings=True), {"config"}),
-    "multi-query": ("gpt2", config(multi_query=False), {"config"}),
-    "scores unscaled": ("gpt2", config(scale_attn_weights=False), {"config"}),
-    "width of a head": ("neox", config(head_dim=16), {"config"}),
-    "window": ("serial", config(sliding_window=4), {"config"}),
-    "key norm": ("gptj", config(qk_layernorm=True), {"config"}),
-    "layers": ("gptj", config(num_hidden_layers=1), {"config"}),
-    "K/V heads": ("neox", config(num_key_value_heads=12), {"config"}),
-    "a key of SOURCE's": ("neox", config(use_parallel_residual=True), {"config"}),
-    "a key more": ("neox", config(quantization_config={}), {"config"}),
-    "another class": ("neox", config(architectures=["PhiForSequenceClassification"]), {"config"}),
-    "another type": ("neox", config(model_type="llama"), {"route"}),
-    "SOURCE's type": ("neox", config(model_type="gpt_neox"), {"route"}),
-    "the other home": ("neox", config(model_type="starcoder2"), {"route"}),
-    "another route claimed": ("neox", lambda out, _: claim(out, route="own file"), {"provenance"}),
-    "no error claimed": ("neox", lambda out, _: claim(out, merge_error={}), {"provenance"}),
-    "other bytes claimed": (
-        "gpt2",
-        lambda out, _: claim(out, kv_bytes_per_token={"before": 4, "after": 1}),
-        {"provenance"},
-    ),
-    "another method claimed": ("gptj", lambda out, _: claim(out, method="first"), {"merged tensors"}),
-    "no claims": ("gptj", lambda out, _: (out / "gqa_conversion.json").unlink(), {"provenance"}),
+    "a tensor more": ("neox", add("model.layers.0.self_attn.rotary_emb.inv_freq"), NAMES),
+    "a layer more": ("neox", add("model.layers.2.mlp.fc1.weight"), NAMES),
+    "rotary base": ("neox", rotary("rope_theta", 501.0), CONFIG),
+    "rotary base for new clients": ("gptj", rotary("rope_theta", 501.0, both=False), CONFIG),
+    "rotary base for old clients": ("serial", config(rope_theta=10000.0), CONFIG),
+    "rotary rows": ("neox", rotary("partial_rotary_factor", 0.25), CONFIG),
+    "rotary rows for old clients": ("gptj", config(partial_rotary_factor=1.0), CONFIG),
+    "rotary scaling": ("neox, tied", rotary("factor", 4.0, both=False), CONFIG),
+    "rotary scaling for old clients": ("neox, tied", config(rope_scaling=None), CONFIG),
+    "rotary scaling where none was": ("serial", rotary("rope_type", "linear", both=False), CONFIG),
+    "epsilon": ("neox", config(layer_norm_eps=1e-5), CONFIG),
+    "epsilon of starcoder2": ("serial", config(norm_epsilon=1e-6), CONFIG),
+    "epsilon missing": ("gpt2", without("layer_norm_epsilon"), CONFIG),
+    "activation": ("codegen", config(hidden_act="gelu_new"), CONFIG),
+    "activation missing": ("gpt2", without("activation_function"), CONFIG),
+    "tied": ("neox", config(tie_word_embeddings=True), CONFIG),
+    "multi-query": ("gpt2", config(multi_query=False), CONFIG),
+    "scores unscaled": ("gpt2", config(scale_attn_weights=False), CONFIG),
+    "width of a head": ("neox", config(head_dim=16), CONFIG),
+    "window": ("serial", config(sliding_window=4), CONFIG),
+    "key norm": ("gptj", config(qk_layernorm=True), CONFIG),
+    "layers": ("gptj", config(num_hidden_layers=1), CONFIG),
+    "K/V heads": ("neox", config(num_key_value_heads=12), CONFIG),
+    "a key of SOURCE's": ("neox", config(use_parallel_residual=True), CONFIG),
+    "a key more": ("neox", config(quantization_config={}), CONFIG),
+    "another class": ("neox", config(architectures=["PhiForSequenceClassification"]), CONFIG),
+    "another type": ("neox", config(model_type="llama"), ROUTE),
+    "SOURCE's type": ("neox", config(model_type="gpt_neox"), ROUTE),
+    "the other home": ("neox", config(model_type="starcoder2"), ROUTE),
+    "another route claimed": ("neox", claims(route="own file"), CLAIMS),
+    "no error claimed": ("neox", claims(merge_error={}), CLAIMS),
+    "other bytes claimed": ("gpt2", claims(kv_bytes_per_token=BYTES), CLAIMS),
+    "another method claimed": ("gptj", claims(method="first"), MERGED),
+    "no claims": ("gptj", lambda out, _: (out / "gqa_conversion.json").unlink(), CLAIMS),
     "tokenizer": ("gptj", lambda out, _: edit_json(out / "tokenizer_config.json", unk_token="w1"), {"carried files"}),
     "tokenizer of GPT-2": (
         "gpt2",
@@ -317,11 +277,9 @@ DAMAGE: dict[str, tuple[str, Damage, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_found_in_the_files(made: Made, tmp_path: Path, name: str) -> None:
+def test_damage_is_found_in_the_files(conversions: Conversions, tmp_path: Path, name: str) -> None:
     source_name, damage, checks = DAMAGE[name]
-    good, source = made(
-        source_name.removesuffix(", random"), method="random" if source_name.endswith("random") else "mean"
-    )
+    good, source = made(conversions, source_name)
     out = shutil.copytree(good, tmp_path / "out")
     damage(out, source)
     assert set(failed(verify_checkpoint(out, source, logits=False))) == checks
@@ -345,9 +303,9 @@ def test_damage_is_found_in_the_files(made: Made, tmp_path: Path, name: str) -> 
         "activation",
     ],
 )
-def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: str) -> None:
+def test_what_the_models_compute_shows_it_too(conversions: Conversions, tmp_path: Path, name: str) -> None:
     source_name, damage, checks = DAMAGE[name]
-    good, source = made(source_name)
+    good, source = made(conversions, source_name)
     out = shutil.copytree(good, tmp_path / "out")
     damage(out, source)
     assert set(failed(verify_checkpoint(out, source))) == checks | {"logits"}
@@ -367,18 +325,18 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     report = verify_checkpoint(tmp_path / "out", source)
     assert failed(report) == {}
     assert "1 buffers" in details(report)["tensor names"]
-    claims = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
+    record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
     save_file(tensors | {"h.0.attn.extra": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
-    claims["source"]["files"]["model.safetensors"]["bytes"] = file.stat().st_size
-    claim(tmp_path / "out", source=claims["source"])
+    record["source"]["files"]["model.safetensors"]["bytes"] = file.stat().st_size
+    claim(tmp_path / "out", source=record["source"])
     found = failed(verify_checkpoint(tmp_path / "out", source, logits=False))
     assert set(found) == {"tensor names"}
     assert "h.0.attn.extra" in found["tensor names"]
 
 
-def test_old_words_and_bin_files(made: Made, tmp_path: Path) -> None:
+def test_old_words_and_bin_files(conversions: Conversions, tmp_path: Path) -> None:
     """Pythia's config knows no rope_parameters; the result may be cut into files of its own."""
-    _, source = made("neox, half")
+    _, source = made(conversions, "neox, half")
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     torch.save(state | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1)}, old / "pytorch_model.bin")
@@ -432,19 +390,19 @@ def test_tokenizers(model_type: str, groups: int, tmp_path: Path) -> None:
         assert set(failed(verify_checkpoint(out, source))) == {"tokenizer config", "tokenizer"}
 
 
-def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models of more than three billion parameters run."""
     monkeypatch.setattr(model_loading, "FLOAT32_LIMIT", 0)
     for name in ("neox, half", "serial, half", "gptj, half", "codegen, half", "gpt2, half"):
-        report = verify_checkpoint(*made(name))
+        report = verify_checkpoint(*made(conversions, name))
         assert failed(report) == {}
         assert "float16" in details(report)["loads"]
 
 
-def test_the_loss_of_a_text(made: Made, tmp_path: Path) -> None:
+def test_the_loss_of_a_text(conversions: Conversions, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
     for name in ("neox", "gpt2"):
-        report = verify_checkpoint(*made(name), text=text)
+        report = verify_checkpoint(*made(conversions, name), text=text)
         assert report.passed
         assert report.losses is not None
