@@ -12,7 +12,7 @@ from .help import PlainCommand, PlainHelp, help_text
 
 COMMANDS = {
     "Before converting": ("plan", "inspect", "restate"),
-    "Converting": ("convert", "verify", "generate-text", "tokenize", "uptrain"),
+    "Converting": ("convert", "verify", "tokenize", "uptrain"),
     "Measuring": ("evaluate", "benchmark"),
     "Serving and sharing": ("check-serving", "publish"),
     "Trying": ("demo",),

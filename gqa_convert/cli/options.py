@@ -261,16 +261,6 @@ def part_of_files(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def token_count(text: str | None, option: str) -> int | None:
-    """Parse a number of tokens such as "32768" or "32k" (both are 32,768); None stays None."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d{1,12})\s*([kKM]?)\s*", text)
-    if match is None:
-        raise OptionError(f"{option} {text!r} is not a number of tokens: write it like 32768 or 32k")
-    return int(match[1]) << 10 * " KM".index(match[2].upper() or " ")
-
-
 def cache_budget(text: str | None) -> KVBudget | None:
     """Parse `--kv-budget`: a share such as "50%" or "0.5", or bytes per token such as "64KiB"; None stays None."""
     if text is None:

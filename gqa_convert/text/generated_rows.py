@@ -12,7 +12,6 @@ from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import NoSpaceError, OutputError
 
-SUFFIXES = (".jsonl", ".parquet")
 Row = dict[str, Any]
 
 
@@ -21,9 +20,8 @@ class GeneratedRows:
     killed run loses one batch at most.
 
     Args:
-        out: the result, a `.jsonl` or `.parquet` file.
+        out: the result, a file of JSON lines.
         settings: everything that the rows depend on; a run with others does not continue the file.
-        overwrite: replace an earlier result, and discard what a run with other settings has left.
 
     Attributes:
         rows: the rows of the finished batches.
@@ -31,27 +29,21 @@ class GeneratedRows:
         tokens: their tokens.
 
     Raises:
-        OutputError: the result exists, its name or folder can't be used, or another run writes it or has other settings.
+        OutputError: the file can't be written, or another run writes it.
     """
 
-    def __init__(self, out: Path, settings: dict[str, Any], *, overwrite: bool) -> None:
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
         self.out = out
         self.rows, self.batches, self.tokens = list[Row](), 0, 0
         self._part = out.with_name(f".{out.name}.unfinished")
-        _check(out, overwrite=overwrite)
         with self._explained():
             lock = try_lock(self._part)
         if lock is None:
-            raise OutputError(f"another run is writing {out}: wait for it, or name another file")
+            raise OutputError(f"another run is writing {out}: wait for it")
         self._file = os.fdopen(lock, "r+b")
         header = (json.dumps(settings, sort_keys=True) + "\n").encode()
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        if lines and lines[0] != header and lines[0].endswith(b"\n") and not overwrite:
-            self._file.close()
-            raise OutputError(
-                f"{self._part} holds the beginning of {out.name} with other settings: repeat them to continue, or add --overwrite to start over"
-            )
         kept = self._read(lines[1:]) if lines and lines[0] == header else 0
         with self._explained():
             self._file.truncate(len(header) + kept if kept else 0)
@@ -101,13 +93,7 @@ class GeneratedRows:
             NoSpaceError: the disk is full; the batches are kept.
         """
         with self._explained(), atomic_file(self.out) as file:
-            if self.out.suffix == ".parquet":
-                import pyarrow as pa
-                import pyarrow.parquet as pq
-
-                pq.write_table(pa.Table.from_pylist(self.rows), file)
-            else:
-                file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in self.rows)
+            file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in self.rows)
         self._part.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -127,22 +113,4 @@ class GeneratedRows:
                 raise NoSpaceError(
                     f"the disk of {self.out} is full: make room and run the same command again, which continues after the last batch"
                 ) from None
-            raise OutputError(
-                f"{self.out} can't be written ({problem.strerror or problem}): name another file"
-            ) from None
-
-
-def _check(out: Path, *, overwrite: bool) -> None:
-    """Refuse a result that can't be written.
-
-    Raises:
-        OutputError: see `GeneratedRows`.
-    """
-    if out.suffix not in SUFFIXES:
-        raise OutputError(f"{out} is neither {' nor '.join(SUFFIXES)}: give the file one of these suffixes")
-    if out.is_dir():
-        raise OutputError(f"{out} is a folder: name a file")
-    if not out.parent.is_dir():
-        raise OutputError(f"the folder {out.parent} does not exist: create it, or name another file")
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists: name another file, or replace it with --overwrite")
+            raise OutputError(f"{self.out} can't be written ({problem.strerror or problem})") from None

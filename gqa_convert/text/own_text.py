@@ -12,13 +12,11 @@ from typing import Any
 
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.errors import DataError, DeviceMemoryError
 from gqa_convert.text.generating import GenerationOptions, generate_text, generation_settings
 
 SELF = "self"
 TOKENS = 1_000_000
 """How many tokens a source of a recipe generates by default."""
-_COMMAND = "run gqa-convert generate-text with other options, and name its file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +68,11 @@ def own_text(
     """
     options = GenerationOptions(tokens=tokens, seed=seed, temperature=temperature, device=device)
     checkpoint = open_checkpoint(str(model), download=True)
-    key = json.dumps([generation_settings(checkpoint, options, None), tokens], sort_keys=True)
+    key = json.dumps([generation_settings(checkpoint, options), tokens], sort_keys=True)
     file = cache / f"own-text-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
     name = local_path(checkpoint.source_id).name if checkpoint.folder else checkpoint.source_id
     label = f"{name}'s own text (at least {tokens:,} tokens at temperature {temperature:g}, seed {seed})"
     if not file.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        try:
-            generate_text(model, file, options, progress=progress)
-        except DeviceMemoryError:
-            raise DeviceMemoryError(f"out of memory while {name} wrote text of its own: {_COMMAND}") from None
-        except DataError as problem:
-            raise DataError(f"{str(problem).split(':')[0]}: {_COMMAND}") from None
+        generate_text(checkpoint, file, options, progress)
     return OwnText(file, label)

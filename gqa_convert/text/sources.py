@@ -175,7 +175,7 @@ def open_source(source: Source, memory: Path, *, ask: bool = True, chats: bool =
     path = local_path(given)
     if source.is_self:
         raise DataError(
-            f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, run gqa-convert generate-text MODEL own-text.jsonl, and name that file"
+            f"{SELF} is the text that a model writes itself, which a recipe's data and convert --calibration generate; elsewhere, name a file"
         )
     if path.exists() or glob.has_magic(given):
         _refuse_hub_keys(source)

@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     own = own_text(DEMO, tmp_path / "here", **SMALL, progress=lambda _, done, total: seen.append((done, total)))
-    generate_text(DEMO, tmp_path / "plain.jsonl", GenerationOptions(length=8, batch=8, **SMALL))
+    generate_text(open_checkpoint(str(DEMO)), tmp_path / "plain.jsonl", GenerationOptions(length=8, batch=8, **SMALL))
     assert own.file.read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
@@ -132,7 +132,7 @@ def test_a_source_that_cannot_write_says_how_to_go_on(tmp_path: Path) -> None:
     settings = tmp_path / "mute" / "tokenizer_config.json"
     stated = json.loads(settings.read_text()) | {"bos_token": None, "eos_token": None}
     settings.write_text(json.dumps(stated))
-    with pytest.raises(DataError, match="no token that begins a document: run gqa-convert generate-text with other"):
+    with pytest.raises(DataError, match="no token that begins a document: name text instead"):
         own_text(tmp_path / "mute", tmp_path / "here", **SMALL)
     with pytest.raises(OptionError, match="is 0: it must be at least 1"):
         own_text(DEMO, tmp_path / "here", tokens=0, device="cpu")
