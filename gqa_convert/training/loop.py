@@ -150,7 +150,7 @@ class Trainer:
         torch.manual_seed(mix(self.recipe.seed, step, self.accelerator.process_index))  # dropout
         rate = learning_rate(self.recipe, step, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("multiplier", 1.0)
+            group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
         device, own = self.accelerator.device, self._own_samples(step)
         parts = torch.zeros(3, dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import RecipeError, UnsupportedFamilyError
+from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.table import family_of
@@ -20,7 +20,6 @@ from gqa_convert.text.loss_terms import CHUNK, CHUNK_ON_ACCELERATOR
 from gqa_convert.training.adafactor import LEAST_FACTORED
 from gqa_convert.training.architecture import Architecture
 from gqa_convert.training.block_masks import mask_bytes, repeats_heads, uses_block_masks
-from gqa_convert.training.learning_rates import multipliers
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.teacher import rounds_teacher
 
@@ -285,8 +284,6 @@ def trained_of(student: Checkpoint, recipe: Recipe) -> list[str]:
     elif recipe.lora is not None:
         vocabulary = stated_count(student.config, VOCABULARY_KEYS)
         names = [name for _, name, entry in student.tensors() if vocabulary not in entry.shape]
-    with suppress(RecipeError):  # names in files may differ from those of parameters, by which patterns are checked
-        return [name for name, multiplier in multipliers(names, recipe.learning_rates).items() if multiplier]
     return names
 
 

@@ -31,7 +31,7 @@ def load_student(recipe: Recipe, folder: Path, layout: sharding.Layout) -> Any:
         recompute(model, recipe.checkpointing_interval, recipe.checkpointing_policy)
     set_dropout(model, recipe.dropout)
     if recipe.lora is None:
-        choose_trained(model, recipe.trainable, recipe.learning_rates)
+        choose_trained(model, recipe.trainable)
     else:
         add_adapters(model, recipe.lora)
     return model.train()

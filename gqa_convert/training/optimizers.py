@@ -1,7 +1,7 @@
 """Selects the parameters to train and builds the optimizer that trains them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from gqa_convert.errors import RecipeError, UnsupportedFamilyError
 from gqa_convert.families.table import Family, family_of
 from gqa_convert.training.adafactor import Adafactor
-from gqa_convert.training.learning_rates import RateRule, multipliers
 from gqa_convert.training.recipe import Recipe, Trainable
 
 Groups = list[dict[str, Any]]
@@ -36,16 +35,15 @@ def _either(names: Iterable[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
-def choose_trained(model: nn.Module, trainable: Trainable, rates: Sequence[RateRule] = ()) -> list[str]:
-    """Enable gradients only for the parameters that `trainable` selects and no rule freezes; parameters that the model
-    itself freezes stay frozen.
+def choose_trained(model: nn.Module, trainable: Trainable) -> list[str]:
+    """Enable gradients only for the parameters that `trainable` selects; parameters that the model itself freezes stay
+    frozen.
 
     Returns:
         The names of the trained parameters.
 
     Raises:
-        RecipeError: no parameter is selected, the attention modules of the model's type are unknown, or a rule suits no
-            selected parameter.
+        RecipeError: no parameter is selected, or the attention modules of the model's type are unknown.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -61,9 +59,6 @@ def choose_trained(model: nn.Module, trainable: Trainable, rates: Sequence[RateR
         raise RecipeError(
             f"trainable is {trainable}, and model type {model_type!r} has no parameter of that kind to train: use all"
         )
-    names = [name for name, multiplier in multipliers(names, rates).items() if multiplier]
-    if not names:
-        raise RecipeError("learning_rates freezes every trained parameter: leave some of them")
     chosen = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
@@ -72,34 +67,14 @@ def choose_trained(model: nn.Module, trainable: Trainable, rates: Sequence[RateR
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Build the recipe's optimizer for the parameters with gradients; call `choose_trained` first."""
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    trained = list(named.values())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise RecipeError(
             f"trainable is {recipe.trainable}, and no parameter of the model has gradients enabled: use all"
         )
-    optimizer = _built(trained, recipe)
-    if recipe.learning_rates:
-        rates = multipliers([name for name, _ in model.named_parameters()], recipe.learning_rates)
-        _divide(optimizer, {id(parameter): rates[name] for name, parameter in named.items()})
-    return optimizer
-
-
-def _built(trained: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adafactor":
         return Adafactor(_decay_groups(trained, recipe.weight_decay), lr=recipe.learning_rate)
     return _adamw(trained, recipe)
-
-
-def _divide(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
-    """Divide the groups of an optimizer so that all parameters of a group have the same `multiplier`."""
-    groups: Groups = []
-    for group in optimizer.param_groups:
-        by_rate: dict[float, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            by_rate.setdefault(rates[id(parameter)], []).append(parameter)
-        groups += [group | {"params": parameters, "multiplier": rate} for rate, parameters in by_rate.items()]
-    optimizer.param_groups[:] = groups
 
 
 def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:

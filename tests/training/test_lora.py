@@ -204,7 +204,6 @@ def test_the_estimate_counts_the_states_of_adapters_alone(home: Path, targets: s
         ({"lora": {"targets": "mlp"}}, "must be attention or all-linear"),
         ({"lora": {"quantize": "int8"}}, "must be nf4 or null"),
         ({"lora": {}, "trainable": "kv"}, "remove trainable"),
-        ({"lora": {}, "learning_rates": {"proj": 0.5}}, "names parameters: remove one"),
     ],
 )
 def test_contradicting_keys(keys: dict[str, Any], message: str) -> None:

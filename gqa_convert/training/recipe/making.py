@@ -32,10 +32,6 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
     _check_folders(recipe)
     _check_teacher(recipe)
     check_pairs(recipe)
-    if recipe.lora is not None and recipe.learning_rates:
-        raise RecipeError(
-            "lora trains adapters alone, all at one rate, and learning_rates names parameters: remove one of them"
-        )
     if recipe.lora is not None and recipe.trainable != "all":
         raise RecipeError(
             f"lora trains adapters alone, and trainable is {recipe.trainable}: remove trainable, and choose with lora.targets"

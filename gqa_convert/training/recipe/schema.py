@@ -14,7 +14,6 @@ from gqa_convert.text.objectives import ObjectiveName
 from gqa_convert.text.packing import SHUFFLE_WINDOW
 from gqa_convert.text.scalars import shown
 from gqa_convert.text.sources import Source, read_sources
-from gqa_convert.training.learning_rates import RateRule, read_rate_rules
 from gqa_convert.training.recipe.lora import Lora, read_lora
 
 Schedule = Literal["constant", "cosine", "inverse_sqrt", "wsd"]
@@ -119,14 +118,6 @@ class Recipe:
         above=0,
         change="divergence",
         aliases=("max_grad_norm",),
-    )
-    learning_rates: tuple[RateRule, ...] = key(
-        "Multipliers of the learning rate by patterns of parameter names; see "
-        "[rates of single parameters](#rates-of-single-parameters).",
-        default=(),
-        reader=read_rate_rules,
-        reads="mapping of patterns to numbers or `frozen`",
-        aliases=("lr_multipliers", "param_groups", "freeze", "unfrozen_parameters"),
     )
     precision: Precision = key(
         "`bf16` computes in bfloat16; weights and optimizer states are float32 in any case.",
