@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.verify.checkpoint_reader import CONFIG, read_object
+from gqa_convert.verify.files.links import leads_out
 from gqa_convert.verify.files.provenance import PROVENANCE
 from gqa_convert.verify.files.weight_files import is_weights, list_files, matches
 from gqa_convert.verify.json_values import same_json

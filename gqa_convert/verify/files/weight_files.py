@@ -3,11 +3,12 @@
 The lists of file names repeat the converter's on purpose: a name that the converter forgets must not pass here.
 """
 
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from gqa_convert.checkpoint.files import walk
 from gqa_convert.verify.checkpoint_reader import INDEX, SINGLE, Weights
+from gqa_convert.verify.files.links import leads_out
 from gqa_convert.verify.json_values import same_json
 from gqa_convert.verify.report import Failure, Finding
 
@@ -46,8 +47,17 @@ def list_files(folder: Path) -> list[str]:
 
     Files of an unfinished conversion are listed although they are hidden.
     """
-    found = walk(folder, lambda link: None)
-    return sorted(name for name in found if not Path(name).name.startswith(".") or matches(name, _LEFTOVERS))
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in [parent.resolve() for parent in here.parents if parent.is_relative_to(folder)]:
+            folders.clear()  # a link to a folder around it
+            continue
+        visible = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [name for name in visible if not leads_out(here / name, folder)]
+        kept = [name for name in names if not name.startswith(".") or matches(name, _LEFTOVERS)]
+        found += [(here / name).relative_to(folder).as_posix() for name in kept]
+    return sorted(found)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
