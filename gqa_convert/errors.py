@@ -34,10 +34,6 @@ class CorruptCheckpointError(GQAConvertError):
     """A file of the checkpoint is missing, truncated or inconsistent."""
 
 
-class StoreError(GQAConvertError):
-    """An object store has no such bucket, refuses access or cannot be reached."""
-
-
 class ConfigError(GQAConvertError):
     """`config.json` cannot be read, or the shapes of the tensors contradict it."""
 
@@ -150,6 +146,6 @@ class PublishError(GQAConvertError):
 
 
 class UploadError(GQAConvertError):
-    """The Hub or an object store was unreachable, refused the upload, or holds other content than what was sent."""
+    """The Hub was unreachable, refused the upload, or holds other content than what was sent."""
 
     exit_code = 1

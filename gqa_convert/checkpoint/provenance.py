@@ -25,12 +25,9 @@ class FileRecord:
 
     nbytes: int
     sha256: str | None = None
-    etag: str | None = None
-    """Of an object in a store, or by what else the store states a change is recognised."""
 
     def as_json(self) -> JsonObject:
-        known = {"sha256": self.sha256, "etag": self.etag}
-        return {"bytes": self.nbytes} | {name: value for name, value in known.items() if value is not None}
+        return {"bytes": self.nbytes} | ({} if self.sha256 is None else {"sha256": self.sha256})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +86,6 @@ class CalibrationRecord:
         return self.inputs() | {"kl_steps": self.kl_steps, "kl_rank": self.kl_rank, "kl": kl}
 
 
-def calibration_from_json(data: Mapping[str, Any] | None) -> CalibrationRecord | None:
-    """A `CalibrationRecord` from its JSON."""
-    if data is None:
-        return None
-    kl = data["kl"]
-    curve = () if kl is None else tuple((step, divergence) for step, divergence in kl["curve"])
-    return CalibrationRecord(**{**data, "kl": None if kl is None else Divergence(kl["before"], kl["after"], curve)})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionRecord:
     """Where a converted checkpoint comes from and how it was made."""
@@ -108,7 +96,7 @@ class ConversionRecord:
     """The command line, if there was one."""
     machine: Machine
     source_id: str
-    """A folder, a Hub id or an address."""
+    """A folder or a Hub id."""
     source_revision: str | None
     source_files: Mapping[str, FileRecord]
     dequantised: Mapping[str, Any] | None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,7 @@ from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError, is_hub_fi
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.index import parse_index
 from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.stores import StoreFiles, store_address
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
-from gqa_convert.checkpoint.transfers import OnBytes
 from gqa_convert.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -64,8 +62,6 @@ class Checkpoint:
     """Weights in other formats and training state, which a conversion must not copy."""
     sizes: dict[str, int]
     """Size in bytes of every file."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """By file in an object store: its ETag, or by what else the store states a change is recognised."""
     links_out: tuple[str, ...] = ()
     """Links that lead out of the folder, which are not copied."""
     dequantised: JsonObject | None = None
@@ -87,23 +83,17 @@ def open_checkpoint(
     *,
     revision: str | None = None,
     download: bool = False,
-    stores: bool = False,
-    on_fetched: OnBytes = lambda done, total: None,
 ) -> Checkpoint:
-    """Open a local folder, a Hub repository or a checkpoint in an object store.
+    """Open a local folder or a Hub repository.
 
     Args:
         source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
-        download: download the whole checkpoint into the Hub's cache or that of this package, so that `folder` is set.
-            Otherwise only the config, the index and the tensor headers of a remote checkpoint are read, through range
+        download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the config, the index and the tensor headers of a remote checkpoint are read, through range
             requests.
-        stores: accept an address such as `s3://bucket/model`; without it, one is refused.
-        on_fetched: called with the bytes that were fetched from an object store, and with all that will be.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
-        StoreError: there is no such bucket, or its store refuses access or cannot be reached.
         ConfigError: `config.json` is missing or no JSON object.
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
         GGUFSourceError: a GGUF file, or GGUF files and no other weights.
@@ -118,11 +108,6 @@ def open_checkpoint(
         return read_checkpoint(LocalFiles(path), expanded(source), None)
     if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
         raise GGUFSourceError(expanded(source))
-    address = store_address(source) if stores and path is None else None
-    if address is not None:
-        if revision is not None:
-            raise SourceNotFoundError(f"{source} is an address, which has no revision {revision!r}: omit --revision")
-        return _open_store(address, on_fetched if download else None)
     if path is None and "://" in str(source):
         raise SourceNotFoundError(
             f"{source} is an address, and checkpoints are read from folders and the Hub: copy it to a folder with the "
@@ -141,36 +126,10 @@ def open_checkpoint(
     return read_checkpoint(files, str(source), commit)
 
 
-def _open_store(address: str, on_fetched: OnBytes | None) -> Checkpoint:
-    """Open a checkpoint in an object store.
-
-    Args:
-        address: from `store_address`.
-        on_fetched: to fetch the files too, called with the progress; None to read headers only.
-    """
-    files = StoreFiles(address)
-    try:
-        if on_fetched is None:
-            checkpoint = read_checkpoint(files, address, None)
-            files.check_unchanged()
-        else:
-            folder = files.fetch(_survey(files, address).others, on_fetched)
-            checkpoint = read_checkpoint(LocalFiles(folder), address, None)
-    except GGUFSourceError:
-        raise UnsupportedFormatError(
-            f"{address} holds GGUF files and no other weights, and GGUF files are read from folders and the Hub: fetch one "
-            "with the store's own client, and name it"
-        ) from None
-    return replace(checkpoint, versions={name: files.versions[name] for name in checkpoint.sizes})
-
-
 def open_local(
     source: str | Path,
     revision: str | None,
     check: Callable[[Checkpoint], Any],
-    *,
-    stores: bool = False,
-    on_fetched: OnBytes = lambda done, total: None,
 ) -> Checkpoint:
     """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
 
@@ -178,10 +137,8 @@ def open_local(
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
         check: called with a remote checkpoint before the download; an exception prevents the download.
-        stores: as for `open_checkpoint`.
-        on_fetched: as for `open_checkpoint`.
     """
-    opened = partial(open_checkpoint, source, revision=revision, stores=stores, on_fetched=on_fetched)
+    opened = partial(open_checkpoint, source, revision=revision)
     try:
         remote = opened()
     except RemoteHeadersError:  # `.bin` files have no headers that could be read first

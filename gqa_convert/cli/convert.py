@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from .options import (
-    AnySource,
     Budget,
     Calibration,
     CalibrationContext,
@@ -22,13 +21,14 @@ from .options import (
     KLSteps,
     Method,
     Native,
-    NewFolderOrAddress,
+    NewFolder,
     PartOfFiles,
     Quiet,
     ReplaceResult,
     Revision,
     Seed,
     ShardSize,
+    SourceOrGGUF,
     Workers,
     byte_count,
     cache_budget,
@@ -39,8 +39,8 @@ from .options import (
 
 
 def convert(
-    source: AnySource,
-    out: NewFolderOrAddress,
+    source: SourceOrGGUF,
+    out: NewFolder,
     groups: Groups = None,
     groups_file: GroupsFile = None,
     kv_budget: Budget = None,
@@ -101,10 +101,6 @@ def convert(
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
 
-    Object stores work too: SOURCE is fetched, and the result is uploaded (s3:// with the extra s3; docs/at-scale.md).
-
-      gqa-convert convert s3://bucket/Llama-2-7b s3://bucket/Llama-2-7b-gqa8 --groups 8 --calibration text.txt
-
     A GGUF file is dequantised first; several in a folder or repository are told apart by name.
 
       gqa-convert convert ./model-Q4_K_M.gguf ./model-gqa8 --groups 8
@@ -143,19 +139,17 @@ def convert(
     if budget is None:
         wanted = group_counts(groups, groups_file)
     else:
-        from gqa_convert.checkpoint.store_results import working_folder
         from gqa_convert.cli.console.budget import note_choice
         from gqa_convert.cli.console.progress import stage_progress
         from gqa_convert.conversion.fit.calibrated import CalibrationOptions
         from gqa_convert.measuring.budget.kept import KeptDivergences
         from gqa_convert.measuring.budget.run import choose_groups
 
-        folder, replaceable = working_folder(out, overwrite=overwrite)
-        kept = KeptDivergences(folder)
+        kept = KeptDivergences(out)
         with stage_progress(quiet=quiet) as step:
             choice = choose_groups(
                 source,
-                folder,
+                out,
                 budget,
                 CalibrationOptions(
                     source=calibration,
@@ -170,7 +164,7 @@ def convert(
                 ),
                 method=method,
                 revision=revision,
-                overwrite=replaceable,
+                overwrite=overwrite,
                 kept=kept,
                 progress=step,
                 encoder=encoder,
@@ -208,7 +202,6 @@ def convert(
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
             on_note=screen.note,
             on_cost=None if quiet else screen.expect,
-            on_transfer=screen.transferred,
             progress=screen.written,
         )
     if kept is not None:

@@ -14,13 +14,13 @@ from .options import (
     Quiet,
     Revision,
     SeveralGroups,
-    SourceOrAddress,
+    Source,
     counts,
 )
 
 
 def inspect(
-    source: SourceOrAddress,
+    source: Source,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     groups: SeveralGroups = None,

@@ -16,32 +16,10 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder
 SourceOrGGUF = Annotated[
     str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, Hub id or GGUF file.", show_default=False)
 ]
-SourceOrAddress = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="Checkpoint folder, Hub id or address such as s3://bucket/model.", show_default=False
-    ),
-]
-AnySource = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="Checkpoint folder, Hub id, GGUF file or address such as s3://bucket/model.",
-        show_default=False,
-    ),
-]
 NewFolder = Annotated[
     Path,
     typer.Argument(
         metavar="OUT", help="New folder for the result; it appears whole or not at all.", show_default=False
-    ),
-]
-NewFolderOrAddress = Annotated[
-    str,
-    typer.Argument(
-        metavar="OUT",
-        help="New folder or address for the result; it appears whole or not at all.",
-        show_default=False,
     ),
 ]
 Converted = Annotated[

@@ -3,7 +3,6 @@
 from typing import Any
 
 from .options import (
-    AnySource,
     Budget,
     Calibration,
     CalibrationContext,
@@ -22,6 +21,7 @@ from .options import (
     Quiet,
     Revision,
     ShardSize,
+    SourceOrGGUF,
     byte_count,
     cache_budget,
     check_one_choice_of_groups,
@@ -30,7 +30,7 @@ from .options import (
 
 
 def plan(
-    source: AnySource,
+    source: SourceOrGGUF,
     groups: Groups = None,
     groups_file: GroupsFile = None,
     kv_budget: Budget = None,
@@ -52,8 +52,8 @@ def plan(
 ) -> None:
     """Show what a conversion would change, what it would save, and which software would load the result.
 
-    The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id or an address only the
-    headers are downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
+    The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
+    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
     The estimate of time, memory and disk space times a product of matrices on this machine, or those of a layer on a
     GPU; convert begins with a closer one. Calibration text is not read.
 

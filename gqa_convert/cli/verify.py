@@ -11,15 +11,15 @@ from .options import Json, Quiet, Revision
 
 def verify(
     out: Annotated[
-        str,
-        typer.Argument(metavar="OUT", help="Folder or address of the converted checkpoint.", show_default=False),
+        Path,
+        typer.Argument(metavar="OUT", help="Folder of the converted checkpoint.", show_default=False),
     ],
     source: Annotated[
         str,
         typer.Option(
             "--source",
             metavar="SOURCE",
-            help="Checkpoint that OUT was converted from: a folder, a Hub id, an address or a GGUF file.",
+            help="Checkpoint that OUT was converted from: a folder, a Hub id or a GGUF file.",
             show_default=False,
         ),
     ],

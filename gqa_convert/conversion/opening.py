@@ -9,7 +9,6 @@ from typing import Any
 from gqa_convert.checkpoint.gguf_files import GGUFModel, GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint, open_local
-from gqa_convert.checkpoint.transfers import OnBytes
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.plan import Plan
@@ -28,7 +27,7 @@ def plan_source(source: str | Path, revision: str | None, planner: Planner) -> t
     """The plan of a source of which nothing is downloaded but headers, except for a GGUF file on the Hub.
 
     Args:
-        source: a local folder, a Hub id, an address in an object store, or a GGUF file.
+        source: a local folder, a Hub id or a GGUF file.
         revision: branch, tag or commit on the Hub.
         planner: makes the plan of an opened checkpoint.
 
@@ -36,7 +35,7 @@ def plan_source(source: str | Path, revision: str | None, planner: Planner) -> t
         GQAConvertError: one of its subclasses for every mistake.
     """
     try:
-        return planner(open_checkpoint(source, revision=revision, stores=True))
+        return planner(open_checkpoint(source, revision=revision))
     except GGUFSourceError as found:
         gguf = locate_gguf(found, revision)
     plan, text = _plan_gguf(gguf, planner)
@@ -53,25 +52,23 @@ def open_source(
     *,
     overwrite: bool,
     note: Note,
-    on_fetched: OnBytes,
 ) -> Checkpoint:
     """Open a source for a conversion, as a local checkpoint.
 
     Args:
-        source: a local folder, a Hub id, an address in an object store, or a GGUF file.
+        source: a local folder, a Hub id or a GGUF file.
         revision: branch, tag or commit on the Hub.
         out: the result; of a GGUF file, the dequantised weights lie beside it until `stack` is closed.
         planner: makes the plan of a checkpoint whose headers alone are known, before the work; an exception prevents it.
         stack: closed once the result is written.
         overwrite: whether `out` may be an earlier result.
         note: called with sentences about a GGUF file, before the work.
-        on_fetched: called with the progress of a fetch from an object store.
 
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
     try:
-        return open_local(source, revision, planner, stores=True, on_fetched=on_fetched)
+        return open_local(source, revision, planner)
     except GGUFSourceError as found:
         gguf = locate_gguf(found, revision)
     plan, _ = _plan_gguf(gguf, planner)

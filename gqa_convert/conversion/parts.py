@@ -192,14 +192,13 @@ def _link(old: Path, new: Path) -> None:
 def weights_fingerprint(plan: Plan) -> dict[str, Any]:
     """What the bytes of weight files depend on."""
     checkpoint = plan.checkpoint
-    remote = checkpoint.revision is not None or bool(checkpoint.versions)
+    remote = checkpoint.revision is not None
     return {
         "version": __version__,
         "source": checkpoint.source_id if remote else str(checkpoint.folder),
         "revision": checkpoint.revision,
         "files": [[shard.file, shard.size] for shard in checkpoint.shards],
         "modified_ns": None if remote else [shard.modified_ns for shard in checkpoint.shards],
-        "versions": [checkpoint.versions.get(shard.file) for shard in checkpoint.shards],
         "method": plan.method,
         "seed": plan.seed,
         "groups": plan.stated_groups,

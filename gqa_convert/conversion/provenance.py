@@ -102,10 +102,7 @@ def record_conversion(
         machine=replace(machine(devices[0]), device=",".join(devices)),
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
-        source_files={
-            name: FileRecord(checkpoint.sizes[name], digests.get(name), checkpoint.versions.get(name))
-            for name in sorted(checkpoint.sizes)
-        },
+        source_files={name: FileRecord(checkpoint.sizes[name], digests.get(name)) for name in sorted(checkpoint.sizes)},
         dequantised=checkpoint.dequantised,
         model_type=plan.family.model_type,
         method=plan.effective_method,

@@ -16,28 +16,23 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import (
     PROVENANCE,
     CalibrationRecord,
-    calibration_from_json,
     earlier_record,
     files_as_json,
     hash_files,
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.store_results import StoreResult, check_apart
-from gqa_convert.checkpoint.stores import store_address
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.checkpoint.transfers import FETCHING, UPLOADING
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, describe
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
 from gqa_convert.conversion.fit.run import LayerDone, Merged, merge_whole_layers
 from gqa_convert.conversion.opening import open_source, planner_for
-from gqa_convert.conversion.parts import Part, PartsFolder, check_divisible, weights_fingerprint
+from gqa_convert.conversion.parts import Part, PartsFolder, check_divisible
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.workers import write_by_workers
 from gqa_convert.conversion.writing import Progress, write_weights
-from gqa_convert.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +41,14 @@ class ConversionResult(Result):
 
     Attributes:
         plan: the plan that was carried out.
-        out: the new checkpoint folder, or its address in an object store.
+        out: the new checkpoint folder.
         out_bytes: the size of all files in it.
         merge_error: relative merge error by tensor, or by module and part of it where whole layers were merged.
         calibration: the text that was measured on; None without text.
     """
 
     plan: Plan
-    out: Path | str
+    out: Path
     out_bytes: int
     merge_error: Mapping[str, float]
     calibration: CalibrationRecord | None
@@ -96,15 +91,13 @@ def convert_checkpoint(
     on_note: Callable[[str], None] = lambda sentence: None,
     on_cost: Callable[[CostEstimate], None] | None = None,
     on_layer: LayerDone = lambda done, total, record: None,
-    on_transfer: Callable[[str, int, int], None] = lambda direction, done, total: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
     """Convert a checkpoint to grouped-query attention.
 
     Args:
-        source: a local folder, a Hub id, an address in an object store such as `s3://bucket/model`, or a GGUF file,
-            which is dequantised first.
-        out: the folder to make, or an address, to which the result is uploaded once it is complete.
+        source: a local folder, a Hub id, or a GGUF file, which is dequantised first.
+        out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text.
             Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
@@ -135,28 +128,17 @@ def convert_checkpoint(
             by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
-        on_note: called with sentences about a GGUF file before it is dequantised, and about the scratch folder of a
-            result that will be uploaded.
+        on_note: called with sentences about a GGUF file before it is dequantised.
         on_cost: called with the estimated cost before anything is written; None to estimate nothing.
         on_layer: called as each layer is merged by a method that works on whole layers.
-        on_transfer: called with `fetching` or `uploading`, the bytes moved and all bytes, where an object store is used.
         progress: called with every number of weight bytes written.
 
     Returns:
         The plan, the result's path and size, and the merge error of every changed tensor.
 
     Raises:
-        GQAConvertError: one of its subclasses for every mistake; nothing is left behind then, but a finished result
-            whose upload failed, which the same call uploads.
+        GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-    address = store_address(out)
-    if address is not None:
-        check_apart(address, store_address(source))
-        if part is not None:
-            raise OptionError(
-                f"--part needs a disk that all parts share, and {out} is an address: name a folder, and upload it with the "
-                "store's own client"
-            )
     text = CalibrationOptions(
         source=calibration,
         tokens=calibration_tokens,
@@ -176,9 +158,6 @@ def convert_checkpoint(
     }
     planner = planner_for(groups, method, text, **options)
     with ExitStack() as stack:
-        store = None if address is None else stack.enter_context(StoreResult(address, overwrite=overwrite))
-        if store is not None:
-            out, overwrite = store.folder, True  # an unfinished run may have left a result there
         out = local_path(out)
         checkpoint = open_source(
             source,
@@ -188,7 +167,6 @@ def convert_checkpoint(
             stack,
             overwrite=overwrite,
             note=on_note,
-            on_fetched=partial(on_transfer, FETCHING),
         )
         plan, text = planner(checkpoint)
         check_destination(out, checkpoint.folder, overwrite=overwrite)
@@ -201,14 +179,6 @@ def convert_checkpoint(
         on_plan(plan)
         if on_cost is not None:
             on_cost(estimate_cost(plan, text))
-        depends_on = weights_fingerprint(plan) | {"text": describe(text), "hash": hash_weights}
-        made = None if store is None else store.finished(depends_on)
-        if store is not None:
-            on_note(
-                f"the result is written to {out} and then uploaded"
-                if made is None
-                else f"the finished result in {out} is uploaded, and nothing is converted again"
-            )
         sweep(Path(os.path.realpath(out)).parent)
         finish = partial(
             _finish, plan, previous=previous, hash_weights=hash_weights, command=command, overwrite=overwrite
@@ -216,9 +186,7 @@ def convert_checkpoint(
         missing: tuple[str, ...] = ()
         calibration = None
         errors: Mapping[str, float] = {}
-        if made is not None:
-            errors, calibration = made["merge_error"], calibration_from_json(made["calibration"])
-        elif divided:
+        if divided:
             parts = PartsFolder(out, plan)
             missing = _write_parts(parts, plan, part, workers, progress)
             if not missing:
@@ -231,9 +199,7 @@ def convert_checkpoint(
                 written = write_weights(merged.plan, staged.path, progress)
                 errors = finish(staged, hasher.digests(), written, merged)
         total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) if not missing else 0
-        if store is not None:
-            store.upload(depends_on, partial(on_transfer, UPLOADING))
-    return ConversionResult(plan, address or out, total, errors, calibration, missing)
+    return ConversionResult(plan, out, total, errors, calibration, missing)
 
 
 def _write_parts(

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.stores import fetch_store, store_address
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
 from gqa_convert.families.dequantised_source import check_space, dequantised
 from gqa_convert.families.family import Family
@@ -18,7 +16,7 @@ from gqa_convert.families.wrappers import decoder_config
 from gqa_convert.verify.checkpoint_reader import CONFIG, PREFERENCE, Weights, first_line, read_object
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (fetching, tensors, logits or text), the amount done and the total: bytes, forward passes or tokens."""
+"""Called with a stage (tensors, logits or text), the amount done and the total: bytes, forward passes or tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,15 @@ def read_inputs(
     *,
     revision: str | None,
     text: Path | None,
-    progress: Progress = lambda *_: None,
 ) -> Inputs:
     """Open both checkpoints and read the text. Remote checkpoints are downloaded; a GGUF file is dequantised.
 
     Args:
-        out: the converted folder, or its address in an object store.
-        source: the folder, the Hub id, the address or the GGUF file that it was made from.
+        out: the converted folder.
+        source: the folder, the Hub id or the GGUF file that it was made from.
         stack: closed at the end of the verification, which removes dequantised weights.
         revision: branch, tag or commit on the Hub.
         text: a file, or None.
-        progress: called with the progress of a fetch from an object store.
 
     Raises:
         SourceNotFoundError: `out` is not a folder, or `source` holds no checkpoint.
@@ -74,12 +70,11 @@ def read_inputs(
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
         OptionError: the text cannot be read or scored.
     """
-    address = store_address(out)
-    out = local_path(out) if address is None else fetch_store(address, partial(progress, "fetching OUT"))
+    out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     content = None if text is None else _read_text(local_path(text))
-    folder = _source_folder(source, revision, out, stack, partial(progress, "fetching SOURCE"))
+    folder = _source_folder(source, revision, out, stack)
     config = _read_config(folder)
     family = family_of(config)
     if text is not None:
@@ -88,9 +83,7 @@ def read_inputs(
     return Inputs(out, folder, config, family, weights, content)
 
 
-def _source_folder(
-    source: str | Path, revision: str | None, out: Path, stack: ExitStack, on_fetched: Callable[[int, int], None]
-) -> Path:
+def _source_folder(source: str | Path, revision: str | None, out: Path, stack: ExitStack) -> Path:
     path = local_path(source)
     if path.is_dir() and not _holds_gguf(path):
         if revision is not None:
@@ -101,7 +94,7 @@ def _source_folder(
     from gqa_convert.checkpoint.source import open_checkpoint
 
     try:
-        opened = open_checkpoint(source, revision=revision, download=True, stores=True, on_fetched=on_fetched)
+        opened = open_checkpoint(source, revision=revision, download=True)
         folder = opened.folder
     except GGUFSourceError as found:
         gguf = locate_gguf(found, revision)

@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from gqa_convert.checkpoint.stores import store_address
 from gqa_convert.errors import OptionError
 from gqa_convert.verify.files.hashes import check_hashes
 from gqa_convert.verify.files.provenance import claims_of
@@ -30,8 +29,8 @@ def verify_checkpoint(
     """Check that `out` is the correct conversion of `source`.
 
     Args:
-        out: the converted folder, or its address in an object store.
-        source: the folder, the Hub id, the address or the GGUF file that it was made from.
+        out: the converted folder.
+        source: the folder, the Hub id or the GGUF file that it was made from.
         revision: branch, tag or commit on the Hub.
         logits: also load and run both models.
         text: a UTF-8 file on which the loss of both models is measured; needs `logits`.
@@ -53,9 +52,8 @@ def verify_checkpoint(
     if text is not None and not logits:
         raise OptionError("--text needs both models to run: leave out --text or --no-logits")
     with ExitStack() as stack:
-        inputs = read_inputs(out, source, stack, revision=revision, text=text, progress=progress)
-        name = store_address(out) or str(inputs.out)
-        runner = CheckRunner(VerificationReport(name, str(source)), on_check)
+        inputs = read_inputs(out, source, stack, revision=revision, text=text)
+        runner = CheckRunner(VerificationReport(str(inputs.out), str(source)), on_check)
         claims = claims_of(inputs.out)
         stored: StoredResult | None
         if is_translated(inputs.out, inputs.config, claims.get("route")):

@@ -622,20 +622,17 @@ def large_results(large: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("address", ["s3://bucket/model", "gs://bucket/model", "https://host/model"])
 def test_an_address_is_no_folder(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would become the folders `s3:` and `bucket`; tests/checkpoint/test_stores.py has the commands that read stores."""
+    """It would become the folders `s3:` and `bucket`."""
     monkeypatch.chdir(tmp_path)
     source = write_llama(tmp_path / "source")
     with pytest.raises(OutputError, match="is an address, and results are written to folders"):
         check_destination(Path(address), source, overwrite=False)
     with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
         open_checkpoint(address)
-    if address.startswith("https"):
-        with pytest.raises(OutputError, match="is an address, and results are written to folders"):
-            convert_checkpoint(source, address, 4, method="mean")
-        with pytest.raises(
-            SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"
-        ):
-            convert_checkpoint(address, tmp_path / "out", 4, method="mean")
+    with pytest.raises(OutputError, match="is an address, and results are written to folders"):
+        convert_checkpoint(source, address, 4, method="mean")
+    with pytest.raises(SourceNotFoundError, match=f"{address} is an address, and checkpoints are read from folders"):
+        convert_checkpoint(address, tmp_path / "out", 4, method="mean")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     (tmp_path / "s3:").mkdir()  # a folder of such a name is one
     check_destination(Path("s3:"), None, overwrite=False)

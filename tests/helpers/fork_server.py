@@ -29,7 +29,6 @@ from typing import Any, Never
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "filelock",
-    "fsspec",
     "jinja2",
     "ml_dtypes",
     "numpy",

@@ -4,7 +4,6 @@ import shlex
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.stores import store_address
 
 from .advice import quality_advice
 from .plan import CACHES, heads_after, heads_before
@@ -45,7 +44,7 @@ def show_conversion(result: "ConversionResult") -> None:
         rows.append(
             ("quality", f"KL divergence from the source: {divergence.after:.3f} nats per token of held-out text")
         )
-    rows.append(("address" if store_address(out) else "folder", out))
+    rows.append(("folder", out))
     if plan.modeling:
         loading = f"from_pretrained(..., trust_remote_code=True), by {plan.modeling.file}.py beside the weights"
         rows.append(("load it", loading))
@@ -62,12 +61,5 @@ def show_conversion(result: "ConversionResult") -> None:
             f"commands other than plan, convert and verify need the source as an ordinary checkpoint: {restate} PLAIN"
         )
         source = "PLAIN"
-    addresses = [(name, given) for name, given in (("SOURCE", source), ("OUT", out)) if store_address(given)]
-    if addresses:
-        fetched = " and ".join(f"{given} to a folder {name}" for name, given in addresses)
-        print_note(
-            f"commands other than plan, inspect, convert and verify read folders: fetch {fetched} with the store's own client"
-        )
-        source, out = (name if store_address(given) else given for name, given in (("SOURCE", source), ("OUT", out)))
     if advice := quality_advice(method, source, out, result.calibration):
         print_note(advice)

@@ -42,7 +42,6 @@ class ConversionScreen:
         self._lines = ProgressLines(self.say)
         self._layers = LayerPace()
         self._training, self._writing, self._generating = Pace(), Pace(), Pace()
-        self._transfers: dict[str, Pace] = {}
         self._written = self._to_write = 0
         self._fitting = False
 
@@ -99,12 +98,6 @@ class ConversionScreen:
         done, total = self._written, self._to_write
         self._lines.advance("converting", done, total)
         self._show("converting", done, total, f"{size(done)} of {size(total)}", self._writing.seconds(done, total))
-
-    def transferred(self, direction: str, done: int, total: int) -> None:
-        """Note that bytes were fetched from an object store, or uploaded to one."""
-        left = self._transfers.setdefault(direction, Pace()).seconds(done, total)
-        self._lines.advance(direction, done, total)
-        self._show(direction, done, total, f"{size(done)} of {size(total)}", left)
 
     def _stage(self, done: int, record: "StageProgress") -> None:
         from gqa_convert.conversion.fit.records import Stage

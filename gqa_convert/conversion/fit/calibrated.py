@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.devices import chosen_devices
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
@@ -45,13 +44,6 @@ class CalibrationOptions:
     """To run the source on, such as `cpu`, `cuda:1` or, for several processes, `cuda:0,cuda:1`; by default a GPU if there
     is one.
     """
-
-
-def describe(options: CalibrationOptions) -> list[Any]:
-    """Return the options as plain data, with the sizes and modification times of the files that they name."""
-    sources = options.source if isinstance(options.source, list) else [options.source]
-    files = [path.stat() for each in sources if isinstance(each, str) and (path := local_path(each)).is_file()]
-    return [repr(options), [[file.st_size, file.st_mtime_ns] for file in files]]
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.checkpoint.transfers import FETCHING
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -76,7 +75,7 @@ def choose_groups(
     def check(checkpoint: Checkpoint) -> tuple[Plan, int, bool]:
         return _plan(checkpoint, budget, method, text, options)
 
-    checkpoint = open_local(source, revision, check, stores=True, on_fetched=partial(progress, FETCHING))
+    checkpoint = open_local(source, revision, check)
     plan, limit, fits = check(checkpoint)
     if out is not None:
         check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import expanded, local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.checkpoint.transfers import FETCHING
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
@@ -94,8 +92,6 @@ def inspect_checkpoint(
         source,
         revision,
         lambda remote: _plan(remote, groups, text, encoder=encoder),
-        stores=True,
-        on_fetched=partial(progress, FETCHING),
     )
     plan, counts = _plan(checkpoint, groups, text, encoder=encoder)
     finder, advice = attention_of(plan), None

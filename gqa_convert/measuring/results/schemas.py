@@ -348,7 +348,6 @@ class FileRecord(Stored):
 
     bytes: Count = None
     sha256: Text = None
-    etag: Text = None
 
 
 class GGUFRecord(Stored):
