@@ -61,7 +61,7 @@ def test_work_costs_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_quick_rates_are_those_of_a_layer(reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor that a user of a rough estimate would accept, where every operation of a product takes equally
-    long. `benchmarks/quick_rates.py` compares the times.
+    long.
     """
     operation = 1e-9
 

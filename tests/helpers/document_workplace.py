@@ -16,7 +16,6 @@ import yaml
 from transformers import T5Config, T5ForConditionalGeneration
 
 import gqa_convert
-from benchmarks.trl_training import write_random
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.documents import ROOT, Command
 from tests.helpers.evaluate_models import causal, write_rows
@@ -45,7 +44,7 @@ NOT_RUN = {
 }
 """Commands that the tests only parse, and the reason."""
 
-NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks: benchmarks/trl_training.py does the same"}
+NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks"}
 """Packages whose import keeps the tests from executing a block of Python, and the reason."""
 
 INSTEAD: dict[str, dict[str, str]] = {
@@ -148,8 +147,6 @@ FILES: dict[str, Callable[[Path], object]] = {
     "MODEL": _llama,
     "flan-t5-xl": _t5,
     "google/flan-t5-xl": _t5,
-    "random-gpt2": lambda path: write_random("gpt2", str(path)),
-    "random-gpt_neox": lambda path: write_random("gpt_neox", str(path)),
     "text.txt": _text,
     "TEXT": _text,
     "test.txt": lambda path: _text(path, 40_000),
