@@ -1,5 +1,4 @@
-"""Checkpoints of a run. Each is published atomically, the newest few and those worth keeping are kept, and a run
-resumes from the newest.
+"""Checkpoints of a run. Each is published atomically, the newest few are kept, and a run resumes from the newest.
 
 A checkpoint is a folder `checkpoints/step-000123`. It holds the sharded state of model and optimizer, of which every
 process writes its own part (torch.distributed.checkpoint), and `run.json`, which is written last and lists every file's
@@ -22,7 +21,6 @@ from gqa_convert.errors import GQAConvertError, NoSpaceError, ResumeError
 from gqa_convert.text.dataset_commits import DatasetCommits
 from gqa_convert.training.digests import digests, first_difference, share
 from gqa_convert.training.distributed import waiting_group
-from gqa_convert.training.retention import Keeping, kept
 from gqa_convert.training.state import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -47,8 +45,6 @@ class Progress:
     """The fingerprint of the evaluation data."""
     changes: list[str] = field(default_factory=list)
     """Changes of the recipe during the run."""
-    evaluation: float | None = None
-    """The loss on the evaluation data after this step; None if it was not measured then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +96,7 @@ class Checkpoints:
 
     Args:
         folder: `output/checkpoints`.
-        keeping: which checkpoints to keep.
+        kept: how many of the newest are kept, at least one.
         main: whether this is the process that publishes.
         together: a context for the work of one process, whose errors are raised on all processes.
         process: the number of this process.
@@ -111,7 +107,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        keeping: Keeping,
+        kept: int,
         *,
         main: bool,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -120,7 +116,7 @@ class Checkpoints:
         group: Callable[[], Any] = waiting_group,
     ) -> None:
         self.folder = folder
-        self._keeping = keeping
+        self._kept = kept
         self._group = group
         self._main = main
         self._together = together
@@ -304,18 +300,8 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove the checkpoints that need not be kept; one process calls this."""
-        losses = {step: self._evaluation(step) for step in self.steps()}
-        for step in losses.keys() - kept(losses, self._keeping):
+        for step in self.steps()[: -self._kept]:
             self._remove(step)
-
-    def _evaluation(self, step: int) -> float | None:
-        """The loss on the evaluation data at a checkpoint, if it was measured there and can be read."""
-        if not self._keeping.best:
-            return None
-        try:
-            return self._record(step).progress.evaluation
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""

@@ -32,7 +32,6 @@ from gqa_convert.training.opening import Opened, check_trackers, open_recipe
 from gqa_convert.training.output_lock import OutputLock
 from gqa_convert.training.recipe import Recipe
 from gqa_convert.training.resuming import look_back, take_up
-from gqa_convert.training.retention import Keeping
 from gqa_convert.training.run_context import join_run
 from gqa_convert.training.run_folder import RunFolder
 from gqa_convert.training.run_log import OnStep, RunLog
@@ -160,7 +159,7 @@ class Run:
         recipe = self.recipe
         return Checkpoints(
             self.folder.checkpoints,
-            Keeping(recipe.keep_checkpoints, recipe.keep_every, recipe.keep_best),
+            recipe.keep_checkpoints,
             main=self.main,
             together=partial(self.together, group),
             process=self.accelerator.process_index,

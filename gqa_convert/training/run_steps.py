@@ -65,7 +65,6 @@ class RunSteps:
                 evaluated = None
                 if batches and (last or (recipe.evaluate_every and result.step % recipe.evaluate_every == 0)):
                     evaluated = trainer.evaluate(self._models.student, batches)
-                progress.evaluation = evaluated
                 log.write(result, evaluated)
                 if result.skipped:
                     self._context.say(f"step {result.step}: the loss or a gradient is not finite; no update")

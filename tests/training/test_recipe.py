@@ -89,8 +89,6 @@ def test_which_keys_a_resumed_run_may_change() -> None:
         "output",
         "save_every",
         "keep_checkpoints",
-        "keep_every",
-        "keep_best",
         "async_checkpoints",
         "evaluate_every",
         "evaluation_data",

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.errors import NoSpaceError, RecipeError
+from gqa_convert.errors import NoSpaceError
 from gqa_convert.training.checkpoints import Checkpoints, Progress
-from gqa_convert.training.recipe import make_recipe
-from gqa_convert.training.retention import Keeping, kept
 from gqa_convert.training.saving import Saver
 from gqa_convert.training.uptrain import uptrain_checkpoint
-from tests.helpers.distributed_steps import BASE
 from tests.helpers.uptrain_runs import (
     AtFileEvent,
     die,
@@ -32,48 +29,15 @@ from tests.helpers.uptrain_runs import (
 RECORD: dict[str, Any] = {"recipe": {}, "processes": 1, "samples": "s"}
 
 
-@pytest.mark.parametrize(
-    ("keeping", "expected"),
-    [
-        (Keeping(1), {60}),
-        (Keeping(2), {50, 60}),
-        (Keeping(9), {10, 20, 30, 40, 50, 60}),
-        (Keeping(1, every=20), {20, 40, 60}),
-        (Keeping(1, best=True), {30, 60}),
-        (Keeping(2, every=40, best=True), {30, 40, 50, 60}),
-    ],
-)
-def test_the_newest_the_periodic_and_the_best_are_kept(keeping: Keeping, expected: set[int]) -> None:
-    assert kept({10: 3.0, 20: None, 30: 2.0, 40: 2.0, 50: None, 60: 2.5}, keeping) == expected
-    assert kept({60: None}, keeping) == {60}
-    assert kept({}, keeping) == set()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"keep_every": 30, "save_every": 20}, "keep_every is 30 and save_every is 20: choose a multiple"),
-        ({"keep_best": True}, "there is no evaluate_every: state how often"),
-        (
-            {"keep_best": True, "evaluation_data": "e", "evaluate_every": 30, "save_every": 20},
-            "evaluate_every is 30 and save_every is 20: choose a multiple of save_every",
-        ),
-    ],
-)
-def test_checkpoints_that_could_not_be_kept_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_recipe(BASE | keys)
-
-
-def test_the_best_survives_all_later_ones(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", Keeping(1, every=5, best=True), main=True)
-    for step, loss in enumerate((3.0, 2.0, None, 2.5, 2.2, 2.1, None), 1):
-        checkpoints.save({"w": torch.zeros(2)}, Progress(step=step, evaluation=loss), **RECORD)
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, main=True)
+    for step in (1, 2, 3, 5):
+        checkpoints.save({"w": torch.zeros(2)}, Progress(step=step), **RECORD)
         assert step in checkpoints.steps()
-    assert checkpoints.steps() == [2, 5, 7]
+    assert checkpoints.steps() == [3, 5]
     newest = checkpoints.newest()
     assert newest is not None
-    assert newest.progress.step == 7
+    assert newest.progress.step == 5
 
 
 class Held(Checkpoints):
@@ -90,7 +54,7 @@ class Held(Checkpoints):
 
 
 def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
-    held = Held(tmp_path / "checkpoints", Keeping(2), main=True)
+    held = Held(tmp_path / "checkpoints", 2, main=True)
     held.go = threading.Event()
     done: list[int] = []
     saver = Saver(held, background=True, on_saved=lambda progress: done.append(progress.step))
@@ -108,7 +72,7 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path: Path) -> N
 
 
 def test_an_error_of_the_writer_is_raised_once_by_the_next_save(tmp_path: Path) -> None:
-    held = Held(tmp_path / "checkpoints", Keeping(2), main=True)
+    held = Held(tmp_path / "checkpoints", 2, main=True)
     held.go, held.fails = threading.Event(), True
     held.go.set()
     saver = Saver(held, background=True)
@@ -175,7 +139,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(home: Path, 
         uptrain_checkpoint(run_of, [])
 
     assert in_child(killed) == (-signal.SIGKILL, "")
-    assert Checkpoints(output / "checkpoints", Keeping(2), main=True).steps() == [2]
+    assert Checkpoints(output / "checkpoints", 2, main=True).steps() == [2]
     assert [path.name for path in (output / "checkpoints").glob(".unfinished-*")] == [".unfinished-step-000004"]
     run(home, output, async_checkpoints=True)
     assert metrics(output) == metrics(whole)

@@ -14,7 +14,6 @@ import pytest
 from gqa_convert.errors import DivergedError, GQAConvertError, LaunchError, OutputError, ResumeError, StoppedError
 from gqa_convert.training.checkpoints import Checkpoints
 from gqa_convert.training.output_lock import OutputLock
-from gqa_convert.training.retention import Keeping
 from gqa_convert.training.run import Run
 from gqa_convert.training.run_log import RunLog
 from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -415,7 +414,7 @@ def test_text_that_fails_on_the_way_costs_no_step(
         patch.setattr(Samples, "batch", batch)
         with pytest.raises(DataError, match="the stream broke off"):
             run(home, output, save_every=100)
-    assert Checkpoints(output / "checkpoints", Keeping(2), main=True).steps() == [3]
+    assert Checkpoints(output / "checkpoints", 2, main=True).steps() == [3]
     run(home, output)
     assert losses(output) == losses(whole)
     assert weights(output) == weights(whole)

@@ -40,7 +40,6 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"document_mask belongs to the causal objective, and objective is {recipe.objective}: remove one of them"
         )
-    _check_checkpoints(recipe)
     if recipe.checkpointing_interval > 1 and not recipe.gradient_checkpointing:
         raise RecipeError(
             f"checkpointing_interval is {recipe.checkpointing_interval} and gradient_checkpointing is false: set it to true, or remove checkpointing_interval"
@@ -63,22 +62,6 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
             f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
         )
     return recipe
-
-
-def _check_checkpoints(recipe: Recipe) -> None:
-    if recipe.keep_every is not None and recipe.keep_every % recipe.save_every:
-        raise RecipeError(
-            f"keep_every is {recipe.keep_every} and save_every is {recipe.save_every}: choose a multiple of save_every"
-        )
-    if not recipe.keep_best:
-        return
-    if recipe.evaluate_every is None:
-        raise RecipeError("keep_best is true and there is no evaluate_every: state how often to evaluate")
-    if recipe.evaluate_every % recipe.save_every:
-        raise RecipeError(
-            f"keep_best is true, evaluate_every is {recipe.evaluate_every} and save_every is {recipe.save_every}: choose a multiple of save_every, "
-            "so that there is a checkpoint of every evaluation"
-        )
 
 
 def _as_advice(help_text: str) -> str:

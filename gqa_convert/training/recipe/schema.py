@@ -181,19 +181,6 @@ class Recipe:
     keep_checkpoints: int = key(
         "How many of the newest checkpoints are kept.", default=2, change="bookkeeping", aliases=("save_total_limit",)
     )
-    keep_every: int | None = key(
-        "Checkpoints at multiples of this step are kept as well; a multiple of `save_every`.",
-        default=None,
-        unit="steps",
-        change="bookkeeping",
-    )
-    keep_best: bool = key(
-        "The checkpoint with the lowest loss on `evaluation_data` is kept as well. It needs an `evaluate_every` that is a "
-        "multiple of `save_every`.",
-        default=False,
-        change="bookkeeping",
-        aliases=("load_best_model_at_end", "save_best"),
-    )
     async_checkpoints: bool = key(
         "Write checkpoints in the background, from a copy in the machine's memory, while the next steps are computed.",
         default=False,
