@@ -32,7 +32,7 @@ NOT_RUN = {
     r"^(\S*/)?python -m pytest": "this suite",
     r"^(\S*/)?gqa-convert demo$": "takes six minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
-    r"^sbatch |^kubectl ": "needs a cluster",
+    r"^sbatch ": "needs a cluster",
     r"^hf download": "fetches a model from the Hub",
     r"^cp demo-gqa3/": "puts files into a folder that TRL wrote, which the tests' environment lacks",
     r"^llama-server ": "a serving engine, which the tests' environment lacks",
