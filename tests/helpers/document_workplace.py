@@ -38,7 +38,6 @@ NOT_RUN = {
     r"^llama-server ": "a serving engine, which the tests' environment lacks",
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
-    r"^python recipes/paper/figures.py": "test_the_papers_figures_are_those_of_the_measurements draws them",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/training/test_uptrain_resuming.py has one",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
 }
@@ -133,10 +132,12 @@ def _recipe(path: Path) -> None:
     path.write_text(yaml.safe_dump(keys | SMALL), encoding="utf-8")
 
 
-def _shrunk(path: Path, original: Path = ROOT / "recipes" / "paper" / "t5-xxl.json") -> None:
-    """The config of a T5 with its number of heads, and everything else small."""
-    config = json.loads(original.read_text(encoding="utf-8")) | {"d_model": 32, "d_kv": 4, "d_ff": 40, "vocab_size": 64}
-    path.write_text(json.dumps(config), encoding="utf-8")
+def _t5_config(path: Path) -> None:
+    """The config of a T5 with the layers and heads of T5-XXL, and everything else small."""
+    sizes = {"d_model": 32, "d_kv": 4, "d_ff": 40, "vocab_size": 64}
+    depth = {"num_layers": 24, "num_decoder_layers": 24, "num_heads": 64}
+    config = T5Config(**sizes, **depth, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
 
 
 FILES: dict[str, Callable[[Path], object]] = {
@@ -153,7 +154,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "held-out.txt": lambda path: _text(path, 50_000),
     "test.jsonl": lambda path: write_rows(path, [{"text": inspect.getsource(json.decoder)[:3000]}]),
     "RECIPE.yaml": _recipe,
-    "t5-xxl.json": _shrunk,
+    "t5-xxl.json": _t5_config,
 }
 """Files that documents assume to exist, and what makes them here."""
 
@@ -184,8 +185,6 @@ def furnish(folder: Path) -> None:
     (folder / "gqa_convert").mkdir()
     (folder / "gqa_convert" / "demo_checkpoint").symlink_to(Path(gqa_convert.__file__).parent / "demo_checkpoint")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
-    for config in (ROOT / "recipes" / "paper").glob("t5-*.json"):
-        _shrunk(folder / "recipes" / "paper" / config.name, config)
 
 
 def needed(folder: Path, names: list[str]) -> list[str]:

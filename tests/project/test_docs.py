@@ -3,11 +3,9 @@ parsed, and tests/helpers/document_workplace.py says why it is not run."""
 
 import ast
 import contextlib
-import json
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,22 +359,3 @@ def test_the_readmes_figures_show_the_measurements(
         for label in labels:
             assert label in drawn
             assert label in kept.read_text()
-
-
-def test_the_papers_figures_are_those_of_the_measurements(tmp_path: Path) -> None:
-    """Each is drawn anew from docs/results, with all its series."""
-    script = ROOT / "recipes" / "paper" / "figures.py"
-    made = subprocess.run(
-        [sys.executable, script, "--results", ROOT / "docs" / "results", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stderr == ""
-    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(drawn) == {path.name for path in (ROOT / "docs" / "results" / "paper").iterdir()}
-    timed = json.loads((ROOT / "docs" / "results" / "paper-time.json").read_text())["results"]
-    batches = len({record["batch"] for record in timed})
-    assert all(text.count('<g id="line2d_') > 10 for name, text in drawn.items() if "pooling" not in name)
-    assert drawn["figure-6-time-against-groups.svg"].count("its bytes at the memory's speed") == batches
-    assert drawn["figure-4-pooling.svg"].count('<g id="patch_') > 4 * 3 * 5
