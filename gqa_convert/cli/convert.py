@@ -22,19 +22,16 @@ from .options import (
     Method,
     Native,
     NewFolder,
-    PartOfFiles,
     Quiet,
     ReplaceResult,
     Revision,
     Seed,
     ShardSize,
     SourceOrGGUF,
-    Workers,
     byte_count,
     cache_budget,
     check_one_choice_of_groups,
     group_counts,
-    part_of_files,
 )
 
 
@@ -65,8 +62,6 @@ def convert(
             "--hash", help="Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
         ),
     ] = False,
-    workers: Workers = 1,
-    part: PartOfFiles = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -106,11 +101,6 @@ def convert(
       gqa-convert convert ./model-Q4_K_M.gguf ./model-gqa8 --groups 8
       gqa-convert convert org/model-GGUF/model-Q8_0.gguf ./model-gqa8 --groups 8
 
-    Several processes can write a large checkpoint, also on many hosts (docs/at-scale.md).
-
-      gqa-convert convert ./Llama-2-70b ./Llama-2-70b-gqa4 --groups 4 --method mean --workers 4
-      gqa-convert convert ./Llama-2-70b ./Llama-2-70b-gqa4 --groups 4 --method mean --part 2/8
-
     Layers of most decoders may differ: list a number for each. The result loads with trust_remote_code=True; that of a
     Llama, a Mistral or a Qwen2 is a DeciLM where it can be, which vLLM and llama.cpp run too.
 
@@ -124,17 +114,14 @@ def convert(
     """
     from gqa_convert.checkpoint.early_reading import read_early
 
-    if workers == 1:  # more are forked, which is safe only without threads
-        read_early(source, out)
+    read_early(source, out)
     from gqa_convert.cli.console.conversion import show_conversion
     from gqa_convert.cli.console.conversion_progress import conversion_progress
     from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.conversion.parts import Part
     from gqa_convert.conversion.run import convert_checkpoint
 
     check_one_choice_of_groups(groups, groups_file, kv_budget)
     shard_size = byte_count(max_shard_size, "--max-shard-size")
-    share = part_of_files(part)
     budget, choice, kept = cache_budget(kv_budget), None, None
     if budget is None:
         wanted = group_counts(groups, groups_file)
@@ -196,8 +183,6 @@ def convert(
             hash_weights=hash_weights,
             on_layer=screen.layer,
             max_shard_size=shard_size,
-            workers=workers,
-            part=None if share is None else Part(*share),
             command=["gqa-convert", *sys.argv[1:]],
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
             on_note=screen.note,

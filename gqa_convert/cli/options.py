@@ -189,24 +189,6 @@ ShardSize = Annotated[
         show_default=False,
     ),
 ]
-Workers = Annotated[
-    int,
-    typer.Option(
-        "--workers",
-        metavar="K",
-        min=1,
-        help="Processes that write weight files, for --method mean, first and random. A run that was stopped continues from its finished files.",
-    ),
-]
-PartOfFiles = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="I/N",
-        help="Write every N-th weight file from the I-th alone, on one of many hosts that share the disk of OUT, which appears when the last part is written. For --method mean, first and random.",
-        show_default=False,
-    ),
-]
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE.png", help="Also draw the result; needs matplotlib.", show_default=False),
@@ -227,16 +209,6 @@ def byte_count(text: str | None, option: str) -> int | None:
         raise OptionError(f"{option} {text!r} is not a size: write it like 5GB or 500MiB")
     power = " KMGT".index(match[2].upper() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def part_of_files(text: str | None) -> tuple[int, int] | None:
-    """Parse `--part`, such as "2/8"; None stays None."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", text, re.ASCII)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise OptionError(f"--part {text!r} is not one of N parts: write it like 2/8, counted from 1")
-    return int(match[1]), int(match[2])
 
 
 def cache_budget(text: str | None) -> KVBudget | None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
-from gqa_convert.conversion.fit.run import LayerDone, Merged, merge_whole_layers
+from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.opening import open_source, planner_for
-from gqa_convert.conversion.parts import Part, PartsFolder, check_divisible
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
-from gqa_convert.conversion.workers import write_by_workers
 from gqa_convert.conversion.writing import Progress, write_weights
 
 
@@ -52,15 +49,12 @@ class ConversionResult(Result):
     out_bytes: int
     merge_error: Mapping[str, float]
     calibration: CalibrationRecord | None
-    missing: tuple[str, ...] = ()
-    """Weight files that other parts must write before `out` appears; empty where it is complete."""
 
     def as_json(self) -> JsonObject:
         """The plan's summary and what only the conversion knows."""
         calibrated = {} if self.calibration is None else {"calibration": self.calibration.as_json()}
         done = {"out": str(self.out), "out_bytes": self.out_bytes, "merge_error": dict(self.merge_error)}
-        missing = {"missing": list(self.missing)} if self.missing else {}
-        return self.plan.summary() | calibrated | done | missing
+        return self.plan.summary() | calibrated | done
 
 
 def convert_checkpoint(
@@ -84,8 +78,6 @@ def convert_checkpoint(
     max_shard_size: int | None = None,
     overwrite: bool = False,
     hash_weights: bool = False,
-    workers: int = 1,
-    part: Part | None = None,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_note: Callable[[str], None] = lambda sentence: None,
@@ -122,8 +114,6 @@ def convert_checkpoint(
         overwrite: replace an existing result once the new one is complete.
         hash_weights: record the SHA-256 of the source's weight files, and of the result's in any case, which means
             reading them whole.
-        workers: processes that write weight files, for methods that merge tensor by tensor.
-        part: write this part of the weight files alone; the process that finds all parts written publishes the result.
         device: where calibration runs, such as `cpu`, `cuda:1`, `cuda:all` or, with a process for each, `cuda:0,cuda:1`;
             by default a GPU if there is one.
         command: the command line, for the provenance file.
@@ -170,114 +160,34 @@ def convert_checkpoint(
         )
         plan, text = planner(checkpoint)
         check_destination(out, checkpoint.folder, overwrite=overwrite)
-        divided = workers > 1 or part is not None
-        if divided:
-            check_divisible(plan, "--workers" if part is None else "--part")
-        if part is not None:
-            part.check(plan.shards)
         previous = earlier_record(checkpoint)
         on_plan(plan)
         if on_cost is not None:
             on_cost(estimate_cost(plan, text))
         sweep(Path(os.path.realpath(out)).parent)
-        finish = partial(
-            _finish, plan, previous=previous, hash_weights=hash_weights, command=command, overwrite=overwrite
-        )
-        missing: tuple[str, ...] = ()
-        calibration = None
-        errors: Mapping[str, float] = {}
-        if divided:
-            parts = PartsFolder(out, plan)
-            missing = _write_parts(parts, plan, part, workers, progress)
-            if not missing:
-                errors = _publish_parts(parts, out, finish)
-        else:
-            staged = stack.enter_context(StagedFolder(out))
-            merged = merge_whole_layers(plan, out, text, stack, on_layer)
-            calibration = merged.calibration
-            with FileHasher(checkpoint, weights=hash_weights) as hasher:
-                written = write_weights(merged.plan, staged.path, progress)
-                errors = finish(staged, hasher.digests(), written, merged)
-        total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) if not missing else 0
-    return ConversionResult(plan, out, total, errors, calibration, missing)
-
-
-def _write_parts(
-    parts: PartsFolder, plan: Plan, part: Part | None, workers: int, progress: Progress
-) -> tuple[str, ...]:
-    """Write what is not finished of a part, or of all files; return the names of those that other parts must write."""
-    parts.open()
-    shards = parts.missing(plan.shards if part is None else part.of(plan.shards))
-    if workers > 1:
-        write_by_workers(parts, shards, workers, progress)
-    else:
-        for shard in shards:
-            parts.write(shard, progress)
-    return tuple(shard.file for shard in parts.missing(plan.shards))
-
-
-def _publish_parts(parts: PartsFolder, out: Path, finish: Callable[..., Mapping[str, float]]) -> Mapping[str, float]:
-    """Publish a result whose weight files are all finished, unless another process has done so meanwhile."""
-    with parts.lock() as exists:
-        if not exists:
-            return {}
-        errors = parts.errors()
-        with StagedFolder(out) as staged:
-            parts.link_into(staged.path)
-            finish(staged, None, errors, None)
-        parts.remove()
-        return errors
-
-
-def _finish(
-    plan: Plan,
-    staged: StagedFolder,
-    digests: Mapping[str, str] | None,
-    written: Mapping[str, float],
-    merged: Merged | None,
-    *,
-    previous: Mapping[str, Any] | None,
-    hash_weights: bool,
-    command: list[str] | None,
-    overwrite: bool,
-) -> Mapping[str, float]:
-    """Write the other files of a result, the record last, and publish it.
-
-    Args:
-        plan: of the conversion.
-        staged: the folder, with all weight files.
-        digests: SHA-256 of the source's files; None to compute them.
-        written: the merge errors that the writer measured.
-        merged: of whole layers, if there are any.
-        previous: the record of the conversion that made the source.
-        hash_weights: as in `convert_checkpoint`.
-        command: as in `convert_checkpoint`.
-        overwrite: as in `convert_checkpoint`.
-
-    Returns:
-        The merge errors.
-    """
-    if digests is None:
-        with FileHasher(plan.checkpoint, weights=hash_weights) as hasher:
+        staged = stack.enter_context(StagedFolder(out))
+        merged = merge_whole_layers(plan, out, text, stack, on_layer)
+        with FileHasher(checkpoint, weights=hash_weights) as hasher:
+            written = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()
-    whole_layers = merged is not None and merged.errors is not None
-    errors = written if merged is None or merged.errors is None else merged.errors
-    write_sidecar_files(plan, staged.path)
-    # methods that work on whole layers take so long that hashing their result costs little
-    hashed = hash_weights or whole_layers
-    result = hash_files(staged.path, (shard.file for shard in plan.shards)) if hashed else None
-    record = record_conversion(
-        plan,
-        errors,
-        digests,
-        command,
-        calibration=None if merged is None else merged.calibration,
-        head_order={} if merged is None else merged.head_order,
-        devices=("cpu",) if merged is None else merged.devices,
-        result=result,
-        previous=previous,
-        written=list_written(staged.path, None if result is None else files_as_json(result)),
-    )
-    write_json(staged.path / PROVENANCE, record.as_json())
-    staged.publish(overwrite=overwrite)
-    return errors
+        errors = written if merged.errors is None else merged.errors
+        write_sidecar_files(plan, staged.path)
+        # methods that work on whole layers take so long that hashing their result costs little
+        hashed = hash_weights or merged.errors is not None
+        result = hash_files(staged.path, (shard.file for shard in plan.shards)) if hashed else None
+        record = record_conversion(
+            plan,
+            errors,
+            digests,
+            command,
+            calibration=merged.calibration,
+            head_order=merged.head_order,
+            devices=merged.devices,
+            result=result,
+            previous=previous,
+            written=list_written(staged.path, None if result is None else files_as_json(result)),
+        )
+        write_json(staged.path / PROVENANCE, record.as_json())
+        staged.publish(overwrite=overwrite)
+        total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return ConversionResult(plan, out, total, errors, merged.calibration)

@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 def show_conversion(result: "ConversionResult") -> None:
     """Print what was converted, the sizes before and after, the next command, and last what is known of the quality."""
     console = stdout_console()
-    if result.missing:
-        files = len(result.plan.shards)
-        console.print(
-            f"part written; {len(result.missing)} of {files} weight files are still missing, and {result.out} appears with "
-            "the last part",
-            soft_wrap=True,
-        )
-        return
     plan, out, method = result.plan, str(result.out), result.plan.effective_method
     layers = f"in {len(plan.layers)} layers"
     if method == "copy":
