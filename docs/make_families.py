@@ -33,8 +33,7 @@ written.
 | [Rewritten first](#rewritten-first): Baichuan, InternLM, Yi and others | is the stock type that `restate` writes | as that type |
 | [Refused](#refused) | none, with the reason | |
 
-Each type is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache. transformers loads every result.
-The columns of the engines say:
+Each type is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache. The columns of the engines say:
 
 - **yes**: a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits in the engine.
 - **listed**: the engine's list of architectures names the type, but it was not run here. `plan` says "untested".
@@ -51,17 +50,11 @@ same files.
   `use_sliding_window`, so tokens differ beyond the window. vLLM lets cohere2 and cohere2_moe see one token more than the window. `plan`
   states up to how many tokens the result is the same.
 - **gpt_oss in llama.cpp** has logits that differ by up to 5.3% of their spread: it rounds the bounds of YaRN and ignores `truncate: false`.
-- **dots1 in llama.cpp** is assumed to have as many K/V heads as query heads, so a converted one does not load. The same holds for **phi**.
-- **ernie4_5_moe in llama.cpp** does not load: the converter computes the size of the shared experts from the number of K/V heads.
-- **olmoe in llama.cpp** loads only with as many K/V heads as query heads: its key norm is assumed to have the size of the query norm.
-- **lfm2_moe in vLLM** gave different tokens, **gemma3n_text** different logits, **phimoe** no finite logits; **bamba** and **solar_open in
-  llama.cpp** gave different tokens.
+- **dots1, phi and olmoe in llama.cpp** load only with as many K/V heads as query heads. **ernie4_5_moe** does not load in llama.cpp either.
+- **lfm2_moe in vLLM** gave different tokens, **gemma3n_text** different logits, **phimoe** no finite logits; **bamba** and **solar_open in llama.cpp** gave different tokens.
 - vLLM on a CPU in float32 fails with errors in falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next.
-- **glm and nemotron in llama.cpp** load if `head_dim` is `hidden_size` / heads; granitemoehybrid is right there without rotary positions
-  and wrong with them.
-- llama.cpp's converter and vLLM's own classes need config keys that transformers 5 does not write (`rotary_pct` of cohere2, `rotary_dim`
-  and `scoring_func` of minimax_m2, `score_func` of afmoe, `conv_dim` of lfm2, "attention" and "mamba" as layer types of granitemoehybrid):
-  `convert` keeps them if the source has them.
+- **glm and nemotron in llama.cpp** load if `head_dim` is `hidden_size` / heads; granitemoehybrid is right there without rotary positions and wrong with them.
+- llama.cpp's converter and vLLM's own classes need config keys that transformers 5 does not write (`rotary_pct` of cohere2, `conv_dim` of lfm2 and others): `convert` keeps them if the source has them.
 
 ## Native
 
@@ -71,34 +64,25 @@ The result keeps its type, and the config key states its number of K/V heads.
 WRAPPED = """
 ## Wrappers
 
-The decoder inside a vision-language model is converted and all else stays byte for byte: vision tower, projector, processor files. The count is
-written to `text_config`, or to the config itself where an early one (Qwen2-VL) states the decoder's keys there. Each type is tested with the decoder
-named here: the result, with an image among its inputs, computes what the source computes with merged heads. Another decoder of the table above is
-accepted too if the config names it. Methods that read text run the decoder alone, without an image; an mllama, whose cross-attention runs
-on images alone, is merged from its weights (`mean`, `factor`, `align`). `verify` also compares a random image and a question, where the folder has a processor that
-runs on this machine (many need torchvision). `evaluate`, `inspect` and `uptrain` work on text; `check-serving` compares no wrapper. A text without an image is causal, in PaliGemma too,
-whose prompts are not: it counts as the suffix of an empty prompt. transformers' class of the wrapper loads the result (`AutoModelForImageTextToText`); no other engine was tried.
+The decoder inside a vision-language model is converted and all else stays byte for byte. The count is written to `text_config`, or to the config itself where an early one (Qwen2-VL) states the decoder's keys there. Each type is tested with the decoder named here, with an image among its inputs; another decoder of the table
+above is accepted too if the config names it. Methods that read text run the decoder alone, without an image; an mllama, whose cross-attention runs on images alone, is merged from its weights. `verify` also compares a random image and a question, where the folder has a processor that runs on this machine. transformers'
+class of the wrapper loads the result (`AutoModelForImageTextToText`); no other engine was tried.
 """
 
 TRANSLATED = """
 ## Translated
 
-Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows
-reordered, missing biases filled with zeros. With all K/V heads, logits are the source's up to rounding (tested to
-1e-5 in float32). `convert` takes this route where it is available, unless `--no-native` is given; `--native` says why it is not.
+Stock classes of another type compute the same function and have a K/V-head count: norms are folded into projections, rotary rows reordered, missing biases filled with zeros. With all K/V heads, logits are the source's up to rounding. `convert` takes this route where it is available, unless `--no-native` is given; `--native`
+says why it is not.
 
-phi with fewer K/V heads than query heads loads in transformers (4.57 and 5 were run) and in vLLM, by transformers' class; llama.cpp assumes
-as many K/V heads as query heads.
+phi with fewer K/V heads than query heads loads in transformers and in vLLM; llama.cpp assumes as many K/V heads as query heads.
 """
 
 OWN = """
 ## Modelling file
 
-The result has the type `gqa_...` and carries one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert
-being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know
-these types. All have the config keys `num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`).
-In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink. At the source's own count,
-nothing changes except the two `multi_query` keys, and stock classes load the copy.
+The result has the type `gqa_...` and carries one Python file: transformers 5 loads it with `trust_remote_code=True`, without gqa-convert being installed. Where it is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. Other engines do not know these types. All have the config keys
+`num_key_value_heads` and, with an encoder, `encoder_num_key_value_heads` (written with `--encoder`). In encoder-decoder models, self-attention and cross-attention of the decoder are converted, and both caches shrink.
 """
 
 LAYERWISE = """
@@ -121,15 +105,10 @@ transformers loads the result with the code in the checkpoint (`trust_remote_cod
 RESTATED_HEAD = """
 ## Rewritten first
 
-These types load with custom code and compute what a stock type computes. `gqa-convert restate SOURCE STOCK`
-writes a checkpoint of the stock type: it renames tensors, splits fused projections and translates config keys. The number of K/V heads stays
-the same. Code from the checkpoint is never run; the code of its model is left behind, that of its tokenizer is kept. Then convert STOCK,
-which also serves as the source in every other command. Logits are the source's up to rounding: each type is tested, to 1e-5 in float32,
-against a forward pass written from its published code. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B,
-the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
+These types load with custom code and compute what a stock type computes. `gqa-convert restate SOURCE STOCK` writes a checkpoint of the stock type: it renames tensors, splits fused projections and translates config keys. The number of K/V heads stays the same. Code from the checkpoint is never run; the code of its model is
+left behind, that of its tokenizer is kept. Then convert STOCK, which also serves as the source in every other command. Logits are the source's up to rounding. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B, the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
 
-Baichuan 2 scales the rows of its output projection to length one in every forward pass; `restate` does this once. Qwen is the same up to
-`seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
+Qwen is the same up to `seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
 """
 
 REFUSED = """
