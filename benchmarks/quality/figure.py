@@ -8,14 +8,15 @@ Writes `loss-against-cache-light.svg` and `loss-against-cache-dark.svg`, for lig
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-
-from benchmarks.figures import Theme, quiet, save_themes
 
 from .measure import OUTPUT as LOSSES
 from .models import DEMO, MODELS, SPECS, groups_of, heads_of, quality_tokenizer
@@ -24,6 +25,25 @@ NAMES = {"demo": "Llama-style", "qwen2": "Qwen2-style", "gpt2": "GPT-2-style", "
 BYTES_PER_NUMBER = 2
 """The cache is counted in bfloat16."""
 DEMO_CONFIG = Path(__file__).parents[2] / "gqa_convert" / "demo_checkpoint" / "config.json"
+Theme = dict[str, str]
+THEMES: dict[str, Theme] = {
+    "light": {
+        "ink": "#1f2328",
+        "grid": "#d1d9e0",
+        "red": "#cf222e",
+        "blue": "#0969da",
+        "green": "#1a7f37",
+        "purple": "#8250df",
+    },
+    "dark": {
+        "ink": "#f0f6fc",
+        "grid": "#3d444d",
+        "red": "#ff7b72",
+        "blue": "#58a6ff",
+        "green": "#3fb950",
+        "purple": "#bc8cff",
+    },
+}
 COLOURS = {"mean": "red", "fit": "blue"}
 
 
@@ -43,6 +63,29 @@ def loss(data: dict[str, Any], name: str, kv_heads: int, method: str) -> float:
     wanted = (name, kv_heads, method)
     losses = [cell["loss"] for cell in data["cells"] if (cell["model"], cell["groups"], cell["method"]) == wanted]
     return float(statistics.mean(losses))
+
+
+def quiet(axes: Axes, theme: Theme) -> None:
+    """Give a panel a thin grid and small labels, on the page's own background."""
+    axes.set_facecolor("none")
+    axes.grid(color=theme["grid"], linewidth=0.6)
+    axes.tick_params(colors=theme["ink"], labelsize=7)
+    for spine in axes.spines.values():
+        spine.set_color(theme["grid"])
+
+
+def save_themes(draw: Callable[[Theme], Figure], folder: Path, name: str) -> None:
+    """Write `NAME-light.svg` and `NAME-dark.svg`.
+
+    Args:
+        draw: makes the figure in the colours of a theme.
+        folder: where they go; it is made if it is missing.
+        name: of the figure.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for theme, colours in THEMES.items():
+        with mpl.rc_context({"svg.hashsalt": "first screen", "svg.fonttype": "none", "font.family": "sans-serif"}):
+            draw(colours).savefig(folder / f"{name}-{theme}.svg", metadata={"Date": None}, transparent=True)
 
 
 def draw(data: dict[str, Any], bytes_of: dict[str, dict[int, int]], theme: Theme) -> Figure:

@@ -46,10 +46,8 @@ class Job(NamedTuple):
     seed: int | None
 
 
-def loss_of(
-    folder: Path, name: str, cache: Path, *, tokens: int = HELD_OUT_TOKENS, skipped: int = SEEN_TOKENS
-) -> float:
-    """The loss of a checkpoint of a model on held-out tokens after those skipped, in nats per token, computed in
+def loss_of(folder: Path, name: str, cache: Path) -> float:
+    """The loss of a checkpoint of a model on held-out tokens that were not seen before, in nats per token, computed in
     float32.
     """
     model, missing = load_model(folder, torch.float32)
@@ -61,8 +59,8 @@ def loss_of(
         objective=objective_of(name),
         context=context_of(name),
         cache=cache,
-        tokens=tokens,
-        skipped=skipped,
+        tokens=HELD_OUT_TOKENS,
+        skipped=SEEN_TOKENS,
     )
 
 

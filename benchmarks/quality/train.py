@@ -43,7 +43,7 @@ def recipe_of(spec: Spec, arguments: argparse.Namespace, text: Path) -> Recipe:
             "tokens": arguments.tokens or spec.tokens,
             "tokens_per_step": arguments.tokens_per_step or spec.tokens_per_step,
             "sequence_length": spec.context,
-            "optimizer": arguments.optimizer,
+            "optimizer": "adamw",
             "learning_rate": arguments.learning_rate or spec.learning_rate,
             "weight_decay": 0.1,
             "schedule": "wsd",
@@ -202,7 +202,6 @@ def main() -> None:
     )
     parser.add_argument("--tokens-per-step", type=int, help="default: the model's own in models.py")
     parser.add_argument("--learning-rate", type=float, help="the peak; default: the model's own in models.py")
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.cache = arguments.cache.expanduser()
