@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def environment_restored() -> Iterator[None]:
-    """A variable that the code under test or a library sets (lm-eval does on import) ends with the test that set it."""
+    """A variable that the code under test or a library sets ends with the test that set it."""
     before = dict(os.environ)
     yield
     if os.environ != before:

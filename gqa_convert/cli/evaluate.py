@@ -16,7 +16,7 @@ def evaluate(
         list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or Hub ids.", show_default=False)
     ],
     data: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--data",
             "-d",
@@ -24,7 +24,7 @@ def evaluate(
             help="Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
             show_default=False,
         ),
-    ] = None,
+    ],
     reference: Annotated[
         str | None,
         typer.Option(
@@ -124,26 +124,6 @@ def evaluate(
             "--data-revision", metavar="REV", help="Branch, tag or commit of a Hub dataset.", show_default=False
         ),
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", metavar="NAME,...", help="Tasks of lm-eval to run as well.", show_default=False),
-    ] = None,
-    tasks_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--tasks-folder", metavar="DIR", help="Folder with YAML files of further tasks.", show_default=False
-        ),
-    ] = None,
-    fewshot: Annotated[
-        int | None,
-        typer.Option("--fewshot", metavar="K", help="Examples per question. Default: the task's.", show_default=False),
-    ] = None,
-    task_limit: Annotated[
-        int | None,
-        typer.Option(
-            "--task-limit", metavar="Q", help="Largest number of questions per task. Default: all.", show_default=False
-        ),
-    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.json", help="File for the results as JSON.", show_default=False),
@@ -152,23 +132,22 @@ def evaluate(
         bool, typer.Option("--overwrite", help="Replace earlier results in the file of --output.")
     ] = False,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed for span corruption and for lm-eval.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed for span corruption.")] = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
-    At least one of --data and --tasks is needed. Several models are compared with the first one, or with --reference,
+    Several models are compared with the first one, or with --reference,
     by paired differences with standard errors; --reference adds the KL divergence and how often both models predict the
-    same token. Encoder-decoders are scored on span corruption or on pairs of texts. Tasks of lm-eval need
-    [bold]pip install 'gqa-convert\\[tasks]'[/bold]. The exit code is 1 if a loss is not finite.
+    same token. Encoder-decoders are scored on span corruption or on pairs of texts. The exit code
+    is 1 if a loss is not finite.
 
     Examples:
 
       gqa-convert evaluate ./Llama-2-7b ./Llama-2-7b-gqa8 --data test.txt
       gqa-convert evaluate ./Llama-2-7b-gqa8 --reference ./Llama-2-7b --data test.jsonl --stride 1024 -o results.json
       gqa-convert evaluate ./bart-gqa4 --data pairs.jsonl --source-field article --target-field summary
-      gqa-convert evaluate ./Llama-2-7b-gqa8 --tasks arc_easy,hellaswag --task-limit 500
       torchrun --nproc_per_node 8 -m gqa_convert evaluate ./Llama-2-7b-gqa8 --data test.txt
     """
     from gqa_convert.cli.console.evaluation import show_evaluation
@@ -176,7 +155,6 @@ def evaluate(
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.measuring.evaluate.run import Settings, failed
     from gqa_convert.measuring.evaluate.run import evaluate as run
-    from gqa_convert.measuring.evaluate.tasks import Tasks
     from gqa_convert.text.sources import Source
 
     if (source_field is None) != (target_field is None):
@@ -187,20 +165,9 @@ def evaluate(
         raise OptionError(
             "--source-language and --target-language apply to pairs only: give --source-field and --target-field too"
         )
-    if tasks is None and (tasks_folder or fewshot is not None or task_limit is not None):
-        raise OptionError(
-            "--tasks-folder, --fewshot and --task-limit apply to lm-eval only: name its tasks with --tasks"
-        )
     pairs = None if source_field is None or target_field is None else (source_field, target_field)
     settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs, (source_language, target_language))
-    text = (
-        None
-        if data is None
-        else Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
-    )
-    wanted = (
-        None if tasks is None else Tasks([name.strip() for name in tasks.split(",")], tasks_folder, fewshot, task_limit)
-    )
+    text = Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
     with stage_progress(quiet=quiet) as step:
         results = run(
             models,
@@ -208,7 +175,6 @@ def evaluate(
             settings,
             reference=reference,
             revision=revision,
-            tasks=wanted,
             output=output,
             overwrite=overwrite,
             command=["gqa-convert", *sys.argv[1:]],

@@ -91,12 +91,11 @@ class ScoreSection:
 
     Attributes:
         text: what was scored.
-        rows: of the table of losses; none where nothing but tasks was measured.
+        rows: of the table of losses; none where no loss is known.
         difference: the model compared with, and the difference in loss with its standard error.
         reference: of the KL divergence.
         nan: how many losses were not finite.
         note: of the evaluation.
-        tasks: rows of the table of tasks.
         origin: of the results.
     """
 
@@ -106,7 +105,6 @@ class ScoreSection:
     reference: str | None
     nan: int
     note: str | None
-    tasks: tuple[tuple[str, ...], ...]
     origin: Origin
 
 
@@ -362,7 +360,6 @@ def _score_section(scored: Scored) -> ScoreSection:
         reference=None if reference is None or ours.kl is None else names.get(reference, code(reference)),
         nan=ours.nan,
         note=ours.note,
-        tasks=_tasks(scored),
         origin=evaluation.origin,
     )
 
@@ -376,15 +373,6 @@ def _score_row(name: str, score: Score) -> tuple[str, ...]:
         with_error(score.kl, score.kl_error),
         "" if score.top1 is None else f"{score.top1:.1%}",
         number(score.tokens, 0),
-    )
-
-
-def _tasks(scored: Scored) -> tuple[tuple[str, ...], ...]:
-    of_source = scored.source.tasks if scored.source else ()
-    before = {(task, metric): (value, error) for task, metric, value, error in of_source}
-    return tuple(
-        (code(task), code(metric), with_error(*before.get((task, metric), (None, None))), with_error(value, error))
-        for task, metric, value, error in scored.ours.tasks
     )
 
 

@@ -69,9 +69,7 @@ def tags(facts: Facts) -> list[str]:
 
 
 def eval_results(measured: Measured, task: str) -> list[Any]:
-    """The entries of the `model-index`: losses and what follows from them for each text, lm-eval's metrics for each
-    task.
-    """
+    """The entries of the `model-index`: losses and what follows from them for each text."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -93,17 +91,6 @@ def eval_results(measured: Measured, task: str) -> list[Any]:
             )
             for kind, name, value in metrics
             if value is not None
-        ]
-        found += [
-            EvalResult(
-                task_type=task,
-                dataset_type=name,
-                dataset_name=name,
-                metric_type=metric.split(",")[0],
-                metric_name=metric,
-                metric_value=value,
-            )
-            for name, metric, value, _ in each.ours.tasks
         ]
     return found
 

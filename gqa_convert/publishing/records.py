@@ -31,7 +31,6 @@ class Score:
         nan: windows or tokens whose loss was not finite.
         difference: to another model over the same tokens: its name, the mean and its standard error.
         note: what the evaluation says of it.
-        tasks: name of task and metric, value, standard error.
     """
 
     model: str
@@ -47,7 +46,6 @@ class Score:
     kl_error: float | None = None
     top1: float | None = None
     note: str | None = None
-    tasks: tuple[tuple[str, str, float, float | None], ...] = ()
 
 
 @dataclass(frozen=True)

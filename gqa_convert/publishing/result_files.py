@@ -10,7 +10,6 @@ from gqa_convert.checkpoint.source import CONFIG
 from gqa_convert.errors import ReportError
 from gqa_convert.measuring.results.fields import is_there, parse_json, printable
 from gqa_convert.measuring.results.schemas import BenchmarkFile, EvaluationFile, Head, Machine, ModelScores
-from gqa_convert.measuring.results.stored import numbers_in
 from gqa_convert.publishing.records import Benchmark, Evaluation, Origin, Score, Timing
 
 _Result = TypeVar("_Result")
@@ -168,28 +167,7 @@ def _score(file: ModelScores, where: str) -> Score:
         kl_error=file.kl_standard_error,
         top1=file.top1_agreement,
         note=file.note,
-        tasks=tuple(_tasks(file, where)),
     )
-
-
-def _tasks(file: ModelScores, where: str) -> list[tuple[str, str, float, float | None]]:
-    """Rows of lm-eval's results: `{"results": {task: {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}}}`."""
-    tasks = file.tasks or {}
-    results = tasks.get("results", tasks)
-    rows = []
-    for task, metrics in results.items() if isinstance(results, dict) else ():
-        given = metrics if isinstance(metrics, dict) else {}
-        values = {name: value for name, value in given.items() if _is_number(value)}
-        numbers = numbers_in(values, f"{task} of {where}")
-        for name, value in numbers.items():
-            metric, _, variant = name.partition(",")
-            if variant and not metric.endswith("_stderr"):
-                rows.append((printable(task), name, value, numbers.get(f"{metric}_stderr,{variant}")))
-    return rows
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_benchmark(content: object, path: Path) -> Benchmark:

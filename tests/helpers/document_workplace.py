@@ -35,6 +35,7 @@ NOT_RUN = {
     r"^sbatch ": "needs a cluster",
     r"^hf download": "fetches a model from the Hub",
     r"^cp demo-gqa3/": "puts files into a folder that TRL wrote, which the tests' environment lacks",
+    r"^lm_eval ": "runs a program of its own, which the tests' environment lacks",
     r"^llama-server ": "a serving engine, which the tests' environment lacks",
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",

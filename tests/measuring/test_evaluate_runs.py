@@ -1,12 +1,10 @@
 """`evaluate` as a user meets it: mistakes, losses that are no numbers, files of results, and several processes."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.errors import OutputError
 from gqa_convert.measuring.evaluate.results import write_results
-from gqa_convert.measuring.evaluate.tasks import plain
 from gqa_convert.measuring.results.schemas import EvaluationFile, ModelScores
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
@@ -144,7 +141,6 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
             "rows.jsonl line 2: 'b' is empty, expected text",
         ),
         (("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"), "plain text, which has no fields"),
-        (("one", "--data", "text.txt", "--fewshot", "2"), "--tasks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -155,16 +151,6 @@ def test_mistakes_get_one_line(ask: Any, home: Path, arguments: tuple[str, ...],
     assert err.count("\n") == 1, err
     assert words in err
     assert sorted(home.rglob("*")) == before
-
-
-def test_a_missing_extra_names_what_to_install(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
-    )
-    code, _, err = ask("one", "--tasks", "arc_easy")
-    assert code == 2
-    assert "pip install 'gqa-convert[tasks]'" in err
 
 
 def damaged(out: Path, name: str, row: int | None) -> Path:
@@ -213,17 +199,6 @@ def test_a_vocabulary_that_is_too_small_is_told(ask: Any, tmp_path: Path) -> Non
     code, _, err = ask(tmp_path / "small", "--data", "text.txt")
     assert code == 2
     assert "and the model has 100 embeddings" in err
-
-
-def test_what_lm_eval_says_as_json() -> None:
-    found = {
-        "results": {
-            "task": {"acc,none": np.float64(0.5), "acc_stderr,none": float("nan"), 3: torch.float32, "n": np.int64(4)}
-        }
-    }
-    assert plain(found) == {
-        "results": {"task": {"acc,none": 0.5, "acc_stderr,none": None, "3": "torch.float32", "n": 4}}
-    }
 
 
 def work(*arguments: str) -> None:
@@ -282,7 +257,6 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
         "kl_standard_error": None,
         "top1_agreement": None,
         "note": "not of c[/bold]d",
-        "tasks": {"results": {"t[/i]": {"acc,none": 0.5}}},
     }
     told = {
         "reference": None,
@@ -298,7 +272,5 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
         "finite loss: a[/red]b",
         "a[/red]b: not of c[/bold]d",
         "of x[/b], windows",
-        "lm-eval: a[/red]b",
-        "t[/i]",
     ):
         assert words in shown

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.measuring.results.schemas import Difference, EvaluationFile, ModelScores, ScoredText
 
 from .screen import number, print_note, stdout_console, styled
@@ -10,7 +9,7 @@ from .tables import Column, show_table
 
 
 def show_evaluation(results: EvaluationFile, output: Path | None) -> None:
-    """Print a row for each model, then notes, then the tables of lm-eval."""
+    """Print a row for each model, then notes."""
     console = stdout_console()
     reference = [results.reference] if results.reference else []
     entries = [*reference, *results.results]
@@ -37,8 +36,6 @@ def show_evaluation(results: EvaluationFile, output: Path | None) -> None:
             )
         if each.note:
             print_note(f"{each.model}: {each.note}")
-        if each.tasks:
-            _show_tasks(each.model or "", each.tasks)
     if output is not None:
         console.print(f"results  {output}", soft_wrap=True)
 
@@ -75,16 +72,3 @@ def _row(each: ModelScores, *, compared: bool, by_byte: bool, near: bool) -> lis
 
 def _with_error(value: float | None, error: float | None, sign: str) -> str:
     return number(value, f"{sign}.4f") + ("" if error is None else f" ± {error:.4f}")
-
-
-def _show_tasks(model: str, tasks: JsonObject) -> None:
-    """Print the metrics of lm-eval; the JSON has the rest of its output."""
-    rows = []
-    for name, metrics in tasks.get("results", {}).items():
-        for metric, value in metrics.items():
-            if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric:
-                error = metrics.get(metric.replace(",", "_stderr,", 1))
-                rows.append(
-                    [name, metric.split(",")[0], f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""]
-                )
-    show_table(["task", "metric", Column("value", "right"), Column("error", "right")], rows, title=f"lm-eval: {model}")

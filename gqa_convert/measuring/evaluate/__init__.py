@@ -1,1 +1,1 @@
-"""Losses of models on text, their distance from another model, and lm-eval's tasks."""
+"""Losses of models on text, and their distance from another model."""

@@ -28,7 +28,6 @@ from gqa_convert.measuring.evaluate.models import (
     opened,
 )
 from gqa_convert.measuring.evaluate.results import check_output, write_results
-from gqa_convert.measuring.evaluate.tasks import Tasks, open_tasks, run_tasks
 from gqa_convert.measuring.results.schemas import EvaluationFile, Head, ModelScores, ScoredText
 from gqa_convert.text.framing import Languages
 from gqa_convert.text.sources import Source
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-_FIGURES = frozenset(ModelScores.model_fields) - {"model", "revision", "dtype", "scored_nan", "tasks"}
-"""The fields of a model's scores that are null where the model was not scored."""
+_FIGURES = frozenset(ModelScores.model_fields) - {"model", "revision", "dtype", "scored_nan"}
+"""The fields of a model's scores that are null where they do not apply."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Settings:
         batch: windows or examples at a time.
         dtype: see `models.opened`.
         device: see `processes.come_together`.
-        seed: of span corruption, and of lm-eval's choices.
+        seed: of span corruption.
         pairs: the fields of source and target, for pairs.
         languages: of source and target, where the tokenizers mark them.
     """
@@ -76,27 +75,25 @@ class Settings:
 
 def evaluate(
     models: Sequence[str],
-    data: Source | None,
+    data: Source,
     settings: Settings | None = None,
     *,
     reference: str | None = None,
     revision: str | None = None,
-    tasks: Tasks | None = None,
     output: Path | None = None,
     overwrite: bool = False,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> EvaluationFile | None:
-    """Evaluate models on the same text and on lm-eval's tasks, with all processes of a launch together.
+    """Evaluate models on the same text, with all processes of a launch together.
 
     Args:
         models: folders and Hub ids.
-        data: the text; None for tasks alone.
+        data: the text.
         settings: how to score it.
         reference: a model whose predicted distributions the others are compared with; it stays in memory beside each of
             them.
         revision: of models that are Hub ids.
-        tasks: of lm-eval.
         output: a JSON file for the results.
         overwrite: replace that file.
         command: the command line, for the record.
@@ -110,22 +107,18 @@ def evaluate(
     """
     settings = settings or Settings()
     output = None if output is None else local_path(output)
-    if tasks is not None and tasks.folder is not None:
-        tasks = replace(tasks, folder=local_path(tasks.folder))
-    _check(models, data, settings, tasks)
+    _check(models, settings)
     from gqa_convert.measuring.evaluate.processes import come_together
     from gqa_convert.training.distributed import taking_part
 
     with warnings.catch_warnings(), taking_part(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         processes = come_together(settings.device)
-        run = _Run(
-            processes, settings, tasks, progress if processes.is_main_process else lambda stage, done, total: None
-        )
+        run = _Run(processes, settings, progress if processes.is_main_process else lambda stage, done, total: None)
         with run.together():
             if output is not None and processes.is_main_process:
                 check_output(output, overwrite=overwrite)
-            run.open(models, reference, revision, data)
+            run.open(models, reference, revision)
         results = run.go(data)
         with run.together():
             if not processes.is_main_process:
@@ -143,11 +136,9 @@ def failed(results: EvaluationFile) -> list[str]:
     return [str(each.model) for each in (*results.results, *reference) if each.scored_nan]
 
 
-def _check(models: Sequence[str], data: Source | None, settings: Settings, tasks: Tasks | None) -> None:
+def _check(models: Sequence[str], settings: Settings) -> None:
     if not models:
         raise OptionError("there is no MODEL: name at least one")
-    if data is None and tasks is None:
-        raise OptionError("there is nothing to evaluate on: name text with --data, or lm-eval's tasks with --tasks")
     for option, value in (("--tokens", settings.tokens), ("--batch", settings.batch)):
         if value is not None and value < 1:
             raise OptionError(f"{option} is {value}, expected a number above 0")
@@ -158,37 +149,33 @@ def _check(models: Sequence[str], data: Source | None, settings: Settings, tasks
 class _Run:
     """One run, on this process."""
 
-    def __init__(self, processes: "Processes", settings: Settings, tasks: Tasks | None, progress: Progress) -> None:
+    def __init__(self, processes: "Processes", settings: Settings, progress: Progress) -> None:
         from gqa_convert.training.distributed import together
 
-        self.processes, self.settings, self.tasks, self.progress = processes, settings, tasks, progress
+        self.processes, self.settings, self.progress = processes, settings, progress
         self.together = partial(together, processes)
         self.objective, self.context = CAUSAL, 0
         self.stride: int | None = None
         self.text: Any = None
         self.made: dict[Path, Material] = {}
 
-    def open(self, models: Sequence[str], reference: str | None, revision: str | None, data: Source | None) -> None:
+    def open(self, models: Sequence[str], reference: str | None, revision: str | None) -> None:
         """Check everything that can be checked before a model is loaded."""
         found = find_models([*models, *([] if reference is None else [reference])], revision)
         self.models, self.reference = found[: len(models)], found[-1] if reference is not None else None
-        self.manager = None if self.tasks is None else open_tasks(self.tasks)
-        if data is not None:
-            self.objective = common_objective(found, pairs=self.settings.pairs is not None)
-            if self.objective == PAIRS:
-                check_languages(found, self.settings.languages)
-            self.context, self.stride = common_context(
-                found, self.objective, self.settings.context, self.settings.stride
-            )
+        self.objective = common_objective(found, pairs=self.settings.pairs is not None)
+        if self.objective == PAIRS:
+            check_languages(found, self.settings.languages)
+        self.context, self.stride = common_context(found, self.objective, self.settings.context, self.settings.stride)
 
-    def go(self, data: Source | None) -> EvaluationFile:
+    def go(self, data: Source) -> EvaluationFile:
         """The scores of one model after the other, without the head of the file."""
         self.text = self._read(data)
         kept: Measured | None = None
         results: list[ModelScores] = []
         with ExitStack() as stack:
             beside: _Reference | None = None
-            if self.reference is not None and data is not None:
+            if self.reference is not None:
                 with self.together():
                     model = stack.enter_context(opened(self.reference, self.settings.dtype, self.processes.device))
                     beside = _Reference(self.reference, model, self._unscored(self.reference, model))
@@ -207,8 +194,8 @@ class _Run:
                 None if beside is None else self._entry(beside.candidate, beside.model, beside.measured, beside.seconds)
             )
         return EvaluationFile(
-            data=None if data is None else self._description(data),
-            objective=self.objective if data else None,
+            data=self._description(data),
+            objective=self.objective,
             context=self.context or None,
             stride=self.stride,
             dtype=self.settings.dtype,
@@ -235,13 +222,13 @@ class _Run:
             more |= {"source_language": languages[0], "target_language": languages[1]}
         return described.model_copy(update=more)
 
-    def _read(self, data: Source | None) -> Any:
+    def _read(self, data: Source) -> Any:
         """The text, which the first process reads for all processes."""
         from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 
         text: Any = None
         with self.together():
-            if data is not None and self.processes.is_main_process:
+            if self.processes.is_main_process:
                 show = partial(self.progress, "reading")
                 if self.settings.pairs is not None:
                     text = read_pairs(data, self.settings.pairs, self.settings.tokens, show)
@@ -288,7 +275,7 @@ class _Run:
 
     def _evaluated(
         self, candidate: Candidate, model: Any, other: "Measured | None", reference: "_Reference | None"
-    ) -> tuple[ModelScores, "Measured | None"]:
+    ) -> tuple[ModelScores, "Measured"]:
         """A model's entry in the results and the scores behind it.
 
         Args:
@@ -300,48 +287,31 @@ class _Run:
         """
         from gqa_convert.measuring.evaluate import comparison
 
-        measured, entry = None, self._entry(candidate, model, None, None)
-        if self.text is not None:
-            with self.together():
-                measured = self._unscored(candidate, model)
-            against = reference.measured if reference else other
-            problem = comparison.incomparable(measured, against) if against else None
-            if reference is not None and problem and not reference.is_scored:
-                scores, reference.seconds = self._scores(reference.candidate, reference.model, reference.measured, None)
-                reference.take(scores.loss)
-            scores, seconds = self._scores(
-                candidate, model, measured, None if problem or reference is None else reference.model
-            )
-            measured = replace(measured, scores=scores)
-            if reference is not None and not reference.is_scored and scores.reference_loss is not None:
-                reference.take(scores.reference_loss)
-                reference.seconds = seconds
-            against = reference.measured if reference else other
-            entry = self._entry(candidate, model, measured, seconds).model_copy(
-                update={
-                    "difference": against and comparison.difference(measured, against),
-                    "note": self._note(measured, problem),
-                }
-            )
-        if self.tasks is not None:
-            with self.together():
-                if self.processes.is_main_process:
-                    self.progress(f"tasks for {candidate.name}", 0, 1)
-                    found = run_tasks(
-                        model,
-                        candidate.tokenizer,
-                        self.tasks,
-                        self.manager,
-                        batch=self.settings.batch,
-                        seed=self.settings.seed,
-                    )
-                    entry = entry.model_copy(update={"tasks": found})
+        with self.together():
+            measured = self._unscored(candidate, model)
+        against = reference.measured if reference else other
+        problem = comparison.incomparable(measured, against) if against else None
+        if reference is not None and problem and not reference.is_scored:
+            scores, reference.seconds = self._scores(reference.candidate, reference.model, reference.measured, None)
+            reference.take(scores.loss)
+        scores, seconds = self._scores(
+            candidate, model, measured, None if problem or reference is None else reference.model
+        )
+        measured = replace(measured, scores=scores)
+        if reference is not None and not reference.is_scored and scores.reference_loss is not None:
+            reference.take(scores.reference_loss)
+            reference.seconds = seconds
+        against = reference.measured if reference else other
+        entry = self._entry(candidate, model, measured, seconds).model_copy(
+            update={
+                "difference": against and comparison.difference(measured, against),
+                "note": self._note(measured, problem),
+            }
+        )
         return entry, measured
 
-    def _entry(
-        self, candidate: Candidate, model: Any, measured: "Measured | None", seconds: float | None
-    ) -> ModelScores:
-        """A model's entry in the results, without comparisons; without figures if it was not scored."""
+    def _entry(self, candidate: Candidate, model: Any, measured: "Measured", seconds: float | None) -> ModelScores:
+        """A model's entry in the results, without comparisons."""
         from gqa_convert.measuring.evaluate import comparison
 
         entry = ModelScores(
@@ -351,8 +321,6 @@ class _Run:
             **dict.fromkeys(_FIGURES),
             scored_nan=0,
         )
-        if measured is None:
-            return entry
         found = asdict(comparison.losses(measured)) | asdict(comparison.distance(measured))
         return entry.model_copy(update=found | {"seconds": seconds, "note": self._note(measured, None)})
 

@@ -80,7 +80,6 @@ class ModelScores(Stored):
     top1_agreement: Number = None
     seconds: Number = None
     note: Text = None
-    tasks: dict[str, JsonValue] | None = None
 
 
 class ScoredText(Stored):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from gqa_convert.checkpoint.results import Result
@@ -145,19 +145,6 @@ def checked(model: type[_Model], content: object, where: str) -> _Model:
         raise ReportError(f"{place} has no {key}: write the file again, or move it away")
     named = f"{key} of {place}" if key != "" else place
     raise ReportError(f"{named} is {shown} where {wanted} belongs: write the file again, or move it away")
-
-
-class _Numbers(RootModel[dict[str, Number]]):
-    """An object of numbers."""
-
-
-def numbers_in(content: object, where: str) -> dict[str, float]:
-    """The numbers of a JSON object by their names; null counts as absent.
-
-    Raises:
-        ReportError: a value is not a number.
-    """
-    return known_numbers(checked(_Numbers, content, where).root)
 
 
 def known_numbers(numbers: Mapping[str, float | None]) -> dict[str, float]:
