@@ -1,9 +1,10 @@
 """Decide which files this program wrote and may replace; all other files belong to the user and are never deleted or
 overwritten.
 
-The record in every result lists the files that were written with it. A file belongs to the user if it is not listed, or
-if it is newer than the record and differs from what the record says. Records of early versions have no such list;
-there, the names of the source's files decide.
+The record in every result lists the files that were written with it, with their SHA-256. Weights that a method streams
+from disk to disk are not hashed, because that would take longer than the conversion. For them, the record has the time
+of the last change of the file's inode, which the system sets and nobody can set back: a file that was copied or moved
+here, or written to, has another one. A file that is not proven to be the listed one belongs to the user.
 """
 
 import hashlib
@@ -11,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.signed_card import CARD, is_our_card
 from gqa_convert.checkpoint.strict_json import parse_object
 from gqa_convert.errors import CorruptCheckpointError
@@ -23,9 +23,8 @@ RESTATED = "gqa_restated.json"
 """The corresponding file in every restated checkpoint."""
 
 WRITTEN = "written"
-"""The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`."""
+"""The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`, see `list_written`."""
 
-_CONFIG = "config.json"
 _NAMED = 3
 """Number of files that a message names; it counts the rest."""
 
@@ -33,22 +32,24 @@ Entries = Mapping[str, Any]
 
 
 def list_written(folder: Path, result: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the record's list of files in a new result: sizes of all files, and SHA-256 of all but the weights.
+    """Return the record's list of files in a new result: the size and SHA-256 of each, or for weights whose hash is not
+    known the size and the time of the last change.
 
     Args:
-        folder: the complete result without the record, which is written last.
+        folder: the complete result without the record, which is written last. Its weights are closed and do not change
+            any more.
         result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their hashes are known.
     """
     listed: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
+        name, status = path.relative_to(folder).as_posix(), path.stat()
         known = (result or {"files": {}})["files"].get(name)
         if known is not None:
             listed[name] = dict(known)
         elif path.suffix == ".safetensors":
-            listed[name] = {"bytes": path.stat().st_size}
+            listed[name] = {"bytes": status.st_size, "changed_ns": status.st_ctime_ns}
         else:
-            listed[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            listed[name] = {"bytes": status.st_size, "sha256": _sha256(path)}
     return listed
 
 
@@ -80,25 +81,18 @@ def _foreign(folder: Path, inside: str, record: str, ours: Entries, parents: set
                 yield from _foreign(folder, f"{name}/", record, ours, parents)
             else:
                 yield f"{name}/"
-        elif (
-            name != record
-            and not (name in ours and _is_unchanged(path, ours[name], folder / record))
-            and not _is_card(path, name)
-        ):
+        elif name != record and not (name in ours and _is_unchanged(path, ours[name])) and not _is_card(path, name):
             yield name
 
 
-def _is_unchanged(path: Path, known: Mapping[str, Any], record: Path) -> bool:
-    """Return whether a file is unchanged since it was written.
-
-    The record is written last, so a file that is newer than the record must have the recorded hash.
-    """
+def _is_unchanged(path: Path, known: Mapping[str, Any]) -> bool:
+    """Return whether a file is the listed one, as it was written."""
     status = path.stat()
-    if known.get("bytes") not in (None, status.st_size):
+    if known.get("bytes") != status.st_size:
         return False
-    if status.st_mtime_ns <= record.stat().st_mtime_ns:
-        return True
-    return known.get("sha256") is not None and known["sha256"] == _sha256(path)
+    if "sha256" in known:
+        return bool(known["sha256"] == _sha256(path))
+    return known.get("changed_ns") == status.st_ctime_ns
 
 
 def _is_card(path: Path, name: str) -> bool:
@@ -111,39 +105,10 @@ def _is_card(path: Path, name: str) -> bool:
 
 def _entries(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     """Return the files of a result by name, or an empty dict if the record is unreadable."""
-    record = _read(folder / name)
-    listed = record.get(WRITTEN)
-    if listed is None and name == RECORD:
-        return _older_entries(folder, record)
+    listed = _read(folder / name).get(WRITTEN)
     return (
         {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
     )
-
-
-def _older_entries(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the files of a result whose record has no list: sidecar files of the source, and files of a conversion."""
-    entries: dict[str, dict[str, Any]] = {}
-    for name, entry in _part(_part(record, "source"), "files").items():
-        if not formats.is_weight_file(name):
-            entries[name] = {"sha256": entry.get("sha256")} if isinstance(entry, dict) else {}
-    if not entries:
-        return {}
-    entries |= {_CONFIG: {}, "tokenizer_config.json": {}, formats.SAFETENSORS_SINGLE: {}}
-    config, index = _read(folder / _CONFIG), _read(folder / formats.SAFETENSORS_INDEX)
-    shards = {file for file in _part(index, "weight_map").values() if isinstance(file, str)}
-    entries |= {name: {} for name in (*shards, *([formats.SAFETENSORS_INDEX] if shards else []))}
-    for reference in _part(config, "auto_map").values():
-        if isinstance(reference, str) and reference.startswith("gqa_"):
-            entries[f"{reference.split('.')[0]}.py"] = {}
-    for name, entry in _part(_part(record, "result"), "files").items():
-        if name in entries and isinstance(entry, dict):
-            entries[name] = {"bytes": entry.get("bytes"), "sha256": entry.get("sha256")}
-    return entries
-
-
-def _part(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    part = record.get(key)
-    return part if isinstance(part, dict) else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

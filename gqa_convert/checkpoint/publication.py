@@ -62,7 +62,7 @@ def _check_destination(out: Path, source: Path | None, overwrite: bool) -> None:
         raise OutputError(f"{out} is a file: name a folder")
     foreign = foreign_files(real)
     if foreign:
-        what = f"files that gqa-convert did not write or that were changed later ({some(foreign)})"
+        what = f"files that gqa-convert did not write or that were changed or copied there later ({some(foreign)})"
         raise OutputError(f"{out} exists already and holds {what}: name a new folder, or move them away")
     if any(real.iterdir()) and not overwrite:
         raise OutputError(f"{out} exists already: name a new folder, or replace it with --overwrite")

@@ -56,11 +56,6 @@ def edit_record(out: Path, change: Any) -> None:
     (out / "gqa_conversion.json").write_text(json.dumps(record))
 
 
-def without_list(out: Path) -> None:
-    """As older versions wrote it."""
-    edit_record(out, lambda record: record.pop("written"))
-
-
 def rewrite(path: Path, content: bytes) -> None:
     """Later than the record, also where the clock is coarse."""
     path.write_bytes(content)
@@ -72,14 +67,14 @@ def test_the_record_lists_every_file_beside_it(out: Path) -> None:
     assert listed.keys() == digests(out).keys()
     for name, digest in digests(out).items():
         assert listed[name]["bytes"] == (out / name).stat().st_size
-        assert listed[name].get("sha256") == (None if name.endswith(".safetensors") else digest)
+        if name.endswith(".safetensors"):
+            assert listed[name]["changed_ns"] == (out / name).stat().st_ctime_ns
+        else:
+            assert listed[name]["sha256"] == digest
     assert foreign_files(out) == []
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_other_files_in_a_result(source: Path, out: Path, older: bool) -> None:
-    if older:
-        without_list(out)
+def test_other_files_in_a_result(source: Path, out: Path) -> None:
     (out / "thesis.tex").write_text("years of work")
     (out / "data").mkdir()
     (out / "data" / "rows.csv").write_text("1,2")
@@ -114,19 +109,72 @@ def test_a_checkpoint_of_somebody_else(source: Path, tmp_path: Path) -> None:
         refused(source, theirs, "config.json")
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_files_that_were_changed_since(source: Path, out: Path, older: bool) -> None:
-    """Trained weights of the same name and size, an edited tokenizer."""
-    if older:
-        without_list(out)
-    for name in ("model-00002-of-00003.safetensors", "tokenizer.json"):
-        kept, times = (out / name).read_bytes(), (out / name).stat()
-        rewrite(out / name, bytes(len(kept)))
+WEIGHTS = "model-00002-of-00003.safetensors"
+
+
+def old(path: Path) -> None:
+    """Make a file older than every result, as `cp -p` does."""
+    os.utime(path, ns=(10**18, 10**18))
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "assets/chat.txt"])
+def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, name: str, hashed: bool) -> None:
+    """Trained weights, or an edited tokenizer, that `cp -p` or `mv` put in the place of ours."""
+    for put in (shutil.copy2, os.rename):
+        out = tmp_path / f"out-{put.__name__}"
+        convert_checkpoint(source, out, 4, method="mean", hash_weights=hashed)
+        mine = tmp_path / "mine"
+        mine.write_bytes(b"x" * (out / name).stat().st_size)
+        old(mine)
+        put(mine, out / name)
         refused(source, out, name)
-        (out / name).write_bytes(kept)
-        os.utime(out / name, ns=(times.st_atime_ns, times.st_mtime_ns))
-    rewrite(out / "tokenizer.json", (out / "tokenizer.json").read_bytes())  # the same content, copied again
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashed: bool) -> None:
+    """Its size and, after `touch -d`, its time are ours."""
+    out = tmp_path / "out"
+    convert_checkpoint(source, out, 4, method="mean", hash_weights=hashed)
+    before = (out / WEIGHTS).stat()
+    with (out / WEIGHTS).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"mine")
+    os.utime(out / WEIGHTS, ns=(before.st_atime_ns, before.st_mtime_ns))
+    refused(source, out, WEIGHTS)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, tmp_path: Path, hashed: bool) -> None:
+    convert_checkpoint(source, tmp_path / "out", 4, method="mean", hash_weights=hashed)
+    copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    if hashed:
+        replaced(source, copy)
+    else:
+        refused(source, copy, WEIGHTS, "copied there")
+
+
+def test_a_result_that_was_renamed_is_ours(source: Path, out: Path, tmp_path: Path) -> None:
+    out.rename(tmp_path / "renamed")
+    replaced(source, tmp_path / "renamed")
+
+
+def test_methods_that_merge_layers_record_hashes(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out", 4, method="factor")
+    listed = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["written"]
+    assert all("sha256" in entry for entry in listed.values())
+    replaced(source, shutil.copytree(tmp_path / "out", tmp_path / "copy"))
+
+
+def test_files_that_were_changed_since(source: Path, out: Path) -> None:
+    """Trained weights of the same name and size, an edited tokenizer."""
+    kept = (out / "tokenizer.json").read_bytes()
+    rewrite(out / "tokenizer.json", bytes(len(kept)))
+    refused(source, out, "tokenizer.json")
+    rewrite(out / "tokenizer.json", kept)  # the same content, copied again
     replaced(source, out)
+    rewrite(out / WEIGHTS, bytes((out / WEIGHTS).stat().st_size))
+    refused(source, out, WEIGHTS)
 
 
 def test_a_card_of_publish_may_be_replaced_and_an_edited_one_not(source: Path, out: Path) -> None:
