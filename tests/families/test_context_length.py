@@ -8,59 +8,19 @@ import transformers
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
 from gqa_convert.families.windows import has_window
 from gqa_convert.text.scoring.text_loss import text_loss
-
-SMALL = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+from tests.helpers.own_files import make_source_model
 
 
 @pytest.mark.parametrize(
-    ("made", "table"),
+    ("model_type", "changes", "table"),
     [
-        (
-            lambda: transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(n_positions=23, n_embd=12, n_layer=1, n_head=3, **SMALL)
-            ),
-            "transformer.wpe",
-        ),
-        (
-            lambda: transformers.BartForConditionalGeneration(
-                transformers.BartConfig(
-                    max_position_embeddings=23,
-                    d_model=12,
-                    encoder_layers=1,
-                    decoder_layers=1,
-                    encoder_attention_heads=3,
-                    decoder_attention_heads=3,
-                    encoder_ffn_dim=8,
-                    decoder_ffn_dim=8,
-                    decoder_start_token_id=1,
-                    **SMALL,
-                )
-            ),
-            "model.decoder.embed_positions",
-        ),
-        (
-            lambda: transformers.WhisperForConditionalGeneration(
-                transformers.WhisperConfig(
-                    max_target_positions=23,
-                    max_source_positions=9,
-                    d_model=12,
-                    encoder_layers=1,
-                    decoder_layers=1,
-                    encoder_attention_heads=3,
-                    decoder_attention_heads=3,
-                    encoder_ffn_dim=8,
-                    decoder_ffn_dim=8,
-                    decoder_start_token_id=1,
-                    **SMALL,
-                )
-            ),
-            "model.decoder.embed_positions",
-        ),
+        ("gpt2", {"n_positions": 23}, "transformer.wpe"),
+        ("bart", {"max_position_embeddings": 23}, "model.decoder.embed_positions"),
+        ("whisper", {"max_target_positions": 23, "max_position_embeddings": None}, "model.decoder.embed_positions"),
     ],
-    ids=["gpt2", "bart", "whisper"],
 )
-def test_learned_positions_are_as_many_as_stated(made: Any, table: str) -> None:
-    model = made()
+def test_learned_positions_are_as_many_as_stated(model_type: str, changes: dict[str, Any], table: str) -> None:
+    model: Any = make_source_model(model_type, **changes)
     rows = model.get_submodule(table).weight.shape[0] - getattr(model.get_submodule(table), "offset", 0)
     assert stated_positions(model.config.to_dict()) == rows == 23
 
@@ -99,12 +59,11 @@ def test_windows(config: dict[str, Any], windowed: bool) -> None:
 
 
 def test_t5_reads_any_number() -> None:
-    config = transformers.T5Config(n_positions=8, **SMALL).to_dict()
+    config = transformers.T5Config(n_positions=8).to_dict()
     assert config["n_positions"] == 8
     assert stated_positions(config) is None
 
 
 @pytest.mark.parametrize("positions", [1, 2, 5])
 def test_a_text_longer_than_the_positions_has_a_loss(positions: int) -> None:
-    config = transformers.GPT2Config(n_positions=positions, n_embd=12, n_layer=1, n_head=3, **SMALL)
-    assert text_loss(transformers.GPT2LMHeadModel(config).eval(), list(range(2, 25))) > 0
+    assert text_loss(make_source_model("gpt2", n_positions=positions), list(range(3, 26))) > 0

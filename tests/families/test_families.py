@@ -76,23 +76,32 @@ def converted(folder: Path, groups: int) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_result_is_the_source_with_merged_heads(case: str, source: Callable[..., Path]) -> None:
-    family, model = FAMILIES[CASES[case][0]], load(source(case))
-    unmerged = logits(model)
-    for groups in (3, 4):
-        oracle = merge_in_place(copy.deepcopy(model), family, HEADS, groups)
-        result = load(converted(source(case), groups))
-        after = logits(result)
-        assert distance(after, logits(oracle)) < ROUNDING
-        assert distance(after, unmerged) > 0.01
-        tokens, cached = greedy(result, use_cache=True)
-        assert cached == {groups}
-        assert tokens == greedy(oracle, use_cache=True)[0]
-        assert tokens == greedy(result, use_cache=False)[0]
-    strided = merge_in_place(copy.deepcopy(model), family, HEADS, 4, strided=True)
-    assert distance(logits(strided), after) > 0.01, "heads that stand apart, instead of neighbours, are not noticed"
+CONVERSIONS = [
+    *(pytest.param(case, HEADS, 3, marks=pytest.mark.slow) for case in CASES if case not in REPRESENTATIVE),
+    *((case, *counts) for case in REPRESENTATIVE for counts in ((HEADS, 4), (HEADS, 1), (6, 3))),
+]
+"""Cases, and the numbers of K/V heads before and after."""
+
+
+@pytest.mark.parametrize(("case", "kv_heads", "groups"), CONVERSIONS)
+def test_result_is_the_source_with_merged_heads(
+    case: str, kv_heads: int, groups: int, source: Callable[..., Path]
+) -> None:
+    family = FAMILIES[CASES[case][0]]
+    folder = source(case, **({} if kv_heads == HEADS else {"kv_heads": kv_heads}))
+    model = load(folder)
+    oracle = merge_in_place(copy.deepcopy(model), family, kv_heads, groups)
+    result = load(converted(folder, groups))
+    after = logits(result)
+    assert distance(after, logits(oracle)) < ROUNDING
+    assert distance(after, logits(model)) > 0.01
+    tokens, cached = greedy(result, use_cache=True)
+    assert cached == {groups}
+    assert tokens == greedy(oracle, use_cache=True)[0]
+    assert tokens == greedy(result, use_cache=False)[0]
+    if groups > 1:
+        strided = merge_in_place(model, family, kv_heads, groups, strided=True)
+        assert distance(logits(strided), after) > 0.01, "heads that stand apart, instead of neighbours, are not noticed"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,26 +151,6 @@ def test_rotary_layout(model_type: str) -> None:
     assert len(partners) <= 1
 
 
-@pytest.mark.parametrize("case", REPRESENTATIVE)
-def test_multi_query(case: str, source: Callable[..., Path]) -> None:
-    folder = source(case)
-    oracle = merge_in_place(load(folder), FAMILIES[CASES[case][0]], HEADS, 1)
-    result = load(converted(folder, 1))
-    assert distance(logits(result), logits(oracle)) < ROUNDING
-    tokens, cached = greedy(result, use_cache=True)
-    assert (tokens, cached) == (greedy(oracle, use_cache=True)[0], {1})
-
-
-@pytest.mark.parametrize("case", REPRESENTATIVE)
-def test_grouped_source(case: str, source: Callable[..., Path]) -> None:
-    """6 K/V heads become 3."""
-    folder = source(case, kv_heads=6)
-    oracle = merge_in_place(load(folder), FAMILIES[CASES[case][0]], 6, 3)
-    result = load(converted(folder, 3))
-    assert distance(logits(result), logits(oracle)) < ROUNDING
-    assert greedy(result, use_cache=True) == (greedy(oracle, use_cache=True)[0], {3})
-
-
 @pytest.mark.parametrize(("before", "after"), [(6, 12), (3, 6)])
 @pytest.mark.parametrize("case", REPRESENTATIVE)
 def test_repeated_heads_change_nothing(case: str, before: int, after: int, source: Callable[..., Path]) -> None:
@@ -185,34 +174,6 @@ def test_own_count_copies_every_bit(case: str, source: Callable[..., Path]) -> N
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
         assert torch.equal(tensor.view(torch.uint8), tensors[1][name].view(torch.uint8))
-
-
-@pytest.mark.parametrize("case", REPRESENTATIVE)
-def test_equal_heads_merge_without_loss(case: str, source: Callable[..., Path]) -> None:
-    folder = source(case, tied=4)
-    assert distance(logits(load(converted(folder, 4))), logits(load(folder))) < ROUNDING
-    assert distance(logits(load(converted(folder, 3))), logits(load(folder))) > 0.01
-
-
-@pytest.mark.parametrize("case", ["llama", "olmo2", "phi3"])
-def test_bfloat16(case: str, source: Callable[..., Path]) -> None:
-    """Merged heads are the exact mean, rounded once; the result keeps the source's type."""
-    folder = source(case, dtype=torch.bfloat16)
-    family, exact = FAMILIES[CASES[case][0]], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    oracle = merge_in_place(exact, family, HEADS, 3).float()
-    out = converted(folder, 3)
-    assert {tensor.dtype for file in out.glob("*.safetensors") for tensor in load_file(file).values()} == {
-        torch.bfloat16
-    }
-    assert distance(logits(load(out)), logits(oracle)) < ROUNDING
-
-
-def test_files_shrink(source: Callable[..., Path]) -> None:
-    folder = source("llama")
-    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (folder, converted(folder, 3))]
-    saved = 2 * 2 * 9 * 16 * 96 * 4  # layers, K and V, heads, width, hidden size, bytes
-    assert abs(sizes[0] - sizes[1] - saved) < 1000
-    assert len(list(folder.glob("*.safetensors"))) > 2
 
 
 def test_every_model_type_is_known() -> None:
