@@ -1,13 +1,12 @@
-"""What each method loses on a real model: SmolLM2-135M-Instruct with 3 K/V heads, and a multi-head model made from it.
+"""What each method loses on a real model: SmolLM2-135M-Instruct with 3 K/V heads.
 
-    python -m benchmarks.real --folder FOLDER [--models smollm2 second] [--methods mean fit] [--seeds 0 1 2] [--quick]
+    python -m benchmarks.real --folder FOLDER [--methods mean fit] [--seeds 0 1 2] [--quick]
 
-FOLDER contains the models and the text, which are made once:
+FOLDER contains the model and the text, which are made once:
 
     pip install 'gqa-convert[gguf]'
     python -m benchmarks.real.make_source FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
-    python -m benchmarks.real.second_source --folder FOLDER
 
 Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length,
 retrieval of needles and two tasks. Scores that the output has already are not measured again, so a killed command
@@ -32,7 +31,7 @@ from gqa_convert.families.loading import load_model, load_tokenizer
 from .choice import tasks
 from .conversions import METHODS, Conversion, Job, converted, discard
 from .documents import MIXED, held_out_blocks, read_documents
-from .folders import DEFAULT_FOLDER, HOW_TO_MAKE, KV_HEADS, MODELS, TARGETS, model_folder, scratch, text_file
+from .folders import DEFAULT_FOLDER, KV_HEADS, SMOLLM2, TARGET, model_folder, scratch, text_file
 from .needle import LENGTHS, retrieve, sentences
 from .scores import Reference, score
 from .text import KINDS
@@ -142,10 +141,8 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
         for method in methods:
             if not method.calibrated and number:
                 continue
-            for model, groups in TARGETS:
-                if model in options.models and groups in (options.groups or (groups,)):
-                    text = (options.calibration, options.calibration_tokens, seed) if method.calibrated else (None,) * 3
-                    yield Job(model, groups, method.name, *text)
+            text = (options.calibration, options.calibration_tokens, seed) if method.calibrated else (None,) * 3
+            yield Job(*TARGET, method.name, *text)
 
 
 def measure_source(bench: Bench, records: Records, model: str) -> None:
@@ -178,10 +175,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="with the models and text/ (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="with smollm2/ and text/ (%(default)s)")
     parser.add_argument("--output", type=Path, help=f"default: {OUTPUT}; with --quick, quick.json in the folder")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--groups", nargs="+", type=int, help="K/V heads to convert to (default: 1, of second 3 too)")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is scored (default: all)")
@@ -210,22 +205,18 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     folder = options.folder
-    for model in list(options.models):
-        if not model_folder(folder, model).is_dir():
-            how = HOW_TO_MAKE[model].format(folder=folder)
-            sys.stderr.write(f"{model_folder(folder, model)} is missing: its cells are left out; make it with {how}\n")
-            options.models.remove(model)
+    source = model_folder(folder, SMOLLM2)
+    if not source.is_dir():
+        sys.exit(f"{source} is missing: make it with python -m benchmarks.real.make_source {source}")
     records = Records(options.output, Job._fields)
     records.begin("benchmarks.real", options.tokens)
     if records.data.setdefault("dtype", options.dtype) != options.dtype:
         sys.exit(f"{options.output} was scored in {records.data['dtype']}: give that --dtype, or name another --output")
-    benches = {}
-    for model in options.models:
-        known = records.model(model, model_folder(folder, model))
-        benches[model] = Bench(folder, model, known["weights"], options)
-        measure_source(benches[model], records, model)
+    known = records.model(SMOLLM2, source)
+    bench = Bench(folder, SMOLLM2, known["weights"], options)
+    measure_source(bench, records, SMOLLM2)
     for job in jobs(options):
-        measure_job(benches[job.model], records, job, folder)
+        measure_job(bench, records, job, folder)
 
 
 if __name__ == "__main__":

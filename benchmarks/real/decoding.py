@@ -23,7 +23,7 @@ from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
 from gqa_convert.serving.client import CLIENTS, LLAMA_CPP
 from gqa_convert.serving.installing import Place, find_place
 
-from .folders import DEFAULT_FOLDER, KV_HEADS, SMOLLM2, TARGETS, model_folder, scratch
+from .folders import DEFAULT_FOLDER, KV_HEADS, SMOLLM2, TARGET, model_folder, scratch
 
 OUTPUT = Path("docs/results/real-decoding.json")
 CELLS = ((512, 1), (4096, 1), (8000, 1), (2048, 8), (2048, 16))
@@ -37,12 +37,10 @@ Times = list[dict[str, Any]]
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The folders of the versions by their K/V heads."""
     found = {KV_HEADS[SMOLLM2]: model_folder(folder, SMOLLM2)}
-    for target in TARGETS:
-        if target.model == SMOLLM2:
-            out = scratch(folder, "engines", str(target.groups))
-            if not out.is_dir():
-                convert_checkpoint(found[KV_HEADS[SMOLLM2]], out, target.groups, method="mean")
-            found[target.groups] = out
+    out = scratch(folder, "engines", str(TARGET.groups))
+    if not out.is_dir():
+        convert_checkpoint(found[KV_HEADS[SMOLLM2]], out, TARGET.groups, method="mean")
+    found[TARGET.groups] = out
     return found
 
 

@@ -28,7 +28,7 @@ from gqa_convert.families.loading import load_model, load_tokenizer
 
 from .conversions import METHODS, Job, converted
 from .documents import MIXED, held_out_blocks
-from .folders import DEFAULT_FOLDER, TARGETS, model_folder
+from .folders import DEFAULT_FOLDER, TARGET, model_folder
 
 OUTPUT = Path("docs/results/real-error-sites.json")
 WINDOW = 512
@@ -37,7 +37,6 @@ BAND = 4
 it mixes them.
 """
 CALIBRATION_TOKENS = 24_576
-TARGET = TARGETS[0]
 
 
 @dataclass(frozen=True)

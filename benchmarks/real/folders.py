@@ -1,16 +1,10 @@
-"""The models that are converted, and where everything lies in the benchmark's folder."""
+"""The model that is converted, and where everything lies in the benchmark's folder."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 DEFAULT_FOLDER = Path("~/.cache/gqa-convert/real")
 SMOLLM2 = "smollm2"
-SECOND = "second"
-MODELS = (SMOLLM2, SECOND)
-HOW_TO_MAKE = {
-    SMOLLM2: "python -m benchmarks.real.make_source {folder}/smollm2",
-    SECOND: "python -m benchmarks.real.second_source --folder {folder}",
-}
 
 
 class Target(NamedTuple):
@@ -20,8 +14,8 @@ class Target(NamedTuple):
     groups: int
 
 
-KV_HEADS = {SMOLLM2: 3, SECOND: 9}
-TARGETS = (Target(SMOLLM2, 1), Target(SECOND, 3), Target(SECOND, 1))
+KV_HEADS = {SMOLLM2: 3}
+TARGET = Target(SMOLLM2, 1)
 
 
 def model_folder(folder: Path, model: str) -> Path:

@@ -19,13 +19,13 @@ from .__main__ import OUTPUT
 from .conversions import METHODS
 from .decoding import OUTPUT as DECODING
 from .error_sites import OUTPUT as SITES
-from .folders import KV_HEADS, SECOND, SMOLLM2, TARGETS, Target
+from .folders import KV_HEADS, SMOLLM2, Target
 from .needle import DEPTHS
 from .text import KINDS
 from .uptraining import OUTPUT as UPTRAINING
 
 PAGE = Path("docs/real-model.md")
-NAMES = {SMOLLM2: "SmolLM2-135M", SECOND: "second model"}
+NAMES = {SMOLLM2: "SmolLM2-135M"}
 MISSING = "Not measured yet."
 Data = dict[str, Any]
 
@@ -41,13 +41,13 @@ class Row(NamedTuple):
 
 
 def rows(data: Data) -> list[Row]:
-    """Every combination that has been measured, in the order of targets and methods."""
+    """Every combination that has been measured, in the order of methods."""
     found: dict[tuple[Target, str, str | None, int | None], list[Cell]] = {}
     for cell in data["cells"]:
         key = (Target(cell["model"], cell["groups"]), cell["method"], cell["calibration"], cell["calibration_tokens"])
         found.setdefault(key, []).append(cell)
     order = list(METHODS)
-    keys = sorted(found, key=lambda key: (TARGETS.index(key[0]), order.index(key[1]), key[2] or "", key[3] or 0))
+    keys = sorted(found, key=lambda key: (order.index(key[1]), key[2] or "", key[3] or 0))
     return [Row(*key, found[key]) for key in keys]
 
 

@@ -23,7 +23,7 @@ from . import conversions
 from .__main__ import Bench
 from .conversions import METHODS, Stopwatch, converted
 from .documents import MIXED, calibration_file
-from .folders import DEFAULT_FOLDER, SMOLLM2, TARGETS, model_folder, scratch
+from .folders import DEFAULT_FOLDER, SMOLLM2, TARGET, model_folder, scratch
 from .needle import LENGTHS
 
 OUTPUT = Path("docs/results/real-uptraining.json")
@@ -34,7 +34,6 @@ TOKENS_PER_STEP = 2048
 SEQUENCE_LENGTH = 1024
 HELD_OUT_TOKENS = 8192
 CALIBRATION_TOKENS = 24_576
-TARGET = TARGETS[0]
 OBJECTIVES = ("kl", "lm")
 
 

@@ -15,7 +15,6 @@ from benchmarks.real.documents import calibration_file, cut_blocks
 from benchmarks.real.needle import CITIES, DEPTHS, make_haystack, matches, places, statement, summarise
 from benchmarks.real.report import MISSING, blocks
 from benchmarks.real.scores import Reference, position_bins, score, standard_error, units
-from benchmarks.real.second_source import head_distance, share_of_rate
 from benchmarks.records import Records
 
 
@@ -129,15 +128,6 @@ def test_cloze_items_end_before_the_last_word() -> None:
     ((context, word),) = items
     assert written(word) == " ending"
     assert written(context) == " ".join(["word"] * 50)
-
-
-def test_heads_that_are_copies_have_no_distance() -> None:
-    head = torch.randn(4, 8)
-    assert head_distance(torch.cat([head, head, -head, -head]), 4, 2) == 0.0
-    assert head_distance(torch.cat([head, -head]), 2, 2) == pytest.approx(2.0)
-    rates = [share_of_rate(step, 100) for step in range(1, 101)]
-    assert max(rates) == rates[9]
-    assert 0 < rates[-1] < 0.001
 
 
 def test_a_stopwatch_continues_after_a_kill(tmp_path: Path) -> None:
