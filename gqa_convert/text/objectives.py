@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.sources import Source
 
 if TYPE_CHECKING:
     from gqa_convert.text.collating import DecoderInput
     from gqa_convert.text.packing import Sampler
     from gqa_convert.text.spans import Denoiser
 
-ObjectiveName = Literal["causal", "span_corruption", "ul2", "text_infilling", "pairs"]
+ObjectiveName = Literal["causal", "span_corruption", "ul2", "pairs"]
 CAUSAL: Final = "causal"
 SPAN_CORRUPTION: Final = "span_corruption"
 PAIRS: Final = "pairs"
@@ -68,59 +67,45 @@ class Objective:
 
     Attributes:
         encoder_decoder: whether it trains encoder-decoders; otherwise it trains decoders.
-        sampler: makes the sampler, from settings and the sources of text; None where the samples are pairs, whose
+        sampler: makes the sampler from settings; None where the samples are pairs, whose
             sampler needs the tokenised pairs.
         target_length: the longest decoder side of a sample in tokens, from `sequence_length`; 0 without an encoder.
         needs: what the tokenizer must have, as text for messages; empty if nothing.
         suits: whether a tokenizer has what is needed.
         closes_documents: whether each document is tokenised with end-of-text at its end.
-        frames_blocks: whether the tokenizer's special tokens stand around each block.
         masks_documents: whether `document_mask` is supported.
         marks_languages: whether `source_language` applies.
         edition: raised whenever the samples change, so that no run resumes with other samples than it began with.
     """
 
     encoder_decoder: bool
-    sampler: Callable[[SampleSettings, Sequence[Source]], "Sampler"] | None
+    sampler: Callable[[SampleSettings], "Sampler"] | None
     target_length: Callable[[int], int]
     needs: str = ""
     suits: Callable[[Any], bool] = lambda tokenizer: True
     closes_documents: bool = False
-    frames_blocks: bool = False
     masks_documents: bool = False
     marks_languages: bool = False
     edition: int = 1
 
 
-def _causal(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+def _causal(settings: SampleSettings) -> "Sampler":
     from gqa_convert.text.packing import CausalSampler
     from gqa_convert.text.tokenizing import end_of_text
 
-    del sources
     return CausalSampler(settings.length, end_of_text(settings.tokenizer), document_mask=settings.document_mask)
 
 
-def _span_corruption(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+def _span_corruption(settings: SampleSettings) -> "Sampler":
     from gqa_convert.text.spans import T5, SpanSampler
 
-    del sources
     return SpanSampler(settings.length, settings.tokenizer, T5, decoder_start=settings.first_token, cap_spans=False)
 
 
-def _ul2(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
+def _ul2(settings: SampleSettings) -> "Sampler":
     from gqa_convert.text.spans import UL2, SpanSampler
 
-    del sources
     return SpanSampler(settings.length, settings.tokenizer, UL2, decoder_start=settings.first_token, cap_spans=True)
-
-
-def _text_infilling(settings: SampleSettings, sources: Sequence[Source]) -> "Sampler":
-    from gqa_convert.text.infilling import InfillingSampler, mask_token
-    from gqa_convert.text.opening import infilling_frames
-
-    mask = mask_token(settings.tokenizer)
-    frame = max(frame.size for source in sources for frame in infilling_frames(settings.tokenizer, source))
-    return InfillingSampler(settings.length, frame, mask, settings.decoder_input)
 
 
 def _has_sentinels(tokenizer: Any) -> bool:
@@ -179,15 +164,6 @@ OBJECTIVES: dict[str, Objective] = {
         needs=_SENTINELS,
         suits=_has_sentinels,
         edition=2,
-    ),
-    "text_infilling": Objective(
-        encoder_decoder=True,
-        sampler=_text_infilling,
-        target_length=lambda length: length,
-        needs="mask token",
-        suits=lambda tokenizer: tokenizer.mask_token_id is not None,
-        frames_blocks=True,
-        marks_languages=True,
     ),
     "pairs": Objective(encoder_decoder=True, sampler=None, target_length=lambda length: length, marks_languages=True),
 }

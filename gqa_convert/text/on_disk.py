@@ -57,13 +57,12 @@ def text_on_disk(
             default_cache(),
             _silent,
             closed=closed,
-            framed=False,
             shortest=0,
             chats=objective == CAUSAL,
         )
     found = [_found(source, opener, settings.length) for source in sources]
     if record.sampler is not None:
-        return [text for text, _ in found], record.sampler(settings, sources).raw_tokens
+        return [text for text, _ in found], record.sampler(settings).raw_tokens
     pairs = [(tokens, text.weight) for text, tokens in found if isinstance(tokens, PairFile)]
     if len(pairs) < len(sources):
         missing = next(text.source for text, tokens in found if tokens is None)

@@ -7,9 +7,7 @@ from gqa_convert.errors import DataError
 from gqa_convert.text.chat_encoding import ChatEncoder
 from gqa_convert.text.chats import ChatColumns
 from gqa_convert.text.documents import PAIR_KEYS
-from gqa_convert.text.framing import Frame, frames_of
 from gqa_convert.text.hub_rows import HubText
-from gqa_convert.text.infilling import FramedTokens
 from gqa_convert.text.marked_tokens import learns_any
 from gqa_convert.text.packing import check_size
 from gqa_convert.text.pair_files import PairEncoder, build_pair_file, open_pair_file, pair_path
@@ -30,11 +28,6 @@ class Opener(Protocol):
         """A source's tokens, which another process has tokenised or is tokenising."""
 
 
-def infilling_frames(tokenizer: Any, source: Source) -> tuple[Frame, Frame]:
-    """The special tokens around blocks of a source; encoder input and target are in the same language."""
-    return frames_of(tokenizer, (source.source_language, source.source_language))
-
-
 class TextOpener:
     """Opens running text as token files, and Hub datasets as streams.
 
@@ -43,7 +36,6 @@ class TextOpener:
         folder: of the token files.
         progress: called while a file is tokenised.
         closed: end each document with end-of-text.
-        framed: add the special tokens around a block in the source's language.
         shortest: the fewest tokens that a source must have.
         chats: whether sources may hold conversations.
         processes: how many processes tokenise files.
@@ -56,19 +48,12 @@ class TextOpener:
         progress: Progress,
         *,
         closed: bool,
-        framed: bool,
         shortest: int,
         chats: bool = False,
         processes: int = 1,
     ) -> None:
-        self._tokenizer, self._folder, self._progress, self._framed, self._shortest = (
-            tokenizer,
-            folder,
-            progress,
-            framed,
-            shortest,
-        )
-        self._chats = chats
+        self._tokenizer, self._folder, self._progress = tokenizer, folder, progress
+        self._shortest, self._chats = shortest, chats
         self._encoder = TextEncoder(tokenizer, closed=closed)
         self._processes = processes
 
@@ -85,7 +70,7 @@ class TextOpener:
                     f"{text.label} has no message of the assistant, whose tokens are learned: name other conversations, or set loss_on to all"
                 )
         check_size(tokens, self._shortest, text.label)
-        return self._in_frame(tokens, source)
+        return tokens
 
     def find(self, source: Source) -> TokenSource:
         text = open_source(source, self._folder, ask=False, chats=self._chats)
@@ -95,8 +80,8 @@ class TextOpener:
             tokens.look()
             if tokens.size()[0] < self._shortest:
                 raise _not_there(text.label, self._folder)
-            return self._in_frame(tokens, source)
-        return self._in_frame(self._opened(self._folder / f"{file_key(text.identity(), encoder)}.tokens", text), source)
+            return tokens
+        return self._opened(self._folder / f"{file_key(text.identity(), encoder)}.tokens", text)
 
     def _encoder_of(self, text: FileText | HubText, source: Source) -> Encoder:
         chats = isinstance(text.columns, ChatColumns)
@@ -107,9 +92,6 @@ class TextOpener:
         if tokens is None:
             raise _not_there(text.label, path.parent)
         return tokens
-
-    def _in_frame(self, tokens: TokenSource, source: Source) -> TokenSource:
-        return FramedTokens(tokens, infilling_frames(self._tokenizer, source)) if self._framed else tokens
 
 
 class PairOpener:

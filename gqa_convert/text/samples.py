@@ -162,12 +162,12 @@ def open_samples(
         sources: strings, mappings or `Source` objects.
         tokenizer: a transformers tokenizer.
         objective: one of OBJECTIVES.
-        sequence_length: the tokens of a causal block, of the encoder's input in span corruption, or of the decoder's
-            target in text infilling; for pairs, the most tokens of either text.
+        sequence_length: the tokens of a causal block, or of the encoder's input in span corruption; for pairs, the most
+            tokens of either text.
         seed: determines the order and the corruption.
         document_mask: number the documents of causal blocks, for attention within each.
         decoder_start: the first token of the decoder's input; by default the padding token, as for T5.
-        starts_with_last: for text infilling and pairs: whether the decoder's input begins with the target's last token
+        starts_with_last: for pairs: whether the decoder's input begins with the target's last token
             instead, as for mBART.
         shuffle_window: the tokens of a stream over which the samples of its first epoch are shuffled.
         cache: folder of the token files; by default one for all of the user's runs.
@@ -243,13 +243,12 @@ def _open(
         if record.sampler is None:
             opener: Opener = PairOpener(settings.tokenizer, folder, progress)
         else:
-            sampler = record.sampler(settings, given)
+            sampler = record.sampler(settings)
             opener = TextOpener(
                 settings.tokenizer,
                 folder,
                 progress,
                 closed=record.closes_documents,
-                framed=record.frames_blocks,
                 shortest=sampler.shortest,
                 chats=objective == CAUSAL,
                 processes=processes,
@@ -284,13 +283,13 @@ def _checked(objective: str, settings: SampleSettings) -> Objective:
 def make_sampler(
     tokenizer: Any, objective: str, sequence_length: int, *, document_mask: bool, decoder_start: int | None
 ) -> Sampler:
-    """The sampler of an objective on running text, for objectives whose samples do not depend on the source.
+    """The sampler of an objective on running text.
 
     Raises:
         DataError: the tokenizer lacks a token that the objective needs, or the lengths do not allow a sample.
     """
     settings = SampleSettings(tokenizer, sequence_length, document_mask, decoder_start)
     record = _checked(objective, settings)
-    if record.sampler is None or record.frames_blocks:
+    if record.sampler is None:
         raise DataError(f"samples of {objective} depend on their source: open them with open_samples")
-    return record.sampler(settings, ())
+    return record.sampler(settings)

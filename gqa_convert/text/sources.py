@@ -59,7 +59,7 @@ class Source:
     )
     source_language: str | None = key(
         "The language of the texts that the encoder reads, as the tokenizer writes it, where the tokenizer marks "
-        "languages (mBART, PLBART, M2M100, NLLB). Text infilling needs only this one.",
+        "languages (mBART, PLBART, M2M100, NLLB).",
         default=None,
         aliases=("src_lang",),
     )

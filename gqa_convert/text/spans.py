@@ -180,10 +180,7 @@ def sentinel_ids(tokenizer: Any) -> Integers:
     ) is not None:
         found.append(number)
     if not found:
-        raise DataError(
-            "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective text_infilling if it has a mask token, "
-            "or else pairs"
-        )
+        raise DataError("the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective pairs")
     return np.array(found, np.int64)
 
 

@@ -67,7 +67,7 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any], tokenizer: Any) 
         return PAIRS
     if possible == (PAIRS,):
         raise RecipeError(
-            f"{recipe.model} is an encoder-decoder whose tokenizer has neither sentinel tokens nor a mask token, one of which training on running text needs: "
+            f"{recipe.model} is an encoder-decoder whose tokenizer has no sentinel tokens, which training on running text needs: "
             f"use the objective pairs, with {_FIELDS}"
         )
     return possible[0]

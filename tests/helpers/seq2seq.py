@@ -20,8 +20,8 @@ ENGLISH, GERMAN = 4 + WORDS, 5 + WORDS
 """Tokens of two languages in `language_tokenizer`."""
 
 
-def bart_tokenizer(*, mask: bool = True, framed: bool = True) -> Any:
-    """Words w0, w1, ... from the token 5 on, `<s>` and `</s>` around a text as BART writes them, and a mask token."""
+def bart_tokenizer(*, framed: bool = True) -> Any:
+    """Words w0, w1, ... from the token 5 on, `<s>` and `</s>` around a text as BART writes them."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *(f"w{number}" for number in range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -29,9 +29,8 @@ def bart_tokenizer(*, mask: bool = True, framed: bool = True) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
-    extra = {"mask_token": "<mask>"} if mask else {}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **extra
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
 
 

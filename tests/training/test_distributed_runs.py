@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
@@ -342,34 +341,28 @@ def test_accelerates_silent_single_process_is_refused(place: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_pairs_and_infilling_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
+def test_pairs_on_any_number_of_processes(place: Path, tmp_path: Path) -> None:
     """An odd number of samples of different lengths per step: one process has a filler, and labels are counted over all
     of them.
     """
-    from tests.helpers.seq2seq import bart_tokenizer, model, words, write_pairs
+    from tests.helpers.seq2seq import bart_tokenizer, model, write_pairs
 
     write_pairs(tmp_path / "pairs.jsonl", 40)
-    (tmp_path / "text.txt").write_text(words(np.random.default_rng(0), 900))
     model(tmp_path / "bart", "bart", bart_tokenizer())
     convert_checkpoint(tmp_path / "bart", tmp_path / "bart-gqa", 4, method="mean")
-    sources = {
-        "pairs": f"{{source: {tmp_path / 'pairs.jsonl'}, source_field: a, target_field: b}}",
-        "text_infilling": str(tmp_path / "text.txt"),
-    }
-    for objective, data in sources.items():
-        keys = (
-            f"model={tmp_path / 'bart-gqa'}",
-            f"data={data}",
-            f"objective={objective}",
-            "tokens_per_step=90",
-            "tokens=270",
-            "learning_rate=1e-4",
-        )
-        found = []
-        for processes in (1, 2):
-            job = start(place, tmp_path / f"{objective}-{processes}", *keys, processes=processes)
-            assert job.wait() == [0] * processes, job.text()
-            found.append(result(tmp_path / f"{objective}-{processes}")[1])
-        assert [line["tokens"] for line in found[0]] == [line["tokens"] for line in found[1]]
-        for name in ("loss", "gradient_norm"):
-            assert [line[name] for line in found[0]] == pytest.approx([line[name] for line in found[1]], rel=2e-4)
+    keys = (
+        f"model={tmp_path / 'bart-gqa'}",
+        f"data={{source: {tmp_path / 'pairs.jsonl'}, source_field: a, target_field: b}}",
+        "objective=pairs",
+        "tokens_per_step=90",
+        "tokens=270",
+        "learning_rate=1e-4",
+    )
+    found = []
+    for processes in (1, 2):
+        job = start(place, tmp_path / f"pairs-{processes}", *keys, processes=processes)
+        assert job.wait() == [0] * processes, job.text()
+        found.append(result(tmp_path / f"pairs-{processes}")[1])
+    assert [line["tokens"] for line in found[0]] == [line["tokens"] for line in found[1]]
+    for name in ("loss", "gradient_norm"):
+        assert [line[name] for line in found[0]] == pytest.approx([line[name] for line in found[1]], rel=2e-4)

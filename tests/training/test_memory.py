@@ -283,7 +283,7 @@ def test_t5_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("objective", "length"),
-    [("causal", 0), ("span_corruption", 114), ("ul2", 513), ("text_infilling", 512), ("pairs", 512)],
+    [("causal", 0), ("span_corruption", 114), ("ul2", 513), ("pairs", 512)],
 )
 def test_lengths_of_targets(objective: str, length: int) -> None:
     assert OBJECTIVES[objective].target_length(512) == length

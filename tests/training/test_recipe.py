@@ -210,7 +210,7 @@ BADKEYS = {
     "seed: 4294967296": "seed is 4294967296: it must be at least 0 and at most 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine, inverse_sqrt or wsd",
     "optimizer: sgd": "optimizer is sgd: it must be adamw or adafactor",
-    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2, text_infilling or pairs",
+    "objective: mlm": "objective is mlm: it must be auto, causal, span_corruption, ul2 or pairs",
     "precision: fp16": "precision is fp16: it must be bf16 or no",
     "precision: false": "precision is false: it must be bf16 or no",
     "trainable: [kv]": "trainable is ['kv']: it must be all, attention or kv",
@@ -241,7 +241,6 @@ BADKEYS = {
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is an empty list",
     "document_mask: true\nobjective: ul2": "document_mask belongs to the causal objective, and objective is ul2",
-    "document_mask: true\nobjective: text_infilling": "document_mask belongs to the causal objective, and objective is text_infilling",
     "objective: pairs": "objective is pairs and data does not name their fields: give it source_field and target_field",
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
@@ -292,16 +291,12 @@ def test_pairs_beside_other_keys() -> None:
     assert recipe.data[0].holds_pairs
     assert make_recipe(recipe.resolved()) == recipe
     assert make(data=pairs, objective="pairs").objective == "pairs"
-    assert (
-        make(data={"source": "t", "source_language": "en_XX"}, objective="text_infilling").data[0].source_language
-        == "en_XX"
-    )
     for keys, message in (
         (
             {"objective": "causal"},
             "objective is causal and data names source_field and target_field: remove objective, or name the text",
         ),
-        ({"objective": "text_infilling"}, "objective is text_infilling and data names source_field"),
+        ({"objective": "span_corruption"}, "objective is span_corruption and data names source_field"),
         ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
         (
             {"objective": "ul2", "data": {"source": "t", "source_language": "en"}},

@@ -1,4 +1,4 @@
-"""Runs of encoder-decoders on pairs and on text infilling, against transformers' own losses and against one another."""
+"""Runs of encoder-decoders on pairs, against transformers' own losses and against one another."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from gqa_convert.training.objectives import check_input, choose_objective, possi
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.own_files import SIZES
-from tests.helpers.seq2seq import bart_tokenizer, language_tokenizer, model, words, write_pairs
+from tests.helpers.seq2seq import bart_tokenizer, language_tokenizer, model, write_pairs
 from tests.helpers.uptrain_runs import losses, metrics, run, weights
 
 SEQ2SEQ = sorted(kind for kind, sizes in SIZES.items() if "encoder_layers" in sizes or "d_kv" in sizes)
@@ -34,12 +34,10 @@ STEADY: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Pairs, running text, and a converted BART beside its source."""
+    """Pairs, and a converted BART beside its source."""
     folder = tmp_path_factory.mktemp("home")
     write_pairs(folder / "pairs.jsonl", 120)
     write_pairs(folder / "held-out.jsonl", 12, seed=1)
-    random = np.random.default_rng(0)
-    (folder / "text.txt").write_text("\n".join(words(random, 40) for _ in range(60)), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         converted(folder, "bart", bart_tokenizer())
@@ -57,12 +55,12 @@ def pairs(home: Path, name: str = "pairs", **keys: Any) -> dict[str, Any]:
 
 
 def tokenizer_for(kind: str) -> Any:
-    """As the family's own: with language codes, with sentinels, with a mask token or without any of them."""
+    """As the family's own: with language codes, with sentinels, or without either."""
     if kind in LANGUAGE_CODES:
         return language_tokenizer()
     if "d_kv" in SIZES[kind]:
         return span_tokenizer()
-    return bart_tokenizer(mask=kind in ("bart", "pegasus", "blenderbot"))
+    return bart_tokenizer()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SEQ2SEQ if kind != "whisper"])
@@ -100,38 +98,20 @@ def shifted_by_transformers(model: Any, labels: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-def test_the_loss_of_text_infilling_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
-    run(home, tmp_path / "run", model=str(home / "bart-gqa"), objective="text_infilling", tokens=90, tokens_per_step=90)
-    tokenizer = AutoTokenizer.from_pretrained(home / "bart-gqa")
-    samples = open_samples(
-        [str(home / "text.txt")], tokenizer, objective="text_infilling", sequence_length=32, decoder_start=1
-    )
-    assert samples.tokens_per_sample == 30
-    batch = {
-        name: torch.from_numpy(array) for name, array in samples.batch(range(3)).items() if name != "decoder_input_ids"
-    }
-    student, _ = load_model(home / "bart-gqa", torch.float32)
-    with torch.no_grad():
-        assert losses(tmp_path / "run") == [pytest.approx(float(student.eval()(**batch).loss), rel=1e-5)]
-
-
-def objective_keys(home: Path, objective: str) -> dict[str, Any]:
-    data: Any = pairs(home) if objective == "pairs" else str(home / "text.txt")
-    held_out: Any = pairs(home, "held-out") if objective == "pairs" else str(home / "text.txt")
+def pair_keys(home: Path) -> dict[str, Any]:
     return {
         "model": str(home / "bart-gqa"),
-        "data": data,
-        "objective": objective,
-        "evaluation_data": held_out,
+        "data": pairs(home),
+        "objective": "pairs",
+        "evaluation_data": pairs(home, "held-out"),
         "evaluation_tokens": 200,
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
 @pytest.mark.parametrize("distilled", [False, True])
-def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, objective: str, distilled: bool) -> None:
-    keys = objective_keys(home, objective) | STEADY | {"evaluate_every": 1}
+def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, distilled: bool) -> None:
+    keys = pair_keys(home) | STEADY | {"evaluate_every": 1}
     if distilled:
         keys |= {"teacher": str(home / "bart"), "distillation_weight": 0.5, "dropout": 0.1}
     run(home, tmp_path / "run", **keys, tokens=192)
@@ -146,7 +126,7 @@ def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, ob
     samples = open_samples(
         [keys["data"]],
         AutoTokenizer.from_pretrained(home / "bart-gqa"),
-        objective=objective,
+        objective="pairs",
         sequence_length=32,
         decoder_start=1,
     )
@@ -157,14 +137,13 @@ def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path, ob
     assert lines[-1]["tokens"] >= 384 > lines[-2]["tokens"]
 
 
-@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
-def test_micro_batches_do_not_matter(home: Path, tmp_path: Path, objective: str) -> None:
+def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
     """Labels are counted over the step, however it is cut: texts of different lengths, and a last micro-batch that is
     short.
     """
     expected: list[float] = []
     for size in (1, 2, 4):
-        keys = objective_keys(home, objective) | {
+        keys = pair_keys(home) | {
             "tokens_per_step": 150,
             "tokens": 450,
             "learning_rate": 1e-4,
@@ -178,10 +157,9 @@ def test_micro_batches_do_not_matter(home: Path, tmp_path: Path, objective: str)
     assert norms[0] == pytest.approx(norms[2], rel=2e-4)
 
 
-@pytest.mark.parametrize("objective", ["pairs", "text_infilling"])
-def test_a_short_run_lowers_the_loss(home: Path, tmp_path: Path, objective: str) -> None:
+def test_a_short_run_lowers_the_loss(home: Path, tmp_path: Path) -> None:
     keys = (
-        objective_keys(home, objective)
+        pair_keys(home)
         | STEADY
         | {"tokens": 60 * 256, "tokens_per_step": 256, "micro_batch_size": 8, "save_every": 100}
     )
@@ -192,7 +170,7 @@ def test_a_short_run_lowers_the_loss(home: Path, tmp_path: Path, objective: str)
 
 def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path) -> None:
     (tmp_path / "teacher").symlink_to(home / "bart-gqa")
-    keys = objective_keys(home, "pairs") | {"teacher": str(tmp_path / "teacher"), "teacher_dtype": "float32"}
+    keys = pair_keys(home) | {"teacher": str(tmp_path / "teacher"), "teacher_dtype": "float32"}
     run(home, tmp_path / "run", **keys)
     for line in metrics(tmp_path / "run"):
         assert line["loss"] == line["kl"] == pytest.approx(0, abs=1e-6)
@@ -216,13 +194,12 @@ def config_of(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)
-@pytest.mark.parametrize("tokenizer", ["own", "bare", "masked", "sentinels"])
+@pytest.mark.parametrize("tokenizer", ["own", "bare", "sentinels"])
 @pytest.mark.parametrize("converted_type", [False, True])
 def test_every_refusal_names_an_objective_that_is_accepted(kind: str, tokenizer: str, converted_type: bool) -> None:
     made = {
         "own": lambda: tokenizer_for(kind),
-        "bare": lambda: bart_tokenizer(mask=False),
-        "masked": bart_tokenizer,
+        "bare": bart_tokenizer,
         "sentinels": span_tokenizer,
     }[tokenizer]()
     family = FAMILIES[kind]
@@ -270,7 +247,7 @@ def test_decoders_are_told_what_they_can_do() -> None:
     base = {"model": "m", "output": "o", "tokens": "10M", "data": "d"}
     config, tokenizer = {"model_type": "llama"}, bart_tokenizer()
     assert choose_objective(make_recipe(base), config, tokenizer) == "causal"
-    for objective in ("span_corruption", "ul2", "text_infilling"):
+    for objective in ("span_corruption", "ul2"):
         with pytest.raises(
             RecipeError, match=f"objective is {objective} and m is a decoder-only model: use the objective causal"
         ):

@@ -43,7 +43,7 @@ def check_pairs(recipe: Recipe) -> None:
     speaking = [key for key, source in named if source.source_language is not None]
     if recipe.objective != "auto" and not OBJECTIVES[recipe.objective].marks_languages and speaking:
         raise RecipeError(
-            f"objective is {recipe.objective} and {speaking[0]} names source_language, which only pairs and text_infilling use: remove source_language"
+            f"objective is {recipe.objective} and {speaking[0]} names source_language, which only pairs use: remove source_language"
         )
 
 
