@@ -14,8 +14,11 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.records import versions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -73,6 +76,18 @@ def worker_times(
     return [json.loads(line) | {"engine": engine} for line in marked]
 
 
+def memory_bytes_per_second() -> float:
+    """The fastest of several passes over a buffer far larger than the processor's caches."""
+    nbytes = 1 << 29
+    buffer = torch.ones(nbytes // 4)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        buffer.sum()
+        seconds.append(time.perf_counter() - began)
+    return nbytes / min(seconds)
+
+
 def transformers_times(source: Path, paths: dict[int, Path], cells: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     """Times of transformers with this package's attention, the bytes of weights and cache, and the memory's bandwidth."""
     weights = {
@@ -82,17 +97,15 @@ def transformers_times(source: Path, paths: dict[int, Path], cells: tuple[tuple[
     bandwidths: list[float] = []
     bytes_ = {}
     for context, batch in cells:
-        options = BenchmarkOptions(
-            groups=tuple(paths), context=(context,), batch=(batch,), prefill=False, breakdown=True
-        )
+        options = BenchmarkOptions(groups=tuple(paths), context=(context,), batch=(batch,), prefill=False)
         measured = benchmark_model(source, options=options)
+        bandwidths.append(memory_bytes_per_second())
         for cell in measured.results:
             assert isinstance(cell.groups, int)
             middle = [cell.decode_ms_low, cell.decode_ms_per_token, cell.decode_ms_high]
             times.append(
                 {"engine": "transformers", "groups": cell.groups, "context": context, "batch": batch, "ms": middle}
             )
-            bandwidths.append(cell.memory_bytes_per_second or 0.0)
             bytes_[f"{cell.groups}-{context}-{batch}"] = [weights[cell.groups], cell.kv_bytes]
     return {"times": times, "memory_bytes_per_second": statistics.median(bandwidths), "bytes": bytes_}
 

@@ -51,15 +51,6 @@ def benchmark(
             show_default=False,
         ),
     ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            "--layers",
-            metavar="L",
-            help="Time a model of L layers with random weights, and estimate the whole model. Default: all layers.",
-            show_default=False,
-        ),
-    ] = None,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -73,9 +64,6 @@ def benchmark(
         bool,
         typer.Option("--prefill/--no-prefill", help="Fill the K/V cache by a timed prefill, or with random numbers."),
     ] = True,
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Also time attention alone, and compare it with the memory bandwidth.")
-    ] = False,
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", metavar="T", help="Tokens decoded per sample, for the time per sample.")
     ] = 128,
@@ -116,7 +104,7 @@ def benchmark(
 
       gqa-convert benchmark ./Llama-2-7b -n 1,8,32 --batch 1,8 --context 4096
       gqa-convert benchmark ./Llama-2-7b --memory 24GB --plot speed.png
-      gqa-convert benchmark --config config.json --layers 2 --breakdown --json
+      gqa-convert benchmark --config config.json --json
     """
     from gqa_convert.cli.console.benchmark import show_benchmark
     from gqa_convert.cli.console.progress import stage_progress
@@ -135,11 +123,9 @@ def benchmark(
         repetitions=repetitions,
         warm_up=warm_up,
         attention=attention,
-        layers=layers,
         dtype=dtype,
         device=device,
         prefill=prefill,
-        breakdown=breakdown,
         memory=byte_count(memory, "--memory"),
     )
     with stage_progress(quiet=quiet) as step:

@@ -185,9 +185,7 @@ def read_benchmark(content: object, path: Path) -> Benchmark:
         )
         for each in _some(file.results, path)
     )
-    cut = bool(file.layers and file.model_layers and file.layers != file.model_layers)
     details = [
-        f"{file.layers} of the model's {file.model_layers} layers" if cut else None,
         file.dtype,
         file.attention,
         _WEIGHTS.get(file.weights, f"{file.weights} weights") if file.weights else None,

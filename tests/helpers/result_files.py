@@ -88,7 +88,6 @@ def benchmark(
         "model": "source",
         "model_type": "llama",
         "layers": 2,
-        "model_layers": 2,
         "dtype": "float32",
         "heads": 12,
         "weights": "own",

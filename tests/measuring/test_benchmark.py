@@ -21,15 +21,13 @@ from gqa_convert.errors import (
     UnsupportedFamilyError,
 )
 from gqa_convert.families.loading import load_model
-from gqa_convert.families.table import find_family
 from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
-from gqa_convert.measuring.benchmark.breakdown import attention_modules, watched
 from gqa_convert.measuring.benchmark.cells import Cell, measure_cell
 from gqa_convert.measuring.benchmark.decoding import Decoder
 from gqa_convert.measuring.benchmark.memory import fitting
 from gqa_convert.measuring.benchmark.plot import lines
 from gqa_convert.measuring.benchmark.subject import open_subject
-from gqa_convert.measuring.benchmark.timing import HostClock, alternate, order, quartiles
+from gqa_convert.measuring.benchmark.timing import alternate, order, quartiles
 from gqa_convert.measuring.benchmark.versions import Version, make_versions, plan_versions
 from gqa_convert.measuring.results.schemas import BenchmarkFile
 from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, write_llama
@@ -163,8 +161,6 @@ def test_a_model_whose_layers_differ_runs_beside_numbers_for_all_layers(tmp_path
     assert [each.groups for each in plan_versions(subject, "float32", None)] == [1, 2, 3, 4, 6, 12, (12, 3, 1)]
     with pytest.raises(GroupsError, match="--groups 5 does not divide the 12 query heads"):
         plan_versions(subject, "float32", (5,))
-    with pytest.raises(OptionError, match="described one by one"):
-        benchmark_model(tmp_path / "list", options=options(layers=2))
 
 
 def test_steps_are_taken_back(tmp_path: Path) -> None:
@@ -284,7 +280,6 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
             "command",
             "model_type",
             "layers",
-            "model_layers",
             "dtype",
             "heads",
             "weights",
@@ -296,7 +291,6 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
         "command": ["gqa-convert", "benchmark"],
         "model_type": "llama",
         "layers": 2,
-        "model_layers": 2,
         "dtype": "float32",
         "heads": HEADS,
         "weights": "own",
@@ -309,7 +303,6 @@ def test_sweeps_and_the_contract(llama: Path, tmp_path: Path) -> None:
         )
         assert record["sample_ms"] == pytest.approx(record["prefill_ms"] + 20 * record["decode_ms_per_token"])
         assert record["decode_ms_low"] <= record["decode_ms_per_token"] <= record["decode_ms_high"]
-        assert "attention_ms_per_token" not in record
     json.dumps(result, allow_nan=False)
     assert [[record.groups for record in line] for line in lines(BenchmarkFile.read(result, "result")).values()] == [
         [3, 4, 12]
@@ -338,44 +331,6 @@ def test_defaults_are_the_divisors(llama: Path, tmp_path: Path) -> None:
     assert whole["results"][0]["context"] == 32  # half of the model's positions
 
 
-def test_fewer_layers_are_told_and_extrapolated(tmp_path: Path) -> None:
-    for model_type, whole in (("t5", 2), ("gemma2", 2), ("gpt_neo", 4)):
-        config = write_config(tmp_path, model_type)
-        result = benchmark_model(config=config / "config.json", options=options(layers=1, groups=(3, 12))).as_json()
-        assert (result["layers"], result["model_layers"], result["weights"]) == (1, whole, "random")
-        for record in result["results"]:
-            rest = record["decode_ms_per_token"] - record["layers_ms_per_token"]
-            assert record["estimated_decode_ms_per_token"] == pytest.approx(
-                rest + whole * record["layers_ms_per_token"]
-            )
-            assert record["layers_ms_per_token"] > record["attention_ms_per_token"] > 0
-        assert by_groups(result)[12]["kv_bytes"] == 4 * by_groups(result)[3]["kv_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "self_modules", "cross_modules"), [("llama", 2, 0), ("t5", 2, 2), ("gpt2", 3, 0)]
-)
-def test_hooks_find_the_decoders_attention(
-    tmp_path: Path, model_type: str, self_modules: int, cross_modules: int
-) -> None:
-    version = versions_of(write_config(tmp_path, model_type), (12,))[0]
-    family = find_family(version.plan.config["model_type"])
-    found = list(attention_modules(version.model, family))
-    assert [cross for _, _, cross in found].count(False) == self_modules
-    assert [cross for _, _, cross in found].count(True) == cross_modules
-    decoder = Decoder(version.model, 1, 5, 6 if model_type == "t5" else None)
-    decoder.fill()
-    with watched(version.model, family, HostClock()) as told:
-        decoder.step()
-        parts = told()
-    used = {"llama": 2 * 4 * 96 * 12 * 16, "t5": 2 * (4 + 2) * 96 * 12 * 16, "gpt2": 3 * (4 * 96 * 96 + 4 * 96)}
-    assert (
-        parts.projection_bytes == 4 * used[model_type]
-    )  # cross-attention's keys and values are cached, so that their maps rest
-    assert parts.seconds["layers"] > parts.seconds["self"] + parts.seconds["cross"] > parts.seconds["projections"] > 0
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in version.model.modules())
-
-
 def test_what_fits_a_budget(llama: Path) -> None:
     result = benchmark_model(llama, options=options(memory=1_000_000)).as_json()
     assert result["memory"]["bytes"] == 1_000_000
@@ -386,8 +341,6 @@ def test_what_fits_a_budget(llama: Path) -> None:
         assert record["weight_bytes"] == weights
         assert record["largest_batch"] == (1_000_000 - weights) // (7 * token)
         assert record["largest_context"] == min(64, (1_000_000 - weights) // token)
-    cut = by_groups(benchmark_model(llama, options=options(memory=1_000_000, layers=1)).as_json())
-    assert cut[3]["largest_batch"] == by_groups(result)[3]["largest_batch"]  # of the whole model
     found = fitting(1000, 400, 3.0, 2.0, batch=2, context=10, encoder_tokens=30, positions=None)
     assert (found.largest_batch, found.largest_context) == (600 // 90, (300 - 60) // 3)
 
@@ -401,8 +354,6 @@ def test_what_fits_a_budget(llama: Path) -> None:
         ({"groups": (0,)}, OptionError, "--groups 0"),
         ({"batch": (0, 1)}, OptionError, "--batch"),
         ({"context": (63,)}, OptionError, "64 positions"),
-        ({"layers": 3}, OptionError, "--layers 3: the model has 2"),
-        ({"layers": 0}, OptionError, "--layers 0"),
         ({"attention": "flash"}, OptionError, "--attention 'flash'"),
         ({"dtype": "int8"}, OptionError, "--dtype"),
         ({"device": "tpu"}, OptionError, "--device"),

@@ -33,16 +33,13 @@ def test_json_table_and_picture(tmp_path: Path) -> None:
         "-n",
         "3,12",
         *QUICK,
-        "--layers",
-        1,
         "--memory",
         "1MB",
-        "--breakdown",
         "--plot",
         plot,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    for word in ("random", "1 of 2 layers", "estimate", "floor", "batch 1, 6 tokens cached", str(plot)):
+    for word in ("random", "largest batch", "batch 1, 6 tokens cached", str(plot)):
         assert word in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
     quiet = run("benchmark", "--config", source, "-n", "3", *QUICK, "--quiet")

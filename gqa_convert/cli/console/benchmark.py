@@ -12,11 +12,10 @@ def show_benchmark(result: BenchmarkFile) -> None:
     """Print a table for each batch and context, with a row for each N and the speed relative to the model's own N."""
     console = stdout_console()
     machine = result.machine or Machine()
-    some = "" if result.layers == result.model_layers else f", {result.layers} of {result.model_layers} layers"
     console.print(
         styled(
             (result.model or "", "bold"),
-            f": {result.model_type}, {result.heads} query heads, {in_words(result.kv_heads or 0)} K/V heads{some}, {result.dtype}; "
+            f": {result.model_type}, {result.heads} query heads, {in_words(result.kv_heads or 0)} K/V heads, {result.dtype}; "
             f"{machine.processor}, {machine.device}, {result.threads} threads; attention: {result.attention}",
         ),
         soft_wrap=True,
@@ -35,16 +34,6 @@ def show_benchmark(result: BenchmarkFile) -> None:
         notes.append(
             f"largest batch and context: those that fit {size(result.memory.bytes or 0)}; {result.memory.assumed}"
         )
-    if any("attention_floor_ms_per_token" in each.model_fields_set for each in result.results):
-        notes.append(
-            "attention: the attention modules with their projections, timed in separate steps; floor: the time to read their weights and "
-            "the cache once at the memory bandwidth measured in between"
-        )
-    if some:
-        notes.append(
-            f"whole model: an estimate from the layers' measured time x {(result.model_layers or 0) / (result.layers or 1):g} and the measured rest; "
-            "prefill times are scaled by the same factor"
-        )
     for note in notes:
         print_note(note)
     if result.plot:
@@ -55,13 +44,10 @@ def _show_cell(records: list[TimedCell], result: BenchmarkFile) -> None:
     first = records[0]
     encoder = "" if first.encoder_tokens is None else f", {first.encoder_tokens} tokens of input"
     optional = {
-        "attention_ms_per_token": ("attention", ",.2f"),
-        "attention_floor_ms_per_token": ("floor", ",.2f"),
-        "estimated_decode_ms_per_token": ("whole model", ",.1f"),
-        "largest_batch": ("largest batch", ","),
-        "largest_context": ("largest context", ","),
+        "largest_batch": "largest batch",
+        "largest_context": "largest context",
     }
-    shown = {key: how for key, how in optional.items() if key in first.model_fields_set}
+    shown = {key: heading for key, heading in optional.items() if key in first.model_fields_set}
     headings = [
         "N",
         "ms/token",
@@ -71,7 +57,7 @@ def _show_cell(records: list[TimedCell], result: BenchmarkFile) -> None:
         "prefill",
         "sample",
         "K/V/token",
-        *(name for name, _ in shown.values()),
+        *shown.values(),
     ]
     rows = []
     own = next((each.decode_ms_per_token for each in records if each.groups == result.kv_heads), None)
@@ -86,7 +72,7 @@ def _show_cell(records: list[TimedCell], result: BenchmarkFile) -> None:
             number(each.prefill_ms, ".1f"),
             number(each.sample_ms, ",.0f"),
             _bytes(each.kv_bytes_per_token or 0) + ("" if cross is None else f" + {_bytes(cross)}"),
-            *(number(getattr(each, key), form) for key, (_, form) in shown.items()),
+            *(number(getattr(each, key), ",") for key in shown),
         ]
         rows.append(cells)
     console = stdout_console()

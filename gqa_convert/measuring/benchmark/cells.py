@@ -2,11 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
-from gqa_convert.families.table import family_of
-from gqa_convert.measuring.benchmark.breakdown import MemoryReader, Parts, watched
 from gqa_convert.measuring.benchmark.decoding import Decoder
 from gqa_convert.measuring.benchmark.options import LEAD, BenchmarkOptions
 from gqa_convert.measuring.benchmark.timing import Clock, alternate, clock_for, quartiles, timed
@@ -30,8 +27,6 @@ def measure_cell(
     cell: Cell,
     options: BenchmarkOptions,
     progress: Callable[[int, int], None],
-    *,
-    whole: float = 1.0,
     clock: Clock | None = None,
 ) -> list[TimedCell]:
     """Time all versions in alternation.
@@ -41,15 +36,12 @@ def measure_cell(
         cell: what is decoded.
         options: repetitions, steps and what is timed.
         progress: called with the number of turns taken and the number of all turns.
-        whole: ratio of the whole model's layers to the timed ones.
         clock: of the device.
 
     Returns:
         A result for each version.
     """
-    device = versions[0].model.device
-    clock = clock or clock_for(device)
-    breakdown = options.breakdown or whole != 1.0
+    clock = clock or clock_for(versions[0].model.device)
     decoders = [Decoder(version.model, cell.batch, cell.context, cell.encoder_tokens) for version in versions]
     prefills = min(_PREFILLS, options.repetitions) if options.prefill else 0
     total = len(versions) * (prefills + options.warm_up + options.repetitions)
@@ -66,60 +58,27 @@ def measure_cell(
     for decoder in decoders:
         decoder.fill()
     sizes = [decoder.cache_bytes() for decoder in decoders]
-    reader = MemoryReader(clock, device) if breakdown else None
-    turns = [
-        _turn(version, decoder, options.steps, clock, reader)
-        for version, decoder in zip(versions, decoders, strict=True)
-    ]
+    turns = [_turn(decoder, options.steps, clock) for decoder in decoders]
     measured = alternate(turns, options.repetitions, options.warm_up, done)
-    fastest = max((turn.bandwidth for each in measured for turn in each), default=0.0)
-    results = []
-    for version, (own_bytes, cross_bytes), seconds, each in zip(versions, sizes, filled, measured, strict=True):
-        record = _record(version, cell, options, own_bytes, cross_bytes, seconds, [turn.seconds for turn in each])
-        if breakdown:
-            record = record.model_copy(update=_broken_down(each, own_bytes + cross_bytes, fastest))
-        if whole != 1.0:
-            layers = quartiles([turn.parts.seconds["layers"] for turn in each])[1] * 1e3
-            record = record.model_copy(update=_estimated(record, layers, whole, options.new_tokens))
-        results.append(record)
-    return results
+    return [
+        _record(version, cell, options, own_bytes, cross_bytes, prefill, decode)
+        for version, (own_bytes, cross_bytes), prefill, decode in zip(versions, sizes, filled, measured, strict=True)
+    ]
 
 
-@dataclass
-class _Turn:
-    """Seconds per token, and what the hooks measured."""
-
-    seconds: float
-    parts: Parts
-    bandwidth: float
-
-
-def _turn(
-    version: Version, decoder: Decoder, steps: int, clock: Clock, reader: MemoryReader | None
-) -> Callable[[], _Turn]:
-    family = family_of(version.plan.config)
+def _turn(decoder: Decoder, steps: int, clock: Clock) -> Callable[[], float]:
+    """A call that takes a turn and returns its seconds per token."""
 
     def walk() -> None:
         for _ in range(steps):
             decoder.step()
 
-    def turn() -> _Turn:
+    def turn() -> float:
         for _ in range(LEAD):
             decoder.step()
         seconds = timed(clock, walk) / steps
         decoder.rewind()
-        if reader is None:
-            return _Turn(seconds, Parts(), 0.0)
-        for _ in range(LEAD):
-            decoder.step()
-        with ExitStack() as stack:
-            measured = stack.enter_context(watched(version.model, family, clock))
-            walk()
-            clock.wait()
-            parts = measured()
-        decoder.rewind()
-        parts.seconds = {part: whole / steps for part, whole in parts.seconds.items()}
-        return _Turn(seconds, parts, reader.bytes_per_second())
+        return seconds
 
     return turn
 
@@ -156,35 +115,3 @@ def _record(
     return record.model_copy(
         update={"encoder_tokens": cell.encoder_tokens, "cross_kv_bytes_per_encoder_token": crossed}
     )
-
-
-def _broken_down(turns: Sequence[_Turn], cache_bytes: int, bytes_per_second: float) -> dict[str, float]:
-    """Milliseconds per token of the attention modules, and the lower bound set by reading their weights and the cache
-    once.
-    """
-    middle = {
-        part: 1e3 * quartiles([turn.parts.seconds[part] for turn in turns])[1]
-        for part in ("self", "cross", "projections")
-    }
-    read = turns[0].parts.projection_bytes + cache_bytes
-    return {
-        "attention_ms_per_token": middle["self"] + middle["cross"],
-        "self_attention_ms_per_token": middle["self"],
-        "cross_attention_ms_per_token": middle["cross"],
-        "attention_projections_ms_per_token": middle["projections"],
-        "attention_bytes_read": read,
-        "attention_floor_ms_per_token": 1e3 * read / bytes_per_second,
-        "memory_bytes_per_second": bytes_per_second,
-    }
-
-
-def _estimated(record: TimedCell, layers_ms: float, whole: float, new_tokens: int) -> dict[str, float | None]:
-    """The times of the whole model: the layers' time grows with their number, the rest stays."""
-    assert record.decode_ms_per_token is not None
-    decode = record.decode_ms_per_token + (whole - 1.0) * layers_ms
-    prefill = None if record.prefill_ms is None else record.prefill_ms * whole
-    return {
-        "layers_ms_per_token": layers_ms,
-        "estimated_decode_ms_per_token": decode,
-        "estimated_sample_ms": None if prefill is None else prefill + new_tokens * decode,
-    }

@@ -41,16 +41,12 @@ class BenchmarkOptions:
     """Turns of each version before the timed ones."""
     attention: str | None = None
     """transformers' name of the attention function; by default `gqa`, this package's, where the model takes it."""
-    layers: int | None = None
-    """Number of layers to time, with random weights; None for all."""
     dtype: str | None = None
     """By default the checkpoint's dtype."""
     device: str | None = None
     """`cpu`, `cuda` or `cuda:1`; by default a GPU where there is one."""
     prefill: bool = True
     """Time the prefill, and fill the cache by it; without it the cache is filled with random keys and values."""
-    breakdown: bool = False
-    """Also time the attention modules separately, and measure the memory bandwidth."""
     memory: int | None = None
     """Budget in bytes for weights and K/V cache; with it, the largest batch and the longest context are reported."""
 
@@ -68,7 +64,6 @@ class BenchmarkOptions:
             "--steps": (self.steps, 1),
             "--repetitions": (self.repetitions, 1),
             "--warm-up": (self.warm_up, 0),
-            "--layers": (self.layers, 1),
             "--memory": (self.memory, 1),
         }
         for name, (value, bound) in least.items():

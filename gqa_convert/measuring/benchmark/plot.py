@@ -41,10 +41,8 @@ def draw_times(result: BenchmarkFile, path: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
-    whole = result.layers == result.model_layers
-    layers = "" if whole else f", {result.layers} of {result.model_layers} layers"
     processor = result.machine.processor if result.machine else None
-    figure.suptitle(f"{result.model} ({result.model_type}{layers}), {result.dtype}, {processor}", fontsize=9)
+    figure.suptitle(f"{result.model} ({result.model_type}), {result.dtype}, {processor}", fontsize=9)
     FigureCanvasAgg(figure)
     save_picture(figure, path)
 

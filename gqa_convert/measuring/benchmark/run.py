@@ -18,7 +18,6 @@ from gqa_convert.measuring.benchmark.options import ATTENTIONS, CONTEXT, DTYPES,
 from gqa_convert.measuring.benchmark.subject import (
     Subject,
     UnknownAttentionError,
-    cut,
     decoder_layers,
     open_subject,
     transformers_config,
@@ -71,10 +70,8 @@ def benchmark_model(
     picture = None if plot is None else local_path(plot)
     if picture is not None:
         check_picture(picture)
-    whole = open_subject(model, config, revision)
-    layers = decoder_layers(transformers_config(whole.config, whole.name))
-    subject = whole if options.layers is None else cut(whole, options.layers)
-    dtype = _dtype(whole, options.dtype)
+    subject = open_subject(model, config, revision)
+    dtype = _dtype(subject, options.dtype)
     planned = plan_versions(subject, dtype, options.groups)
     context, encoder_tokens, positions = _lengths(subject, options)
     device = torch.device(chosen_device(options.device))
@@ -82,8 +79,7 @@ def benchmark_model(
     if options.memory is not None:
         from gqa_convert.measuring.benchmark.memory import check_budget
 
-        full = planned if subject is whole else plan_versions(whole, dtype, options.groups)
-        weight_bytes = {each.groups: each.plan.weight_bytes_after for each in full}
+        weight_bytes = {each.groups: each.plan.weight_bytes_after for each in planned}
         check_budget(options.memory, weight_bytes)
     with _memory_explained():
         return _measure(
@@ -95,7 +91,6 @@ def benchmark_model(
             positions=positions,
             dtype=dtype,
             device=device,
-            model_layers=layers,
             weight_bytes=weight_bytes,
             picture=picture,
             command=command,
@@ -113,7 +108,6 @@ def _measure(
     positions: int | None,
     dtype: str,
     device: Any,
-    model_layers: int,
     weight_bytes: dict[KVHeads, int],
     picture: Path | None,
     command: list[str] | None,
@@ -127,7 +121,6 @@ def _measure(
     progress("building models", 0, 1)
     versions, own, used = _versions(subject, planned, options.attention, getattr(torch, dtype), device)
     progress("building models", 1, 1)
-    layers = decoder_layers(versions[0].model.config)
     cells = [Cell(batch, tokens, encoder_tokens) for batch, tokens in itertools.product(options.batch, context)]
     for cell in cells:
         check_room(
@@ -143,17 +136,15 @@ def _measure(
         def step(done: int, total: int, number: int = number) -> None:
             progress("timing", number * total + done, len(cells) * total)
 
-        for version, record in zip(
-            versions, measure_cell(versions, cell, options, step, whole=model_layers / layers), strict=True
-        ):
+        for version, record in zip(versions, measure_cell(versions, cell, options, step), strict=True):
             if options.memory is not None:
                 from gqa_convert.measuring.benchmark.memory import fitting
 
                 fit = fitting(
                     options.memory,
                     weight_bytes[version.groups],
-                    (record.kv_bytes_per_token or 0.0) * model_layers / layers,
-                    (record.cross_kv_bytes_per_encoder_token or 0.0) * model_layers / layers,
+                    record.kv_bytes_per_token or 0.0,
+                    record.cross_kv_bytes_per_encoder_token or 0.0,
                     batch=cell.batch,
                     context=cell.context,
                     encoder_tokens=encoder_tokens or 0,
@@ -166,8 +157,7 @@ def _measure(
     result = BenchmarkFile(
         model=subject.name,
         model_type=plan.family.model_type,
-        layers=layers,
-        model_layers=model_layers,
+        layers=decoder_layers(versions[0].model.config),
         dtype=dtype,
         heads=plan.heads,
         kv_heads=planned[-1].groups if plan.family.is_layerwise else plan.source_kv_heads,
@@ -255,5 +245,5 @@ def _memory_explained() -> Any:
         if not is_out_of_memory(problem):
             raise
         raise DeviceMemoryError(
-            f"the memory does not suffice ({problem}): time fewer --groups, a smaller --batch or --context, or fewer --layers"
+            f"the memory does not suffice ({problem}): time fewer --groups, or a smaller --batch or --context"
         ) from None

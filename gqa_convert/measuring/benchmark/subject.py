@@ -1,4 +1,4 @@
-"""The model that is timed: a checkpoint or a config alone, whole or cut to fewer layers."""
+"""The model that is timed: a checkpoint or a config alone."""
 
 import copy
 from collections.abc import Iterator
@@ -25,8 +25,6 @@ from gqa_convert.families.loading import auto_class, check_language_model
 from gqa_convert.families.table import family_of
 
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
-_ENCODER_LAYERS = ("num_layers", "num_hidden_layers", "encoder_layers")
-"""Config attributes that count layers; a cut is made in all of them."""
 NEEDS_HEAD = "benchmark decodes with one; time the same shapes with --config in the place of MODEL"
 """Advice for a checkpoint that was saved without its language-model head."""
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -42,7 +40,7 @@ class Subject:
 
     name: str
     config: JsonObject
-    """The config.json of the whole model."""
+    """The content of its config.json."""
     folder: Path | None
     """The folder with its weights, None for random ones."""
 
@@ -123,40 +121,6 @@ def decoder_layers(config: Any) -> int:
     """The number of decoder layers of a transformers config."""
     inner = config.get_text_config(decoder=True)
     return next(int(value) for name in _DECODER_LAYERS if isinstance(value := getattr(inner, name, None), int))
-
-
-def cut(subject: Subject, layers: int) -> Subject:
-    """The model cut to its first layers, in the encoder too, and without its weights.
-
-    Raises:
-        OptionError: the model has fewer layers, or its config can't be cut.
-    """
-    whole = transformers_config(subject.config, subject.name)
-    count = decoder_layers(whole)
-    if layers > count:
-        raise OptionError(f"--layers {layers}: the model has {count}: give that or fewer")
-    config = copy.deepcopy(subject.config)
-    names = type(whole).attribute_map
-    for name in {*_DECODER_LAYERS, *_ENCODER_LAYERS}:
-        stated = getattr(whole, name, None)
-        if isinstance(stated, int):
-            config[names.get(name, name)] = min(layers, stated)
-            if names.get(name, name) != name:
-                config.pop(name, None)
-    for key, value in config.items():
-        if isinstance(value, list) and len(value) == count and key.endswith(("types", "type", "layers")):
-            config[key] = value[:layers]
-    result = Subject(subject.name, config, None)
-    try:
-        differ = family_of(config).is_layerwise  # some layers do not stand for the others
-        found = 0 if differ else decoder_layers(transformers_config(config, subject.name))
-    except ConfigError:
-        found = 0
-    if found != layers:
-        raise OptionError(
-            f"--layers {layers}: the layers of this {config.get('model_type')} are described one by one: leave it out"
-        )
-    return result
 
 
 @contextmanager

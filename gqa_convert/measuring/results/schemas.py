@@ -132,16 +132,6 @@ class TimedCell(Stored):
     cross_kv_bytes_per_encoder_token: Number = None
     kv_bytes: Number = None
     repetitions: Count = None
-    attention_ms_per_token: Number = None
-    self_attention_ms_per_token: Number = None
-    cross_attention_ms_per_token: Number = None
-    attention_projections_ms_per_token: Number = None
-    attention_bytes_read: Number = None
-    attention_floor_ms_per_token: Number = None
-    memory_bytes_per_second: Number = None
-    layers_ms_per_token: Number = None
-    estimated_decode_ms_per_token: Number = None
-    estimated_sample_ms: Number = None
     weight_bytes: Count = None
     largest_batch: Count = None
     largest_context: Count = None
@@ -160,7 +150,6 @@ class BenchmarkFile(Head):
     model: Text = None
     model_type: Text = None
     layers: Count = None
-    model_layers: Count = None
     dtype: Text = None
     heads: Count = None
     kv_heads: StatedGroups = None
