@@ -1,4 +1,4 @@
-"""What each method loses on a real model: SmolLM2-135M-Instruct with 3 K/V heads.
+"""What each method loses on a real model: SmolLM2-135M-Instruct, whose 3 K/V heads are merged into one.
 
     python -m benchmarks.real --folder FOLDER [--methods mean fit] [--seeds 0 1 2] [--quick]
 
@@ -8,10 +8,9 @@ FOLDER contains the model and the text, which are made once:
     python -m benchmarks.real.make_source FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
 
-Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length,
-retrieval of needles and two tasks. Scores that the output has already are not measured again, so a killed command
-resumes when it is repeated. `python -m benchmarks.real.decoding` measures decode speed, and
-`python -m benchmarks.real.report` writes the tables of docs/real-model.md.
+Each cell is a conversion and its scores: loss and divergence from the source by kind of text and window length, and
+retrieval of needles. Scores that the output has already are not measured again, so a killed command
+resumes when it is repeated. `python -m benchmarks.real.report` writes the tables of docs/real-model.md.
 """
 
 import argparse
@@ -28,16 +27,15 @@ import torch
 from benchmarks.records import Cell, Records
 from gqa_convert.families.loading import load_model, load_tokenizer
 
-from .choice import tasks
 from .conversions import METHODS, Conversion, Job, converted, discard
 from .documents import MIXED, held_out_blocks, read_documents
-from .folders import DEFAULT_FOLDER, KV_HEADS, SMOLLM2, TARGET, model_folder, scratch, text_file
+from .folders import DEFAULT_FOLDER, GROUPS, SMOLLM2, model_folder, scratch, text_file
 from .needle import LENGTHS, retrieve, sentences
 from .scores import Reference, score
 from .text import KINDS
 
 OUTPUT = Path("docs/results/real.json")
-PARTS = ("loss", "needle", "choice")
+PARTS = ("loss", "needle")
 QUICK_TOKENS = 1024
 
 
@@ -46,13 +44,12 @@ class Bench:
 
     Args:
         folder: the benchmark's folder.
-        model: name of the source.
         weights: fingerprint of the source, part of the names of cached files.
         options: the command's.
     """
 
-    def __init__(self, folder: Path, model: str, weights: str, options: argparse.Namespace) -> None:
-        self._folder, self._source, self._weights, self._options = folder, model_folder(folder, model), weights, options
+    def __init__(self, folder: Path, weights: str, options: argparse.Namespace) -> None:
+        self._folder, self._source, self._weights, self._options = folder, model_folder(folder), weights, options
         self._tokenizer = load_tokenizer(self._source)
 
     def load(self, folder: Path) -> Any:
@@ -69,10 +66,6 @@ class Bench:
         """Drop the source from memory."""
         self.__dict__.pop("_source_model", None)
         gc.collect()
-
-    @cached_property
-    def _prose(self) -> list[str]:
-        return list(read_documents(text_file(self._folder, "prose", "held-out")))
 
     def _encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -110,15 +103,9 @@ class Bench:
                     save()
                 continue
             whole = self._source_model if model is None else model
-            if part == "needle":
-                filler = sentences(self._prose)
-                found = retrieve(whole, filler, self._encode, self._options.needle_lengths, self._options.haystacks)
-                scores["needle"] = {length: asdict(each) for length, each in found.items()}
-            else:
-                texts = self._prose
-                scores["choice"] = {
-                    name: asdict(each) for name, each in tasks(whole, texts, self._encode, self._options.items).items()
-                }
+            filler = sentences(list(read_documents(text_file(self._folder, "prose", "held-out"))))
+            found = retrieve(whole, filler, self._encode, self._options.needle_lengths, self._options.haystacks)
+            scores["needle"] = {length: asdict(each) for length, each in found.items()}
             save()
 
     def _loss(self, model: Any, kind: str, window: int) -> Cell | None:
@@ -142,13 +129,11 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             if not method.calibrated and number:
                 continue
             text = (options.calibration, options.calibration_tokens, seed) if method.calibrated else (None,) * 3
-            yield Job(*TARGET, method.name, *text)
+            yield Job(SMOLLM2, GROUPS, method.name, *text)
 
 
-def measure_source(bench: Bench, records: Records, model: str) -> None:
-    known = records.data["models"][model]
-    scores = known.setdefault("scores", {})
-    known["kv_heads"] = KV_HEADS[model]
+def measure_source(bench: Bench, records: Records) -> None:
+    scores = records.data["models"][SMOLLM2].setdefault("scores", {})
     if bench.missing(scores):
         bench.measure(scores, None, records.write)
         bench.free()
@@ -183,7 +168,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="held-out tokens per kind of text and window (default: 8192)")
     parser.add_argument("--windows", nargs="+", type=int, help="window lengths (default: 512 2048)")
     parser.add_argument("--haystacks", type=int, help="texts per length, with five needles each (default: 4)")
-    parser.add_argument("--items", type=int, help="of each task (default: 64)")
     parser.add_argument("--calibration", choices=(MIXED, "prose", "code"), default=MIXED, help="kind of text (mixed)")
     parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of scoring (float32)")
@@ -198,23 +182,21 @@ def parsed() -> argparse.Namespace:
     options.windows = options.windows or ([512] if quick else [512, 2048])
     options.haystacks = options.haystacks or (1 if quick else 4)
     options.needle_lengths = LENGTHS[:1] if quick else LENGTHS
-    options.items = options.items or (4 if quick else 64)
     return options
 
 
 def main() -> None:
     options = parsed()
     folder = options.folder
-    source = model_folder(folder, SMOLLM2)
+    source = model_folder(folder)
     if not source.is_dir():
         sys.exit(f"{source} is missing: make it with python -m benchmarks.real.make_source {source}")
     records = Records(options.output, Job._fields)
     records.begin("benchmarks.real", options.tokens)
     if records.data.setdefault("dtype", options.dtype) != options.dtype:
         sys.exit(f"{options.output} was scored in {records.data['dtype']}: give that --dtype, or name another --output")
-    known = records.model(SMOLLM2, source)
-    bench = Bench(folder, SMOLLM2, known["weights"], options)
-    measure_source(bench, records, SMOLLM2)
+    bench = Bench(folder, records.model(SMOLLM2, source)["weights"], options)
+    measure_source(bench, records)
     for job in jobs(options):
         measure_job(bench, records, job, folder)
 

@@ -107,7 +107,7 @@ def converted(job: Job, folder: Path) -> Conversion:
         text = _calibration(job, method, folder)
         options: dict[str, Any] = {} if text is None else _arguments(text)
         convert_checkpoint(
-            model_folder(folder, job.model),
+            model_folder(folder),
             out,
             job.groups,
             method=method.method,

@@ -1,25 +1,15 @@
 """The model that is converted, and where everything lies in the benchmark's folder."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 DEFAULT_FOLDER = Path("~/.cache/gqa-convert/real")
 SMOLLM2 = "smollm2"
+GROUPS = 1
+"""The number of K/V heads that the model, which has 3, is converted to."""
 
 
-class Target(NamedTuple):
-    """A source and the number of K/V heads that it is converted to."""
-
-    model: str
-    groups: int
-
-
-KV_HEADS = {SMOLLM2: 3}
-TARGET = Target(SMOLLM2, 1)
-
-
-def model_folder(folder: Path, model: str) -> Path:
-    return folder / model
+def model_folder(folder: Path) -> Path:
+    return folder / SMOLLM2
 
 
 def text_file(folder: Path, kind: str, part: str) -> Path:

@@ -17,23 +17,19 @@ from benchmarks.records import Cell
 
 from .__main__ import OUTPUT
 from .conversions import METHODS
-from .decoding import OUTPUT as DECODING
-from .error_sites import OUTPUT as SITES
-from .folders import KV_HEADS, SMOLLM2, Target
+from .folders import SMOLLM2
 from .needle import DEPTHS
 from .text import KINDS
 from .uptraining import OUTPUT as UPTRAINING
 
 PAGE = Path("docs/real-model.md")
-NAMES = {SMOLLM2: "SmolLM2-135M"}
 MISSING = "Not measured yet."
 Data = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A target with one method and amount of calibration text, and the cells of its seeds."""
+    """One method with one amount of calibration text, and the cells of its seeds."""
 
-    target: Target
     method: str
     calibration: str | None
     calibration_tokens: int | None
@@ -42,23 +38,23 @@ class Row(NamedTuple):
 
 def rows(data: Data) -> list[Row]:
     """Every combination that has been measured, in the order of methods."""
-    found: dict[tuple[Target, str, str | None, int | None], list[Cell]] = {}
+    found: dict[tuple[str, str | None, int | None], list[Cell]] = {}
     for cell in data["cells"]:
-        key = (Target(cell["model"], cell["groups"]), cell["method"], cell["calibration"], cell["calibration_tokens"])
+        key = (cell["method"], cell["calibration"], cell["calibration_tokens"])
         found.setdefault(key, []).append(cell)
     order = list(METHODS)
-    keys = sorted(found, key=lambda key: (order.index(key[1]), key[2] or "", key[3] or 0))
+    keys = sorted(found, key=lambda key: (order.index(key[0]), key[1] or "", key[2] or 0))
     return [Row(*key, found[key]) for key in keys]
 
 
+def source_scores(data: Data) -> Cell:
+    found: Cell = data["models"].get(SMOLLM2, {}).get("scores", {})
+    return found
+
+
 def windows(data: Data) -> list[str]:
-    """The window lengths of the sources' scores, ascending."""
-    found = {
-        window
-        for known in data["models"].values()
-        for each in known.get("scores", {}).get("loss", {}).values()
-        for window in each
-    }
+    """The window lengths of the source's scores, ascending."""
+    found = {window for each in source_scores(data).get("loss", {}).values() for window in each}
     return sorted(found, key=int)
 
 
@@ -98,19 +94,18 @@ def found_needles(cells: list[Cell]) -> str:
 
 
 def results_table(data: Data) -> str:
-    """One row per model, number of heads and method, at the window length of the most rows."""
+    """One row per method, at the window length of the most rows."""
     known = windows(data)
     if not data["cells"] or not known:
         return MISSING
     window = max(known, key=lambda each: (sum(bool(losses(cell, KINDS[0], each)) for cell in data["cells"]), int(each)))
     lines = []
     for row in rows(data):
-        source = data["models"][row.target.model]["scores"]
         line = [row.method, " to ".join(f"{each:.1f}" for each in _ends(cell["minutes"] for cell in row.cells))]
         line += [_before_and_after(data, row, kind, window) for kind in KINDS]
         line += [with_error(row, kind, window, "kl") for kind in KINDS]
         needles = found_needles(row.cells)
-        lines.append([*line, f"{found_needles([source])} -> {needles}" if needles else ""])
+        lines.append([*line, f"{found_needles([source_scores(data)])} -> {needles}" if needles else ""])
     header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "needles"]
     return f"Windows of {int(window):,} tokens:\n\n{table(header, lines)}"
 
@@ -123,12 +118,12 @@ def _ends(values: Iterable[float]) -> list[float]:
 
 def _before_and_after(data: Data, row: Row, kind: str, window: str) -> str:
     """The source's loss, the mean over seeds, and the share of mean pooling's gap that is closed."""
-    before = losses(data["models"][row.target.model]["scores"], kind, window)
+    before = losses(source_scores(data), kind, window)
     after = over_seeds(row.cells, _of(kind, window, "loss"))
     if not before or not after:
         return ""
     text = f"{before['loss']:.3f} -> {statistics.mean(after):.3f}"
-    pooled = [cell for each in rows(data) if each.target == row.target and each.method == "mean" for cell in each.cells]
+    pooled = [cell for cell in data["cells"] if cell["method"] == "mean"]
     gap = over_seeds(pooled, _of(kind, window, "excess"))
     if not gap or not gap[0] or row.method == "mean":
         return text
@@ -178,8 +173,7 @@ def positions_table(data: Data) -> str:
 
 def _all_rows(data: Data) -> list[tuple[str, list[Cell]]]:
     """The source and then the results, each with its cells."""
-    sources = [("source", [known["scores"]]) for known in data["models"].values() if "scores" in known]
-    return sources + [(row.method, row.cells) for row in rows(data)]
+    return [("source", [source_scores(data)]), *((row.method, row.cells) for row in rows(data))]
 
 
 def needle_table(data: Data) -> str:
@@ -221,20 +215,6 @@ def training_table(data: Data) -> str:
     return table(["method", "KL after so many steps", "at the end"], lines) if lines else MISSING
 
 
-def choice_table(data: Data) -> str:
-    lines = []
-    for label, cells in _all_rows(data):
-        each = [cell["choice"] for cell in cells if "choice" in cell]
-        if each:
-            shown = []
-            for name in ("continuation", "cloze"):
-                share = statistics.mean(cell[name]["accuracy"] for cell in each)
-                error = statistics.mean(cell[name]["error"] for cell in each)
-                shown.append(f"{100 * share:.1f}% ± {100 * error:.1f}")
-            lines.append([label, *shown])
-    return table(["method", "continuation", "cloze"], lines) if lines else MISSING
-
-
 def uptraining_table(uptraining: Data) -> str:
     """What uptraining adds to a conversion, by starting point, number of tokens and objective."""
     if not uptraining:
@@ -264,109 +244,30 @@ def uptraining_table(uptraining: Data) -> str:
     return table(header, lines)
 
 
-class StepTimes(NamedTuple):
-    """A length of the context and a size of the batch; values by K/V heads."""
-
-    context: int
-    batch: int
-    cache_bytes: dict[int, int]
-    ms: dict[str, dict[int, float]]
-    """Medians, by engine."""
-    floor_ms: dict[int, float]
-    """What reading the weights and the cache once would take."""
-
-
-def step_times(decoding: Data) -> list[StepTimes]:
-    """What the file of `benchmarks.real.decoding` says, by cell."""
-    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
-    for time in decoding["times"]:
-        engines = found.setdefault((time["context"], time["batch"]), {})
-        engines.setdefault(time["engine"], {})[time["groups"]] = statistics.median(time["ms"])
-    cells = []
-    for (context, batch), engines in found.items():
-        groups = sorted({count for times in engines.values() for count in times}, reverse=True)
-        read = {count: decoding["bytes"][f"{count}-{context}-{batch}"] for count in groups}
-        floors = {count: sum(each) / decoding["memory_bytes_per_second"] * 1000 for count, each in read.items()}
-        cells.append(StepTimes(context, batch, {count: each[1] for count, each in read.items()}, engines, floors))
-    return cells
-
-
-def decoding_table(decoding: Data) -> str:
-    """Milliseconds of a step by engine, and what the bytes that a step reads would allow."""
-    if not decoding:
-        return MISSING
-    lines = []
-    cells = step_times(decoding)
-    many, few = max(cells[0].cache_bytes), min(cells[0].cache_bytes)
-    for cell in cells:
-        for engine, times in [*cell.ms.items(), ("bytes read / bandwidth", cell.floor_ms)]:
-            lines.append(
-                [
-                    f"{cell.context:,}",
-                    str(cell.batch),
-                    f"{cell.cache_bytes[many] / 1e6:,.0f} -> {cell.cache_bytes[few] / 1e6:,.0f}",
-                    engine,
-                    f"{times[many]:.1f} -> {times[few]:.1f}",
-                    f"{times[many] / times[few]:.2f}",
-                ]
-            )
-    header = ["tokens in the cache", "batch", "K/V cache, MB", "engine", "ms per step", "times as fast"]
-    absent = "".join(f" Not measured: {engine} ({why})." for engine, why in decoding["not_measured"].items())
-    known = ", ".join(f"{name} {version}" for name, version in decoding["versions"].items())
-    return f"{table(header, lines)}\n\nMedians; {many} -> {few} K/V heads; {known}.{absent}"
-
-
 def sources_table(data: Data) -> str:
     lines = []
-    for name, known in data["models"].items():
-        if "scores" not in known:
-            continue
-        scored = [[losses(known["scores"], kind, window) for kind in KINDS] for window in windows(data)]
-        for window, each in zip(windows(data), scored, strict=True):
-            shown = [f"{found['loss']:.3f} ± {found['loss_error'] or 0:.3f}" if found else "" for found in each]
-            lines.append([NAMES[name], str(KV_HEADS[name]), f"{int(window):,}", *shown])
-    return table(["model", "K/V heads", "window", *KINDS], lines) if lines else MISSING
+    for window in windows(data):
+        scored = [losses(source_scores(data), kind, window) for kind in KINDS]
+        shown = [f"{found['loss']:.3f} ± {found['loss_error'] or 0:.3f}" if found else "" for found in scored]
+        lines.append([f"{int(window):,}", *shown])
+    return table(["window", *KINDS], lines) if lines else MISSING
 
 
-def sites_table(sites: Data) -> str:
-    """Where a result's errors are by rotary frequency, over all layers."""
-    if not sites:
-        return MISSING
-    bands = []
-    named = [(f"{band['first']} to {band['last']}", f"{band['wavelength']:,.0f}") for band in sites["bands"]]
-    for number, (pairs, wavelength) in enumerate([*named, ("all", "")]):
-        signal, errors = (
-            statistics.mean(layer[each][number] for layer in sites["layers"]) for each in ("signal", "errors")
-        )
-        bands.append([pairs, wavelength, f"{signal:.2f}", f"{errors:.2f}", f"{errors / signal:.2f}"])
-    over = ["rotary pairs", "positions of a turn, at most", "spread of the source's scores", "of their errors", "ratio"]
-    measured = f"{sites['method']}, seed {sites['seed']}, {sites['tokens']:,} held-out tokens of {sites['kind']}"
-    return f"{measured}; KL of all layers together: {sites['kl']:.3f}.\n\n{table(over, bands)}"
-
-
-def blocks(data: Data, decoding: Data, uptraining: Data, sites: Data) -> dict[str, str]:
+def blocks(data: Data, uptraining: Data) -> dict[str, str]:
     """The text of every block of the page.
 
     Args:
         data: content of the file of `benchmarks.real`.
-        decoding: content of the file of `benchmarks.real.decoding`; empty if there is none.
-        uptraining: likewise of `benchmarks.real.uptraining`.
-        sites: likewise of `benchmarks.real.error_sites`.
+        uptraining: content of the file of `benchmarks.real.uptraining`; empty if there is none.
     """
-    made: dict[str, Callable[[Data], str]] = {
-        "results": results_table,
-        "sources": sources_table,
-        "windows": windows_table,
-        "positions": positions_table,
-        "training": training_table,
-        "needles": needle_table,
-        "tasks": choice_table,
-    }
-    found = {name: make(data) for name, make in made.items()}
-    return found | {
-        "decoding": decoding_table(decoding),
+    return {
+        "results": results_table(data),
+        "sources": sources_table(data),
+        "windows": windows_table(data),
+        "positions": positions_table(data),
+        "training": training_table(data),
+        "needles": needle_table(data),
         "uptraining": uptraining_table(uptraining),
-        "sites": sites_table(sites),
     }
 
 
@@ -377,10 +278,8 @@ def main() -> None:
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text(encoding="utf-8"))
     page = arguments.page.read_text(encoding="utf-8") if arguments.page.is_file() else ""
-    others = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in (DECODING, UPTRAINING, SITES)
-    )
-    for name, text in blocks(data, *others).items():
+    uptraining = json.loads(UPTRAINING.read_text(encoding="utf-8")) if UPTRAINING.is_file() else {}
+    for name, text in blocks(data, uptraining).items():
         page = filled(page, name, text)
     arguments.page.write_text(page, encoding="utf-8")
 

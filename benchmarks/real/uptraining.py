@@ -23,7 +23,7 @@ from . import conversions
 from .__main__ import Bench
 from .conversions import METHODS, Stopwatch, converted
 from .documents import MIXED, calibration_file
-from .folders import DEFAULT_FOLDER, SMOLLM2, TARGET, model_folder, scratch
+from .folders import DEFAULT_FOLDER, GROUPS, SMOLLM2, model_folder, scratch
 from .needle import LENGTHS
 
 OUTPUT = Path("docs/results/real-uptraining.json")
@@ -60,7 +60,7 @@ def recipe(job: Job, folder: Path, rate: float | None) -> dict[str, Any]:
         "model": str(start(job, folder)),
         "output": str(scratch(folder, "uptrained", "-".join(map(str, job)))),
         "data": str(calibration_file(folder, MIXED)),
-        **({"teacher": str(model_folder(folder, job.model))} if job.objective == "kl" else {}),
+        **({"teacher": str(model_folder(folder))} if job.objective == "kl" else {}),
         "tokens": job.tokens,
         "tokens_per_step": TOKENS_PER_STEP,
         "sequence_length": SEQUENCE_LENGTH,
@@ -136,14 +136,14 @@ def main() -> None:
     )
     records = Records(options.output, Job._fields)
     records.begin("benchmarks.real.uptraining", HELD_OUT_TOKENS)
-    known = records.model(SMOLLM2, model_folder(folder, SMOLLM2))
-    bench = Bench(folder, SMOLLM2, known["weights"], scored)
+    known = records.model(SMOLLM2, model_folder(folder))
+    bench = Bench(folder, known["weights"], scored)
     bench.measure(known.setdefault("scores", {}), None, records.write)
     bench.free()
     for seed in options.seeds:
         for tokens in options.tokens:
             for name in options.starts:
-                job = Job(*TARGET, name, tokens, seed, options.objective)
+                job = Job(SMOLLM2, GROUPS, name, tokens, seed, options.objective)
                 measure(job, bench, records, folder, options.learning_rate)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.real.choice import CHOICES, CONTEXT, CONTINUATION, accuracy, cloze_items, continuation_questions
 from benchmarks.real.conversions import Job, Stopwatch
 from benchmarks.real.documents import calibration_file, cut_blocks
 from benchmarks.real.needle import CITIES, DEPTHS, make_haystack, matches, places, statement, summarise
@@ -111,25 +110,6 @@ def test_a_model_that_copies_finds_every_needle() -> None:
     assert (none.found, none.digits) == (0.0, 0.5)
 
 
-def test_questions_have_one_right_choice_from_the_same_document() -> None:
-    documents = [list(range(start, start + 600)) for start in (0, 10_000)]
-    for question in continuation_questions(documents, 20):
-        assert len(question.context) == CONTEXT
-        assert [len(choice) for choice in question.choices] == [CONTINUATION] * CHOICES
-        follows = [choice[0] == question.context[-1] + 1 for choice in question.choices]
-        assert follows.index(True) == question.right
-        assert sum(follows) == 1
-    assert accuracy([True, False, True, True]).accuracy == 0.75
-
-
-def test_cloze_items_end_before_the_last_word() -> None:
-    paragraph = " ".join(["word"] * 50) + " ending."
-    items = cloze_items([f"Heading\n\n{paragraph}\n\n{paragraph}"], characters, 1)
-    ((context, word),) = items
-    assert written(word) == " ending"
-    assert written(context) == " ".join(["word"] * 50)
-
-
 def test_a_stopwatch_continues_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "watch.json"
     path.write_text(json.dumps({"wall": 120.0, "processor": 60.0}))
@@ -194,8 +174,7 @@ def loss(value: float, kl: float) -> dict[str, Any]:
 
 def test_the_report_has_a_row_for_each_method() -> None:
     needle = {"512": {"needles": 5, "found": 0.8, "found_error": 0.1, "by_depth": [1.0] * 5, "digits": 0.9}}
-    choice = {name: {"items": 4, "accuracy": 0.5, "error": 0.25} for name in ("continuation", "cloze")}
-    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle, "choice": choice}
+    scores = {"loss": {"prose": {"512": loss(3.0, 0.0)}, "chat": {"512": None}}, "needle": needle}
     fit = Job("smollm2", 1, "fit", "mixed", None, 0)._asdict()
     measured = {
         "minutes": 9.0,
@@ -211,18 +190,8 @@ def test_the_report_has_a_row_for_each_method() -> None:
     }
     data = {
         "commands": [["python", "-m", "benchmarks.real"]],
-        "models": {"smollm2": {"kv_heads": 3, "scores": scores}},
+        "models": {"smollm2": {"scores": scores}},
         "cells": [mean, fit | measured, fit | measured | {"seed": 1, "loss": {"prose": {"512": loss(3.4, 0.4)}}}],
-    }
-    decoding = {
-        "versions": {"torch": "2.13.0"},
-        "not_measured": {"vLLM": "not installed"},
-        "memory_bytes_per_second": 1e10,
-        "bytes": {"1-512-1": [8e6, 2e6], "3-512-1": [9e6, 6e6]},
-        "times": [
-            {"engine": "llama.cpp", "groups": groups, "context": 512, "batch": 1, "ms": [ms, ms, 99.0]}
-            for groups, ms in ((3, 4.5), (1, 3.0))
-        ],
     }
     run = {"model": "smollm2", "groups": 1, "start": "mean", "seed": 0, "objective": "lm", "needle": needle}
     uptraining = {
@@ -232,39 +201,14 @@ def test_the_report_has_a_row_for_each_method() -> None:
             run | {"tokens": 0, "loss": mean["loss"]},
         ],
     }
-    layer = {
-        "output": 0.1,
-        "heads": [0.2, 0.05],
-        "attention_kl": 0.3,
-        "kl": 0.004,
-        "signal": [2.0, 8.0, 9.0],
-        "errors": [1.0, 2.0, 0.5],
-    }
-    sites = {
-        "command": ["python", "-m", "benchmarks.real.error_sites"],
-        "method": "fit",
-        "seed": 0,
-        "kind": "prose",
-        "tokens": 4096,
-        "kl": 0.5,
-        "bands": [{"first": 0, "last": 3, "wavelength": 19.6}, {"first": 4, "last": 7, "wavelength": 1234.5}],
-        "layers": [layer, layer | {"signal": [4.0, 2.0, 11.0]}],
-    }
-    made = blocks(data, decoding, uptraining, sites)
-    assert "fit, seed 0, 4,096 held-out tokens of prose; KL of all layers together: 0.500." in made["sites"]
-    assert "| 0 to 3 | 20 | 3.00 | 1.00 | 0.33 |" in made["sites"]
-    assert "| 4 to 7 | 1,234 | 5.00 | 2.00 | 0.40 |" in made["sites"]
-    assert "| all |  | 10.00 | 0.50 | 0.05 |" in made["sites"]
+    made = blocks(data, uptraining)
     (row,) = [line for line in made["results"].splitlines() if "| fit |" in line]
     assert "3.000 -> 3.300, 90.0%" in row
     assert "80%" in row
     assert "| fit | 0: 0.500, 50: 0.400, 100: 0.300 | 0.250 |" in made["training"]
-    assert "| 512 | 1 | 6 -> 2 | llama.cpp | 4.5 -> 3.0 | 1.50 |" in made["decoding"]
-    assert "| bytes read / bandwidth | 1.5 -> 1.0 | 1.50 |" in made["decoding"]
-    assert "Not measured: vLLM (not installed)." in made["decoding"]
     before, after = [line for line in made["uptraining"].splitlines() if "| mean |" in line]
     assert "| mean | 0 |  |  |  | 6.000 |  |  | 3.000 ± 0.020 |  |  | 80% |" in before
     assert "| mean | 2,048 | LM | 0.001 | 3 | 3.200 |  |  | 0.200 ± 0.020 |  |  | 80% |" in after
-    nothing = blocks({"commands": [], "models": {}, "cells": []}, {}, {}, {})
+    nothing = blocks({"commands": [], "models": {}, "cells": []}, {})
     assert MISSING in nothing["results"]
-    assert nothing["uptraining"] == nothing["decoding"] == nothing["sites"] == MISSING
+    assert nothing["uptraining"] == MISSING
