@@ -100,19 +100,6 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    source_language: Annotated[
-        str | None,
-        typer.Option(
-            "--source-language",
-            metavar="CODE",
-            help="Language of the inputs of pairs, if the tokenizer marks languages.",
-            show_default=False,
-        ),
-    ] = None,
-    target_language: Annotated[
-        str | None,
-        typer.Option("--target-language", metavar="CODE", help="Language of the outputs of pairs.", show_default=False),
-    ] = None,
     data_split: Annotated[str, typer.Option("--data-split", metavar="NAME", help="Split of a Hub dataset.")] = "train",
     data_name: Annotated[
         str | None,
@@ -159,14 +146,8 @@ def evaluate(
 
     if (source_field is None) != (target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
-    if (source_language is None) != (target_language is None):
-        raise OptionError("--source-language and --target-language need each other: give both or neither")
-    if source_language is not None and source_field is None:
-        raise OptionError(
-            "--source-language and --target-language apply to pairs only: give --source-field and --target-field too"
-        )
     pairs = None if source_field is None or target_field is None else (source_field, target_field)
-    settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs, (source_language, target_language))
+    settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs)
     text = Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
     with stage_progress(quiet=quiet) as step:
         results = run(

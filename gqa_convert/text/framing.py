@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer puts around the texts of an encoder-decoder: beginning, end and language."""
+"""The special tokens that a tokenizer puts around the texts of an encoder-decoder."""
 
 from typing import Any, NamedTuple
 
@@ -17,57 +17,28 @@ class Frame(NamedTuple):
         return len(self.before) + len(self.after)
 
 
-Languages = tuple[str | None, str | None]
-"""The languages of source and target, in the tokenizer's notation."""
-
-
-def speak(tokenizer: Any, languages: Languages) -> None:
-    """Set the source and target languages of a tokenizer.
+def refuse_languages(tokenizer: Any) -> None:
+    """Refuse a tokenizer that marks the languages of texts, which the fields of pairs do not state.
 
     Raises:
-        DataError: the tokenizer marks languages and none or an unknown one is given, or it marks none and one is given.
+        DataError: it does.
     """
-    if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
-        if languages != (None, None):
-            raise DataError(
-                f"the tokenizer does not mark languages, and the data source names {languages[0] or languages[1]!r}: remove source_language and "
-                "target_language"
-            )
-        return
-    if None in languages:
+    if hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang"):
         raise DataError(
-            "the tokenizer marks the language of every text, and the data source does not name it: add source_language (and, for pairs, "
-            f"target_language), such as {tokenizer.src_lang!r}"
+            "the tokenizer marks the language of every text (as those of mBART, PLBART, M2M100 and NLLB do), which pairs do not state: "
+            "train and evaluate this model with transformers"
         )
-    try:
-        tokenizer.src_lang, tokenizer.tgt_lang = languages
-        frames = frame_around(tokenizer, "text"), frame_around(tokenizer, "text_target")
-    except KeyError as unknown:
-        raise _unknown(tokenizer, unknown.args[0]) from None
-    for language, frame in zip(languages, frames, strict=True):
-        if tokenizer.unk_token_id in (*frame.before, *frame.after):
-            raise _unknown(tokenizer, language)
 
 
-def _unknown(tokenizer: Any, language: object) -> DataError:
-    known = list(getattr(tokenizer, "lang_code_to_id", None) or ())[:5]
-    example = f", such as {', '.join(known)}" if known else ""
-    return DataError(f"the tokenizer does not know the language {language!r}: use the tokenizer's notation{example}")
-
-
-def frames_of(tokenizer: Any, languages: Languages) -> tuple[Frame, Frame]:
+def frames_of(tokenizer: Any) -> tuple[Frame, Frame]:
     """The special tokens around sources and around targets.
 
     A target ends with end-of-text even if the tokenizer does not add it, because a decoder must learn to stop.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        languages: of source and target; None where the tokenizer marks none.
-
     Raises:
-        DataError: see `speak`.
+        DataError: the tokenizer marks the languages of texts.
     """
-    speak(tokenizer, languages)
+    refuse_languages(tokenizer)
     source, target = frame_around(tokenizer, "text"), frame_around(tokenizer, "text_target")
     eos = tokenizer.eos_token_id
     if eos is not None and eos not in target.after:
@@ -76,7 +47,7 @@ def frames_of(tokenizer: Any, languages: Languages) -> tuple[Frame, Frame]:
 
 
 def frame_around(tokenizer: Any, argument: str) -> Frame:
-    """The special tokens that a tokenizer puts around a text, for the languages set last.
+    """The special tokens that a tokenizer puts around a text.
 
     Args:
         tokenizer: a transformers tokenizer.

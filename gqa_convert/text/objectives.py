@@ -74,7 +74,6 @@ class Objective:
         suits: whether a tokenizer has what is needed.
         closes_documents: whether each document is tokenised with end-of-text at its end.
         masks_documents: whether `document_mask` is supported.
-        marks_languages: whether `source_language` applies.
         edition: raised whenever the samples change, so that no run resumes with other samples than it began with.
     """
 
@@ -85,7 +84,6 @@ class Objective:
     suits: Callable[[Any], bool] = lambda tokenizer: True
     closes_documents: bool = False
     masks_documents: bool = False
-    marks_languages: bool = False
     edition: int = 1
 
 
@@ -165,6 +163,6 @@ OBJECTIVES: dict[str, Objective] = {
         suits=_has_sentinels,
         edition=2,
     ),
-    "pairs": Objective(encoder_decoder=True, sampler=None, target_length=lambda length: length, marks_languages=True),
+    "pairs": Objective(encoder_decoder=True, sampler=None, target_length=lambda length: length),
 }
 """The objectives by name. `auto` takes the first one that suits a model and its tokenizer."""

@@ -110,7 +110,7 @@ class PairOpener:
         if source.source_field is None or source.target_field is None:
             raise DataError(f"the objective is pairs, and {source.source} does not name their fields: add {PAIR_KEYS}")
         text = open_source(source, self._folder, ask=writes)
-        encoder = PairEncoder(self._tokenizer, source)
+        encoder = PairEncoder(self._tokenizer)
         path = pair_path(text, source, encoder, self._folder)
         if writes:
             build_pair_file(text, source, encoder, path, self._progress)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import DataError
-from gqa_convert.text.framing import frames_of, speak
+from gqa_convert.text.framing import frames_of
 from gqa_convert.text.hub_rows import HubText
 from gqa_convert.text.order import Integers
 from gqa_convert.text.pairs import Pair, pairs_of
@@ -30,27 +30,25 @@ _TOKEN, _PLACE = np.dtype("<u4"), np.dtype("<u8")
 
 
 class PairEncoder:
-    """A tokenizer configured for the pairs of one source.
+    """Encodes pairs with a tokenizer.
 
     Attributes:
         key: a hash of everything that determines the tokens.
         closing: special tokens at the end of a source and of a target, which are kept if a text is truncated.
 
     Raises:
-        DataError: the source's languages don't suit the tokenizer.
+        DataError: the tokenizer marks the languages of texts.
     """
 
-    def __init__(self, tokenizer: Any, source: Source) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._languages = source.source_language, source.target_language
-        self._frames = frames_of(tokenizer, self._languages)
+        self._frames = frames_of(tokenizer)
         self.closing = [len(frame.after) for frame in self._frames]
         state = [tokenizer_state(tokenizer), [list(frame) for frame in self._frames]]
         self.key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
     def encode(self, pairs: list[Pair]) -> list[list[int]]:
         """The tokens of source, target, source, target and so on, with the special tokens around each."""
-        speak(self._tokenizer, self._languages)
         texts: list[list[int]] = [[]] * (2 * len(pairs))
         for side, argument in enumerate(("text", "text_target")):
             found = self._tokenizer(

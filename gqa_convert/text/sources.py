@@ -57,15 +57,6 @@ class Source:
         default=None,
         aliases=("target_column", "label_field"),
     )
-    source_language: str | None = key(
-        "The language of the texts that the encoder reads, as the tokenizer writes it, where the tokenizer marks "
-        "languages (mBART, PLBART, M2M100, NLLB).",
-        default=None,
-        aliases=("src_lang",),
-    )
-    target_language: str | None = key(
-        "The language of the texts that the decoder learns to write.", default=None, aliases=("tgt_lang",)
-    )
     format: Literal["auto", "text", "chat"] = key(
         "`text` is running text, `chat` conversations; see [conversations](#conversations). `auto` is `chat` for files "
         "whose first row has `messages_field` and no `text_field`.",

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import MBart50Tokenizer, MBartTokenizer, PreTrainedTokenizerFast
+from transformers import MBartTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.own_files import SIZES, make_source
 
 BOS, PAD, EOS, UNK, MASK = range(5)
 WORDS = 40
-ENGLISH, GERMAN = 4 + WORDS, 5 + WORDS
-"""Tokens of two languages in `language_tokenizer`."""
 
 
 def bart_tokenizer(*, framed: bool = True) -> Any:
@@ -34,14 +32,13 @@ def bart_tokenizer(*, framed: bool = True) -> Any:
     )
 
 
-def language_tokenizer(kind: type = MBartTokenizer) -> Any:
+def language_tokenizer() -> Any:
     """mBART's own tokenizer class with a vocabulary of words: language codes around each text."""
-    assert kind in (MBartTokenizer, MBart50Tokenizer)
     vocabulary = [(name, 0.0) for name in ("<s>", "<pad>", "</s>", "<unk>")] + [
         (f"▁w{number}", -1.0) for number in range(WORDS)
     ]
     vocabulary += [(code, 0.0) for code in ("en_XX", "de_DE", "ro_RO")] + [("<mask>", 0.0)]
-    return kind(vocab=vocabulary)
+    return MBartTokenizer(vocab=vocabulary)
 
 
 def words(random: np.random.Generator, count: int) -> str:

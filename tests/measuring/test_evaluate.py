@@ -372,34 +372,33 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert report["objective"] == "pairs"
 
 
-def test_pairs_in_languages_have_mbarts_own_loss(tmp_path: Path) -> None:
-    """Its decoder begins with the target's last token, the language, whatever its config says."""
-    from tests.helpers.seq2seq import language_tokenizer, model, write_pairs
+def test_mbarts_decoder_begins_with_the_last_token_of_the_target(tmp_path: Path) -> None:
+    """Whatever its config says."""
+    from tests.helpers.seq2seq import bart_tokenizer, model, write_pairs
 
-    model(tmp_path / "model", "mbart", language_tokenizer())
+    model(tmp_path / "model", "mbart", bart_tokenizer())
     pairs = write_pairs(tmp_path / "pairs.jsonl", 6)
-    languages = {"pairs": ("a", "b"), "languages": ("de_DE", "ro_RO")}
-    report = run(tmp_path, "model", data="pairs.jsonl", **languages, batch=4)
-    tokenizer, own = language_tokenizer(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
-    tokenizer.src_lang, tokenizer.tgt_lang = "de_DE", "ro_RO"
+    report = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), batch=4)
+    tokenizer, own = bart_tokenizer(), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     total, count = 0.0, 0
     for source, target in pairs:
-        made = tokenizer(source, text_target=target, return_tensors="pt")
+        made = tokenizer(source, text_target=target, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
             total += float(own(**made).loss) * made["labels"].numel()
         count += made["labels"].numel()
     (result,) = report["results"]
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert (report["data"]["source_language"], report["data"]["target_language"]) == ("de_DE", "ro_RO")
-    cut = run(tmp_path, "model", data="pairs.jsonl", **languages, context=3)["results"][0]
+    cut = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), context=3)["results"][0]
     assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
-    with pytest.raises(
-        OptionError,
-        match=r"marks the language .* and the command does not name it: add --source-language and --target-language",
-    ):
+
+
+def test_tokenizers_that_mark_languages_are_refused(tmp_path: Path) -> None:
+    from tests.helpers.seq2seq import language_tokenizer, model, write_pairs
+
+    model(tmp_path / "model", "mbart", language_tokenizer())
+    write_pairs(tmp_path / "pairs.jsonl", 6)
+    with pytest.raises(OptionError, match=r"model: the tokenizer marks the language of every text"):
         run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
-    with pytest.raises(OptionError, match="does not know the language 'xx'"):
-        run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), languages=("xx", "de_DE"))
 
 
 def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None:

@@ -267,10 +267,7 @@ BAD_DATA = {
     "[a, {source: b, target_field: x}]": "data[1] names target_field without source_field: give both, or neither",
     "{source: b, source_field: x, target_field: y, text_field: z}": "data names text_field and source_field: keep text_field for",
     "[a, {source: b, source_field: x, target_field: y}]": "data[1] holds pairs and data[0] running text: give all sources source_field",
-    "{source: b, target_language: de}": "data names target_language without source_language: give both, or neither",
-    "{source: b, source_language: en, target_language: de}": "data names target_language and is running text in one language: remove target_language",
     "{source: b, source_feild: x}": "data has an unknown key 'source_feild': did you mean 'source_field'?",
-    "{source: b, src_lang: en}": "data has an unknown key 'src_lang': did you mean 'source_language'?",
 }
 
 
@@ -284,8 +281,6 @@ def test_pairs_beside_other_keys() -> None:
         "source": "p",
         "source_field": "en",
         "target_field": "de",
-        "source_language": "en_XX",
-        "target_language": "de_DE",
     }
     recipe = make(data=pairs, evaluation_data=pairs)
     assert recipe.data[0].holds_pairs
@@ -298,10 +293,6 @@ def test_pairs_beside_other_keys() -> None:
         ),
         ({"objective": "span_corruption"}, "objective is span_corruption and data names source_field"),
         ({"evaluation_data": "text"}, "data holds pairs and evaluation_data running text"),
-        (
-            {"objective": "ul2", "data": {"source": "t", "source_language": "en"}},
-            "objective is ul2 and data names source_language",
-        ),
     ):
         with pytest.raises(RecipeError, match=message):
             make(**{"data": pairs} | keys)

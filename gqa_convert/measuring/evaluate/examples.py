@@ -8,7 +8,7 @@ import numpy as np
 
 from gqa_convert.errors import DataError
 from gqa_convert.text.documents import Piece
-from gqa_convert.text.framing import Languages, frame_around, speak
+from gqa_convert.text.framing import frame_around
 from gqa_convert.text.objectives import SPAN_CORRUPTION
 from gqa_convert.text.order import mix
 from gqa_convert.text.pair_files import shortened
@@ -63,7 +63,6 @@ def pair_material(
     context: int,
     batch: int,
     starts_with_last: bool = False,
-    languages: Languages = (None, None),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Material:
     """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
@@ -75,11 +74,9 @@ def pair_material(
         context: maximum number of tokens of each; a longer text is cut before its closing special tokens.
         batch: pairs at a time.
         starts_with_last: whether the decoder's input begins with the target's last token instead, as mBART's does.
-        languages: of sources and targets, where the tokenizer marks them.
         progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
     sources, targets, sizes, truncated = [], [], [], 0
-    speak(tokenizer, languages)
     closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
     for number, (source, target) in enumerate(pairs):
         read, _ = encode(tokenizer, source, special=True)

@@ -25,7 +25,7 @@ from gqa_convert.families.loading import (
 )
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
-from gqa_convert.text.framing import Languages, speak
+from gqa_convert.text.framing import refuse_languages
 from gqa_convert.text.scoring.material import Material
 from gqa_convert.text.spans import has_sentinels
 
@@ -126,24 +126,17 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
     return PAIRS if pairs else SPANS if first.seq2seq else CAUSAL
 
 
-def check_languages(models: Sequence[Candidate], languages: Languages) -> None:
-    """Refuse languages that a tokenizer does not know, and missing languages where the tokenizer needs them.
+def check_languages(models: Sequence[Candidate]) -> None:
+    """Refuse tokenizers that mark the languages of texts.
 
     Raises:
-        OptionError: it is so.
+        OptionError: one does.
     """
     for model in models:
         try:
-            speak(model.tokenizer, languages)
-        except DataError as problem:  # in the words of a recipe
-            said = (
-                str(problem)
-                .replace("the data source", "the command")
-                .replace(" (and, for pairs, target_language)", " and target_language")
-            )
-            for side in ("source", "target"):
-                said = said.replace(f"{side}_language", f"--{side}-language")
-            raise OptionError(f"{model.name}: {said}") from None
+            refuse_languages(model.tokenizer)
+        except DataError as problem:
+            raise OptionError(f"{model.name}: {problem}") from None
 
 
 def common_context(

@@ -29,7 +29,6 @@ from gqa_convert.measuring.evaluate.models import (
 )
 from gqa_convert.measuring.evaluate.results import check_output, write_results
 from gqa_convert.measuring.results.schemas import EvaluationFile, Head, ModelScores, ScoredText
-from gqa_convert.text.framing import Languages
 from gqa_convert.text.sources import Source
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class Settings:
         device: see `processes.come_together`.
         seed: of span corruption.
         pairs: the fields of source and target, for pairs.
-        languages: of source and target, where the tokenizers mark them.
     """
 
     context: int | None = None
@@ -70,7 +68,6 @@ class Settings:
     device: str | None = None
     seed: int = 0
     pairs: tuple[str, str] | None = None
-    languages: Languages = (None, None)
 
 
 def evaluate(
@@ -165,7 +162,7 @@ class _Run:
         self.models, self.reference = found[: len(models)], found[-1] if reference is not None else None
         self.objective = common_objective(found, pairs=self.settings.pairs is not None)
         if self.objective == PAIRS:
-            check_languages(found, self.settings.languages)
+            check_languages(found)
         self.context, self.stride = common_context(found, self.objective, self.settings.context, self.settings.stride)
 
     def go(self, data: Source) -> EvaluationFile:
@@ -206,7 +203,7 @@ class _Run:
         )
 
     def _description(self, data: Source) -> ScoredText:
-        pairs, languages = self.settings.pairs, self.settings.languages
+        pairs = self.settings.pairs
         described = ScoredText(
             source=data.source,
             split=data.split,
@@ -217,9 +214,7 @@ class _Run:
         )
         if pairs is None:
             return described
-        more: dict[str, str | None] = {"source_field": pairs[0], "target_field": pairs[1]}
-        if languages != (None, None):
-            more |= {"source_language": languages[0], "target_language": languages[1]}
+        more = {"source_field": pairs[0], "target_field": pairs[1]}
         return described.model_copy(update=more)
 
     def _read(self, data: Source) -> Any:
@@ -267,7 +262,6 @@ class _Run:
             candidate.tokenizer,
             start=start,
             starts_with_last=candidate.starts_with_last,
-            languages=settings.languages,
             context=self.context,
             batch=settings.batch,
             progress=show,

@@ -93,8 +93,6 @@ class ScoredText(Stored):
     tokens_limit: Count = None
     source_field: Text = None
     target_field: Text = None
-    source_language: Text = None
-    target_language: Text = None
 
 
 class EvaluationFile(Head):

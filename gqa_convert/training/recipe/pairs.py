@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gqa_convert.errors import RecipeError
 from gqa_convert.text.keys import keys_of
-from gqa_convert.text.objectives import CAUSAL, OBJECTIVES
+from gqa_convert.text.objectives import CAUSAL
 from gqa_convert.text.sources import Source
 from gqa_convert.training.recipe.schema import Recipe
 
@@ -40,11 +40,6 @@ def check_pairs(recipe: Recipe) -> None:
         raise RecipeError(
             f"{pairs[0]} holds pairs and {texts[0]} running text: give all sources source_field and target_field, or none"
         )
-    speaking = [key for key, source in named if source.source_language is not None]
-    if recipe.objective != "auto" and not OBJECTIVES[recipe.objective].marks_languages and speaking:
-        raise RecipeError(
-            f"objective is {recipe.objective} and {speaking[0]} names source_language, which only pairs use: remove source_language"
-        )
 
 
 def _named(key: str, sources: Sequence[Source]) -> list[tuple[str, Source]]:
@@ -52,11 +47,7 @@ def _named(key: str, sources: Sequence[Source]) -> list[tuple[str, Source]]:
 
 
 def _check_keys(key: str, source: Source) -> None:
-    for one, other in (
-        ("source_field", "target_field"),
-        ("target_field", "source_field"),
-        ("target_language", "source_language"),
-    ):
+    for one, other in (("source_field", "target_field"), ("target_field", "source_field")):
         if getattr(source, one) is not None and getattr(source, other) is None:
             raise RecipeError(f"{key} names {one} without {other}: give both, or neither")
     if source.format == "text":
@@ -65,14 +56,6 @@ def _check_keys(key: str, source: Source) -> None:
                 raise RecipeError(
                     f"{key} has format text and names {name}, which belongs to conversations: remove one of them"
                 )
-    if source.format == "chat" and source.source_language is not None:
-        raise RecipeError(
-            f"{key} has format chat and names source_language, which belongs to pairs: remove one of them"
-        )
-    if source.target_language is not None and not source.holds_pairs:
-        raise RecipeError(
-            f"{key} names target_language and is running text in one language: remove target_language, or add source_field and target_field"
-        )
     if source.holds_pairs and source.text_field != _TEXT_FIELD:
         raise RecipeError(
             f"{key} names text_field and source_field: keep text_field for running text, or source_field and target_field for pairs"
