@@ -94,7 +94,7 @@ class Facts:
     @property
     def route(self) -> str:
         """The route by which it loads, as in `Plan.route`."""
-        return next((route for each in reversed(self.chain) if (route := each.route)), self.plan.route)
+        return self.record.route or self.plan.route
 
     @property
     def needs_own_code(self) -> bool:

@@ -112,7 +112,7 @@ def making_of(facts: Facts) -> Making:
 
 def _step(record: ConversionRecord, earlier: ConversionRecord | None) -> Step:
     method, calibration = record.method or "not recorded", record.calibration
-    known = METHODS.get(method)  # None for a record of another version
+    known = METHODS.get(method)  # None for a method that is unknown here
     exact = known is not None and known.is_exact
     return Step(
         heads=_heads(record, earlier),

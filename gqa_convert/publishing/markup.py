@@ -66,9 +66,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def number(value: float | None, digits: int = 4, unit: str = "") -> str:
+def number(value: float | None, digits: int) -> str:
     """A number with `digits` decimals, or an empty string for None."""
-    return "" if value is None else f"{value:,.{digits}f}{unit}"
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def significant(value: float | None, digits: int = 4) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 HEAD = {
+    "format_version": 1,
     "created": "2026-05-04T03:02:01Z",
     "machine": {
         "device": "cpu",

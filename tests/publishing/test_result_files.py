@@ -46,7 +46,7 @@ def test_no_results_and_broken_ones_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="nothing that evaluate or benchmark wrote"):
         find_results([tmp_path])
     for content, words in (
-        (SCORED | {"format_version": 99}, "update gqa-convert"),
+        (SCORED | {"format_version": 99}, "has format version 99"),
         (SCORED | {"results": []}, "holds no results"),
         (SCORED | {"results": [{"loss": 2.5}]}, "names no model"),
     ):

@@ -5,14 +5,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.conversion.plan import Plan
-
-_FORMAT: Final = 2
-"""Of the file; divergences in another format are measured again."""
 
 Copy = Mapping[str, int]
 """A copy of the source: the number of K/V heads of each merged layer by the layer's module; other layers are the source's."""
@@ -44,7 +41,6 @@ class KeptDivergences:
         """
         checkpoint = plan.checkpoint
         depends_on = {
-            "format": _FORMAT,
             "version": __version__,
             "source": str(checkpoint.folder),
             "files": [[shard.file, shard.size, shard.modified_ns] for shard in checkpoint.shards],

@@ -3,13 +3,12 @@
 The names of the fields are the keys in the file, and a file may lack any key that has a default here.
 """
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import JsonValue
 
 from gqa_convert.measuring.results.stored import (
     FORMAT_VERSION,
-    NULL_IS_EMPTY,
     Count,
     Groups,
     LayerGroups,
@@ -106,7 +105,7 @@ class EvaluationFile(Head):
     seed: Count = None
     processes: Count = None
     reference: ModelScores | None = None
-    results: Annotated[tuple[ModelScores, ...], NULL_IS_EMPTY] = ()
+    results: tuple[ModelScores, ...] = ()
 
 
 # benchmark
@@ -158,7 +157,7 @@ class BenchmarkFile(Head):
     order: Text = None
     steps: Count = None
     spread: Text = None
-    results: Annotated[tuple[TimedCell, ...], NULL_IS_EMPTY] = ()
+    results: tuple[TimedCell, ...] = ()
     memory: MemoryBudget | None = None
     plot: Text = None
 
@@ -190,8 +189,8 @@ class InspectedLayer(Stored):
     label: Text = None
     place: Text = None
     kv_heads: Count = None
-    errors: Annotated[tuple[MergeErrors, ...], NULL_IS_EMPTY] = ()
-    cheapest_pairs: Annotated[tuple[PairError, ...], NULL_IS_EMPTY] = ()
+    errors: tuple[MergeErrors, ...] = ()
+    cheapest_pairs: tuple[PairError, ...] = ()
     key_barrier: Text = None
     value_barrier: Text = None
 
@@ -247,7 +246,7 @@ class PredictedLoss(Stored):
 
     source: Number = None
     tokens: Count = None
-    by_groups: Annotated[tuple[GroupsLoss, ...], NULL_IS_EMPTY] = ()
+    by_groups: tuple[GroupsLoss, ...] = ()
     quick_fit: QuickFit | None = None
 
 
@@ -272,7 +271,7 @@ class InspectionFile(Stored):
     kv_heads: Count = None
     groups: tuple[Groups, ...] = ()
     calibration: InspectedText | None = None
-    layers: Annotated[tuple[InspectedLayer, ...], NULL_IS_EMPTY] = ()
+    layers: tuple[InspectedLayer, ...] = ()
     loss: PredictedLoss | None = None
     max_loss_increase: Number = None
     recommendation: Advice | None = None
@@ -306,7 +305,7 @@ class TrainingText(Stored):
 class RecordedRecipe(Stored):
     """The recipe of an uptraining, as far as a model card states it."""
 
-    data: Annotated[tuple[TrainingText, ...], NULL_IS_EMPTY] = ()
+    data: tuple[TrainingText, ...] = ()
     objective: JsonValue = None
     optimizer: JsonValue = None
     learning_rate: JsonValue = None
@@ -396,7 +395,7 @@ class ConversionRecord(Stored):
     kv_bytes_per_token: BeforeAfter | None = None
     cross_kv_bytes_per_encoder_token: BeforeAfter | None = None
     result: ResultRecord | None = None
-    uptraining: Annotated[tuple[TrainingRecord, ...], NULL_IS_EMPTY] = ()
+    uptraining: tuple[TrainingRecord, ...] = ()
     previous: Any = None
     """The record of the conversion that made the source, not yet read: the chain may be long."""
 
@@ -434,7 +433,7 @@ class DemoUptraining(Stored):
 
     groups: Groups
     recipe: Text = None
-    curve: Annotated[tuple[DemoPoint, ...], NULL_IS_EMPTY] = ()
+    curve: tuple[DemoPoint, ...] = ()
     model: Text = None
     tokens: Count = None
     alpha: Number = None
@@ -448,7 +447,7 @@ class DemoFile(Stored):
     held_out_tokens: Count = None
     calibration_tokens: Count = None
     passed: bool | None = None
-    results: Annotated[tuple[DemoConversion, ...], NULL_IS_EMPTY] = ()
+    results: tuple[DemoConversion, ...] = ()
     results_file: Text = None
     plot: Text = None
     uptraining: DemoUptraining | None = None

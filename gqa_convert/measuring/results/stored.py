@@ -14,8 +14,7 @@ from gqa_convert.measuring.results.fields import printable
 from gqa_convert.measuring.results.kv_heads import KVHeads, one_or_each
 
 FORMAT_VERSION = 1
-"""The format version of the declared files. A file without `format_version` predates versions and counts as this one.
-"""
+"""The format version of the declared files."""
 _LONGEST = 40
 """Characters of a wrong value that a message shows."""
 
@@ -69,10 +68,6 @@ def _strings(value: object) -> object:
     return value
 
 
-def _empty(value: object) -> object:
-    return () if value is None else value
-
-
 Number = Annotated[int | float | None, BeforeValidator(_number)]
 Count = Annotated[int | None, BeforeValidator(_count)]
 Groups = Annotated[int, BeforeValidator(_groups)]
@@ -82,8 +77,6 @@ StatedGroups = Annotated[KVHeads | None, BeforeValidator(lambda value: None if v
 """The same where it may be absent."""
 Text = Annotated[str | None, BeforeValidator(_text)]
 Strings = Annotated[tuple[str, ...] | None, BeforeValidator(_strings)]
-NULL_IS_EMPTY = BeforeValidator(_empty)
-"""For a list of objects in a file that may hold null in its place."""
 
 
 class Stored(Result, BaseModel):
@@ -107,13 +100,12 @@ class Stored(Result, BaseModel):
             where: what a message calls it.
 
         Raises:
-            ReportError: a key has a value of the wrong type, or the file was written by a newer version.
+            ReportError: a key has a value of the wrong type, or the file has another format version.
         """
-        version = content.get("format_version") if isinstance(content, dict) else None
-        if isinstance(version, int) and version > FORMAT_VERSION:
+        if isinstance(content, dict) and content.get("format_version") != FORMAT_VERSION:
             raise ReportError(
-                f"{where} has format version {version}, and this gqa-convert reads versions up to {FORMAT_VERSION}: "
-                "update gqa-convert"
+                f"{where} has format version {content.get('format_version')}, and this gqa-convert reads version "
+                f"{FORMAT_VERSION}: use the version that wrote it, or write it again"
             )
         return checked(cls, content, where)
 
