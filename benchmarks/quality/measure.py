@@ -32,7 +32,7 @@ from .text import SEEN_TOKENS, calibration_text, held_out_loss
 OUTPUT = Path("docs/results/quality.json")
 SEEDS = (0, 1, 2)
 HELD_OUT_TOKENS = 100_000
-DATA_FREE = ("mean", "first", "random", "align", "factor")
+DATA_FREE = ("mean", "first", "factor")
 CALIBRATED = ("factor", "fit")
 
 

@@ -176,7 +176,7 @@ def parsed() -> argparse.Namespace:
     quick = options.quick
     options.folder = options.folder.expanduser()
     options.output = options.output or (options.folder / "quick.json" if quick else OUTPUT)
-    options.methods = options.methods or (["mean", "align"] if quick else list(METHODS))
+    options.methods = options.methods or (["mean", "factor"] if quick else list(METHODS))
     options.seeds = options.seeds[:1] if quick else options.seeds
     options.tokens = options.tokens or (QUICK_TOKENS if quick else 8192)
     options.windows = options.windows or ([512] if quick else [512, 2048])

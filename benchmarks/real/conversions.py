@@ -32,7 +32,6 @@ METHODS = {
     for each in (
         Method("mean", "mean"),
         Method("first", "first"),
-        Method("align", "align"),
         Method("factor", "factor"),
         Method("default", None),
         Method("factor-calibrated", "factor", calibrated=True),

@@ -104,8 +104,6 @@ class ConversionRecord:
     model_type: str
     method: str
     """The effective method: `copy` or `repeat` where no heads are merged."""
-    seed: int | None
-    """None unless the method depends on it."""
     calibration: CalibrationRecord | None
     heads: int
     """Query heads per layer."""
@@ -144,7 +142,6 @@ class ConversionRecord:
             | ({} if self.dequantised is None else {"dequantised": dict(self.dequantised)}),
             "model_type": self.model_type,
             "method": self.method,
-            "seed": self.seed,
             "calibration": None if self.calibration is None else self.calibration.as_json(),
             "heads": self.heads,
             "source_kv_heads": self.source_kv_heads,

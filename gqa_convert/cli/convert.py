@@ -78,8 +78,8 @@ def convert(
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt --device cuda:0,cuda:1
 
     Without --calibration, method factor measures on a few thousand tokens of this Python's own sources, which is
-    quicker and loses more; a source without a tokenizer gets mean. A named --method align or factor merges from the
-    weights alone, one layer in memory at a time. Methods mean (the GQA paper's), first and random copy from disk to
+    quicker and loses more; a source without a tokenizer gets mean. A named --method factor merges from the
+    weights alone, one layer in memory at a time. Methods mean (the GQA paper's) and first copy from disk to
     disk and usually need uptraining afterwards.
 
       gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8

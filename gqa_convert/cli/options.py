@@ -177,9 +177,7 @@ Revision = Annotated[
         "--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", show_default=False
     ),
 ]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text and for --method random.")
-]
+Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.")]
 ShardSize = Annotated[
     str | None,
     typer.Option(

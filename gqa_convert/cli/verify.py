@@ -39,7 +39,7 @@ def verify(
     """Prove that OUT is SOURCE with merged K/V heads and no other change; exit with code 1 if it is not.
 
     Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded,
-    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For align and factor,
+    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For factor,
     the attention functions of the weights are compared. For fit, which depends on its calibration text, the form is
     proven, and that OUT predicts more like SOURCE than mean pooling does, on --text or on random tokens.
 

@@ -106,7 +106,6 @@ def record_conversion(
         dequantised=checkpoint.dequantised,
         model_type=plan.family.model_type,
         method=plan.effective_method,
-        seed=plan.seed if plan.merge_method.seeded else None,
         calibration=calibration,
         heads=plan.heads,
         source_kv_heads=plan.source_kv_heads,

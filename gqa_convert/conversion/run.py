@@ -91,7 +91,7 @@ def convert_checkpoint(
         source: a local folder, a Hub id, or a GGUF file, which is dequantised first.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
-        method: `mean`, `first`, `random`, `align`, `factor` or `fit`; by default `fit` with calibration text.
+        method: `mean`, `first`, `factor` or `fit`; by default `fit` with calibration text.
             Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
             in a recipe's `data`; or a list of these, which are mixed in equal shares.
@@ -105,7 +105,7 @@ def convert_checkpoint(
             million parameters) and its divergence from the source is 0.02 nats per token or more, else 0.
         kl_rank: of the changes that this stage makes to query and output projections, 0 to train these as they are; by
             default 0 where memory allows, else 32.
-        seed: for `random`, and of the choice of calibration text.
+        seed: of the choice of calibration text, and of the order of batches in `fit`.
         encoder: convert an encoder's self-attention too.
         native: translate to a stock class with a K/V-head count (True), add a modelling file (False), or the former
             where possible (None).

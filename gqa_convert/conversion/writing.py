@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +21,7 @@ from gqa_convert.conversion.plan import OutputShard, OutputTensor, Piece
 from gqa_convert.conversion.translation.rows import RowTranslator
 from gqa_convert.errors import NonFiniteError, NoSpaceError
 from gqa_convert.families.target_architectures import TargetArchitecture
-from gqa_convert.merging.pooling import BlockMerger, fresh_numbers, standard_deviation
+from gqa_convert.merging.pooling import BlockMerger
 
 _BLOCK_NUMBERS = 1 << 16
 """Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32."""
@@ -39,8 +39,6 @@ class Writable(Protocol):
     def shards(self) -> tuple[OutputShard, ...]: ...
     @property
     def target_architecture(self) -> TargetArchitecture | None: ...
-    @property
-    def seed(self) -> int: ...
     @property
     def disk_bytes(self) -> int: ...
 
@@ -112,7 +110,7 @@ class _ShardWriter:
             if plan.target_architecture
             else {}
         )
-        self._translator = RowTranslator(self._read_rows, plan.seed)
+        self._translator = RowTranslator(self._read_rows)
 
     def errors(self) -> dict[str, float]:
         """Each merged tensor's |heads - merged head| / |heads|, over all its heads (Frobenius norms)."""
@@ -161,7 +159,6 @@ class _ShardWriter:
         joined: tuple[int, int, int] | None = None  # source shard, start, bytes
         for tensor in shard.tensors:
             assert tensor.pieces or tensor.translated, f"{tensor.name} belongs to a layer that is not merged yet"
-            fresh = self._fresh(tensor)
             if tensor.translated or tensor.rows > 1 or tensor.unit_rows:
                 self._flush(joined, out)
                 joined = None
@@ -171,7 +168,7 @@ class _ShardWriter:
                     for block in self._translator.blocks(tensor.translated):
                         out.write(block.view(np.uint8).reshape(-1).data)
                 else:
-                    self._write_rows(tensor, out, fresh)
+                    self._write_rows(tensor, out)
                 continue
             for piece in tensor.pieces:
                 number, start = piece.ranges[0]
@@ -181,7 +178,7 @@ class _ShardWriter:
                 self._flush(joined, out)
                 joined = (number, start, piece.nbytes) if piece.pooling is None else None
                 if piece.pooling is not None:
-                    self._merge(tensor, piece, out, fresh)
+                    self._merge(tensor, piece, out)
         self._flush(joined, out)
 
     def _flush(self, joined: tuple[int, int, int] | None, out: AnyOutputFile) -> None:
@@ -189,7 +186,7 @@ class _ShardWriter:
             number, start, nbytes = joined
             out.copy(self._sources[number], start, nbytes)
 
-    def _merge(self, tensor: OutputTensor, piece: Piece, out: AnyOutputFile, fresh: "_Fresh | None") -> None:
+    def _merge(self, tensor: OutputTensor, piece: Piece, out: AnyOutputFile) -> None:
         assert piece.pooling is not None
         dtype = DTYPES[tensor.dtype]
         merger = self._merger(len(piece.ranges), tensor.dtype, 0)
@@ -199,7 +196,7 @@ class _ShardWriter:
             count = min(step, piece.nbytes // dtype.itemsize - first)
             for row, (number, start) in zip(merger.source, piece.ranges, strict=True):
                 self._sources[number].read_into(row[:count].view(np.uint8).data, start + first * dtype.itemsize)
-            merged = merger.merge(count, piece.pooling, f"tensor {tensor.name}", fresh.take(count) if fresh else None)
+            merged = merger.merge(count, piece.pooling, f"tensor {tensor.name}")
             out.write(merged.view(np.uint8).data)
         error, norm = self._squares.get(tensor.name, (0.0, 0.0))
         self._squares[tensor.name] = (error + merger.squared_error, norm + merger.squared_norm)
@@ -220,15 +217,13 @@ class _ShardWriter:
                 raise NonFiniteError(f"tensor {tensor.name} holds NaN or Inf: repair the checkpoint first")
             out.write((wide / np.maximum(lengths, 1e-12)).astype(dtype).view(np.uint8).reshape(-1).data)
 
-    def _write_rows(self, tensor: OutputTensor, out: AnyOutputFile, fresh: "_Fresh | None") -> None:
+    def _write_rows(self, tensor: OutputTensor, out: AnyOutputFile) -> None:
         """A tensor whose heads lie along its last axis: some rows at a time are read, cut into columns and merged."""
         dtype = DTYPES[tensor.dtype]
         number = tensor.pieces[0].ranges[0][0]
         base = min(start for piece in tensor.pieces for _, start in piece.ranges)
         numbers = max(piece.nbytes * len(piece.ranges) for piece in tensor.pieces) // dtype.itemsize
-        step = (
-            1 if fresh else max(1, min(tensor.rows, _BLOCK_NUMBERS // numbers))
-        )  # fresh numbers come row by row, in output order
+        step = max(1, min(tensor.rows, _BLOCK_NUMBERS // numbers))
         source = np.empty((step, tensor.stride), np.uint8)
         result = np.empty((step, tensor.nbytes // tensor.rows), np.uint8)
         error = norm = 0.0
@@ -249,9 +244,7 @@ class _ShardWriter:
                     row[:count].view(np.uint8).reshape(rows, -1)[:] = source[
                         :rows, start - base : start - base + piece.nbytes
                     ]
-                merged = merger.merge(
-                    count, piece.pooling, f"tensor {tensor.name}", fresh.take(count) if fresh else None
-                )
+                merged = merger.merge(count, piece.pooling, f"tensor {tensor.name}")
                 into[:] = merged.view(np.uint8).reshape(rows, -1)
                 error, norm = error + merger.squared_error, norm + merger.squared_norm
             out.write(result[:rows].reshape(-1).data)
@@ -267,33 +260,3 @@ class _ShardWriter:
             )
         merger.squared_error = merger.squared_norm = 0.0
         return merger
-
-    def _fresh(self, tensor: OutputTensor) -> "_Fresh | None":
-        """The random numbers of a tensor, or None if it needs none."""
-        if not any(piece.pooling == "random" for piece in tensor.pieces):
-            return None
-        dtype = DTYPES[tensor.dtype]
-        deviation = standard_deviation(self._blocks(tensor, dtype), f"tensor {tensor.name}")
-        return _Fresh(self._plan.seed, tensor.name, deviation, dtype)
-
-    def _blocks(self, tensor: OutputTensor, dtype: np.dtype[Any]) -> Iterator[Any]:
-        """The numbers of every head that is to be merged."""
-        runs = [(*place, piece.nbytes) for piece in tensor.pieces if piece.pooling for place in piece.ranges]
-        for row in range(tensor.rows):
-            for number, start, nbytes in runs:
-                for offset in range(0, nbytes, _BLOCK_NUMBERS * dtype.itemsize):
-                    block = np.empty(min(_BLOCK_NUMBERS * dtype.itemsize, nbytes - offset), np.uint8)
-                    self._sources[number].read_into(block.data, start + row * tensor.stride + offset)
-                    yield block.view(dtype)
-
-
-class _Fresh:
-    """The stream of `fresh_numbers`, in portions of any size."""
-
-    def __init__(self, seed: int, name: str, deviation: float, dtype: np.dtype[Any]) -> None:
-        self._count = 0
-        self._numbers = fresh_numbers(seed, name, deviation, dtype, iter(lambda: self._count, -1))
-
-    def take(self, count: int) -> Any:
-        self._count = count
-        return next(self._numbers)

@@ -11,10 +11,8 @@ from typing import Final, Literal
 
 from gqa_convert.errors import OptionError
 
-Pooling = Literal["mean", "first", "random"]
+Pooling = Literal["mean", "first"]
 """How the numbers of several heads become those of one, tensor by tensor; the functions are in `pooling`."""
-Folding = Literal["align", "factor"]
-"""How a whole layer's heads are merged with maps folded into its neighbours; the functions are in `folding.merge`."""
 
 
 class Need(StrEnum):
@@ -32,8 +30,6 @@ class Proof(StrEnum):
     """Every K/V head is one of the source's, bit for bit."""
     RECOMPUTED = "recomputed"
     """Every K/V head is computed again from the source's and must be equal, bit for bit."""
-    ROTATED = "rotated"
-    """The maps must be rotations, and the shared heads the means of the rotated ones."""
     OPTIMAL = "optimal"
     """The shared heads must lose no more than the optimum."""
     MEASURED = "measured"
@@ -61,25 +57,16 @@ class MergeMethod:
     """How it merges the heads of each K/V tensor while they are streamed; None if it works on whole layers."""
     norm_pooling: Pooling
     """How it merges the gains of norms that exist once per K/V head."""
-    folding: Folding | None
-    """How it merges the heads of a whole layer and folds the maps into the query and output projections; None if it
-    changes K/V tensors alone."""
-    reorders_heads: bool
-    """Whether it chooses which heads share a group, instead of taking neighbours."""
+    merges_layers: bool
+    """Whether it merges the heads of whole attention layers, before the writer runs: it chooses which heads share a
+    group, and folds maps into the query and output projections. The functions are in `folding.merge`."""
     trains: bool
     """Whether it takes gradient steps (`--fit-steps`, `--kl-steps`), which also move heads whose maps cannot be
     folded."""
-    seeded: bool
-    """Whether the result depends on `--seed` by itself, without calibration text."""
     proof: Proof
     """How `verify` proves a result that was made without calibration text (with it, where text is required)."""
     calibrated_proof: Proof | None
     """How `verify` proves a result that was made with calibration text; None if the method takes none."""
-
-    @property
-    def merges_layers(self) -> bool:
-        """Whether it works on whole attention layers, before the writer runs, instead of on weights alone."""
-        return self.folding is not None
 
     @property
     def is_exact(self) -> bool:
@@ -101,10 +88,8 @@ _ALL: Final = (
         calibration=Need.REQUIRED,
         pooling=None,
         norm_pooling="mean",
-        folding="factor",
-        reorders_heads=True,
+        merges_layers=True,
         trains=True,
-        seeded=False,
         proof=Proof.MEASURED,
         calibrated_proof=Proof.MEASURED,
     ),
@@ -118,30 +103,10 @@ _ALL: Final = (
         calibration=Need.OPTIONAL,
         pooling=None,
         norm_pooling="mean",
-        folding="factor",
-        reorders_heads=True,
+        merges_layers=True,
         trains=False,
-        seeded=False,
         proof=Proof.OPTIMAL,
         calibrated_proof=Proof.MEASURED,
-    ),
-    MergeMethod(
-        name="align",
-        description="Rotates the heads of a group towards each other, folds the rotations into the query and output "
-        "projections, and averages.",
-        source="Jin et al., 2024, section 3; generalised Procrustes analysis after Gower, 1975",
-        card_sentence="the K/V heads of a group were rotated towards each other, the rotations folded into the query "
-        "and output projections, and the heads averaged",
-        constrained_heads="are averaged",
-        calibration=Need.NEVER,
-        pooling=None,
-        norm_pooling="mean",
-        folding="align",
-        reorders_heads=False,
-        trains=False,
-        seeded=False,
-        proof=Proof.ROTATED,
-        calibrated_proof=None,
     ),
     MergeMethod(
         name="mean",
@@ -153,10 +118,8 @@ _ALL: Final = (
         calibration=Need.NEVER,
         pooling="mean",
         norm_pooling="mean",
-        folding=None,
-        reorders_heads=False,
+        merges_layers=False,
         trains=False,
-        seeded=False,
         proof=Proof.RECOMPUTED,
         calibrated_proof=None,
     ),
@@ -169,26 +132,8 @@ _ALL: Final = (
         calibration=Need.NEVER,
         pooling="first",
         norm_pooling="first",
-        folding=None,
-        reorders_heads=False,
+        merges_layers=False,
         trains=False,
-        seeded=False,
-        proof=Proof.RECOMPUTED,
-        calibrated_proof=None,
-    ),
-    MergeMethod(
-        name="random",
-        description="Draws new K/V heads with the standard deviation of the source's; a baseline.",
-        source=_GQA_PAPER,
-        card_sentence="the K/V heads were replaced by random ones, as in the GQA paper's ablation",
-        constrained_heads=None,
-        calibration=Need.NEVER,
-        pooling="random",
-        norm_pooling="mean",  # random gains would only destroy the norm
-        folding=None,
-        reorders_heads=False,
-        trains=False,
-        seeded=True,
         proof=Proof.RECOMPUTED,
         calibrated_proof=None,
     ),
@@ -201,10 +146,8 @@ _ALL: Final = (
         calibration=Need.NEVER,
         pooling=None,
         norm_pooling="first",
-        folding=None,
-        reorders_heads=False,
+        merges_layers=False,
         trains=False,
-        seeded=False,
         proof=Proof.IDENTICAL,
         calibrated_proof=None,
     ),
@@ -217,10 +160,8 @@ _ALL: Final = (
         calibration=Need.NEVER,
         pooling=None,
         norm_pooling="first",
-        folding=None,
-        reorders_heads=False,
+        merges_layers=False,
         trains=False,
-        seeded=False,
         proof=Proof.IDENTICAL,
         calibrated_proof=None,
     ),

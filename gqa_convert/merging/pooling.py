@@ -1,10 +1,9 @@
-"""The baselines of GQA conversion: mean pooling, the first head, random heads (Ainslie et al. 2023, section 2.1).
+"""The baselines of GQA conversion: mean pooling and the first head (Ainslie et al. 2023, section 2.1).
 
 The rows of a K/V head are contiguous in memory, so that blocks of numbers suffice and shapes do not matter.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -16,45 +15,35 @@ from gqa_convert.merging.methods import Pooling
 Array = npt.NDArray[Any]
 
 
-def _mean(heads: Array, _drawn: Array | None, out: Array) -> None:
+def _mean(heads: Array, out: Array) -> None:
     np.copyto(out, heads[0])
     for head in heads[1:]:
         np.add(out, head, out=out)
     np.divide(out, len(heads), out=out)
 
 
-def _first(heads: Array, _drawn: Array | None, out: Array) -> None:
+def _first(heads: Array, out: Array) -> None:
     np.copyto(out, heads[0])
 
 
-def _random(_heads: Array, drawn: Array | None, out: Array) -> None:
-    assert drawn is not None, "method random needs numbers from fresh_numbers"
-    np.copyto(out, drawn.reshape(out.shape))
+_POOLINGS: Final[Mapping[Pooling, Callable[[Array, Array], None]]] = {"mean": _mean, "first": _first}
+"""Each writes one head [...], before rounding, into its second argument."""
 
 
-_POOLINGS: Final[Mapping[Pooling, Callable[[Array, Array | None, Array], None]]] = {
-    "mean": _mean,
-    "first": _first,
-    "random": _random,
-}
-"""Each writes one head [...], before rounding, into its third argument."""
-
-
-def pool(heads: Array, pooling: Pooling, out: Array, drawn: Array | None = None) -> Array:
+def pool(heads: Array, pooling: Pooling, out: Array) -> Array:
     """Merge several heads into one, in the accumulation type.
 
-    `mean` is the sum in head order divided by the number of heads, `first` is head 0, `random` is `drawn`.
+    `mean` is the sum in head order divided by the number of heads, `first` is head 0.
 
     Args:
         heads: [m, ...], in the accumulation type.
         pooling: how to merge.
         out: [...], where the merged head goes.
-        drawn: for `random`, as many numbers as one head has.
 
     Returns:
         `out`.
     """
-    _POOLINGS[pooling](heads, drawn, out)
+    _POOLINGS[pooling](heads, out)
     return out
 
 
@@ -84,14 +73,13 @@ class BlockMerger:
         self.squared_norm = 0.0
         """Sum over all blocks so far of |head|^2."""
 
-    def merge(self, count: int, pooling: Pooling, what: str, drawn: Array | None = None) -> Array:
+    def merge(self, count: int, pooling: Pooling, what: str) -> Array:
         """Merge the first `count` numbers of every head by `pool`, and round them to nearest even.
 
         Args:
             count: numbers per head in this block.
             pooling: how to merge.
             what: the name of the tensor, for the error message.
-            drawn: for `random`, `count` numbers of the accumulation type.
 
         Returns:
             `count` merged numbers of the source's type, in a buffer that the next call reuses.
@@ -107,49 +95,8 @@ class BlockMerger:
             raise NonFiniteError(
                 f"{what} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
             )
-        np.copyto(result, pool(wide, pooling, self._merged[:count], drawn), casting="same_kind")
+        np.copyto(result, pool(wide, pooling, self._merged[:count]), casting="same_kind")
         self.squared_norm += norm
         np.subtract(wide, result.astype(wide.dtype), out=wide)
         self.squared_error += float(np.einsum("hn,hn->", wide, wide))
         return result
-
-
-def fresh_numbers(
-    seed: int, name: str, deviation: float, dtype: np.dtype[Any], counts: Iterator[int]
-) -> Iterator[Array]:
-    """Blocks of normally distributed numbers for method `random`, in the accumulation type of `dtype`.
-
-    The stream depends only on the seed and the tensor's name, not on the order of tensors or the sizes of blocks.
-
-    Args:
-        seed: of the whole conversion.
-        name: of the tensor.
-        deviation: the standard deviation.
-        dtype: of the tensor.
-        counts: the size of each block.
-    """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-    wide = accumulation_dtype(dtype)
-    for count in counts:
-        yield generator.standard_normal(count, dtype=wide.type) * wide.type(deviation)
-
-
-def standard_deviation(blocks: Iterator[Array], what: str) -> float:
-    """The population standard deviation of all numbers in `blocks`, in float64 and one pass (Chan's update of mean and
-    squares).
-
-    Raises:
-        NonFiniteError: a number is NaN or Inf.
-    """
-    count, mean, squares = 0, 0.0, 0.0
-    for block in blocks:
-        wide = block.astype(np.float64)
-        if not np.isfinite(wide).all():
-            raise NonFiniteError(f"{what} holds NaN or Inf: repair the checkpoint first")
-        delta = float(wide.mean()) - mean
-        total = count + wide.size
-        squares += float(((wide - wide.mean()) ** 2).sum()) + delta * delta * count * wide.size / total
-        mean += delta * wide.size / total
-        count = total
-    return float(np.sqrt(squares / count)) if count else 0.0

@@ -15,8 +15,6 @@ class Proof(StrEnum):
     """Every K/V head is one of SOURCE's, bit for bit."""
     RECOMPUTED = "recomputed"
     """Every K/V head equals the one recomputed from SOURCE's, bit for bit."""
-    ROTATED = "rotated"
-    """The maps are rotations, and the shared heads are the means of the rotated ones."""
     OPTIMAL = "optimal"
     """The shared heads lose no more than the optimum."""
     MEASURED = "measured"
@@ -28,8 +26,6 @@ PROOFS: Final = {
     "repeat": Proof.IDENTICAL,
     "mean": Proof.RECOMPUTED,
     "first": Proof.RECOMPUTED,
-    "random": Proof.RECOMPUTED,
-    "align": Proof.ROTATED,
     "factor": Proof.OPTIMAL,
     "fit": Proof.MEASURED,
 }

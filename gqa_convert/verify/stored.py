@@ -94,7 +94,7 @@ def _check_tensors_and_claims(
     if folds:
         comparison = folded = FoldedComparison(source, out, geometry, method, family, inputs.decoder_config, count)
     else:
-        comparison = TensorComparison(source, out, geometry, method, seed_of(claims), count)
+        comparison = TensorComparison(source, out, geometry, method, count)
     runner.check("tensor names", comparison.names)
     runner.check("untouched tensors", comparison.untouched)
     merged = runner.check("merged tensors", comparison.merged)
@@ -133,9 +133,3 @@ def byte_counter(out: Weights, progress: Progress) -> Callable[[int], None]:
         progress("tensors", done, total)
 
     return add
-
-
-def seed_of(claims: dict[str, Any]) -> int:
-    """The seed of method `random`; 0 if the claims have none, which the check on provenance reports."""
-    seed = claims.get("seed")
-    return seed if type(seed) is int else 0

@@ -141,10 +141,7 @@ def measured(after: float | None, kl_steps: int = 0) -> CalibrationRecord:
     ("method", "calibration", "words"),
     [
         *((method, None, ["often useless", "evaluate in out --data TEXT", "far less"]) for method in POOLING),
-        *(
-            (method, None, ["not measured", "evaluate in out --data TEXT", "loses less"])
-            for method in ("align", "factor")
-        ),
+        ("factor", None, ["not measured", "evaluate in out --data TEXT", "loses less"]),
         ("factor", measured(0.4), ["measured on text.txt", "evaluate", "--calibration TEXT, method fit, loses less"]),
         ("fit", measured(None), ["not measured", "evaluate in out --data TEXT"]),
         ("fit", measured(0.4), ["did not run", "--kl-steps 200", "uptrain"]),

@@ -378,7 +378,6 @@ class TestCommand:
         for arguments, words in (
             (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
             (["-n", "3", "-m", "mean", "-c", str(text)], ["--calibration", "mean", "fit"]),
-            (["-n", "3", "-m", "align", "-c", str(text)], ["--calibration", "align"]),
             (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
             (["-n", "3", "-m", "mean", "--kl-steps", "5"], ["--kl-steps 5", "--calibration"]),
             (["-n", "3", "-m", "factor", "-c", str(text), "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),

@@ -45,7 +45,7 @@ def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
     constraints = FoldingConstraints((np.arange(rotated // 2), np.arange(rotated // 2, rotated)))
     trials = KeyTrials(source, groups, constraints, moments)
     for slow in range(rotated // 2 + 1):
-        expected = merge_layer(source, groups, "factor", constraints, moments, slow).repeated(heads)
+        expected = merge_layer(source, groups, constraints, moments, slow).repeated(heads)
         found = trials.merged(slow)
         for one, other in zip(
             _scores(expected, constraints, rotated), _scores(found, constraints, rotated), strict=True

@@ -268,15 +268,14 @@ class Maps:
     exact.
     """
 
-    def __init__(self, *, unitary: bool) -> None:
+    def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        self._unitary = unitary
 
     def _numbers(self, count: int) -> Tensor:
         return torch.rand(count, generator=self._generator, dtype=torch.float64)
 
     def _sizes(self, count: int) -> Tensor:
-        return torch.ones(count, dtype=torch.float64) if self._unitary else 0.5 + 1.5 * self._numbers(count)
+        return 0.5 + 1.5 * self._numbers(count)
 
     def any(self, width: int) -> Tensor:
         """Return a random matrix [width, width]."""
@@ -300,17 +299,16 @@ class Maps:
 
 
 @torch.no_grad()
-def tie(case: Case, groups: int, *, unitary: bool = False, anyway: str = "", layout: str = "") -> Case:
+def tie(case: Case, groups: int, *, anyway: str = "", layout: str = "") -> Case:
     """Make the K/V heads of each group images of its first one, by every map that the family's attention can absorb.
 
     Args:
         case: whose model is changed.
         groups: of neighbouring heads.
-        unitary: by orthogonal matrices and phases only.
         anyway: `key` or `value`: by such maps even where something stands in the way; else heads are equal there.
         layout: of rotary pairs, if not the family's.
     """
-    maps = Maps(unitary=unitary)
+    maps = Maps()
     blocked = {"key": case.keys_blocked, "value": case.values_blocked}
     size = case.kv_heads // groups
     for own in case.parts(case.model, case.kv_heads).values():

@@ -188,7 +188,7 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
             parts = LayerTensors(finder, layer)
             tensors = {name: state[name].numpy() for name in parts.names}
             merged = merge_layer(
-                parts.cut(tensors), groups, "factor", find_folding_constraints(finder, layer), Moments(moment, moment)
+                parts.cut(tensors), groups, find_folding_constraints(finder, layer), Moments(moment, moment)
             )
             joined = parts.repeated(parts.join(merged, tensors, groups), groups)
             state |= {name: torch.from_numpy(array) for name, array in joined.items()}
@@ -261,7 +261,7 @@ def test_a_pair_loses_what_it_loses_without_the_others(turning: str, measured: b
         for pair in ((0, 1), (1, 4)):
             fields = {role: getattr(heads, role)[list(pair)] for role in ("queries", "keys", "values", "outputs")}
             two = replace(heads, **fields)
-            expected = fitted_errors(two, merge_layer(two, 1, "factor", constraints, moments), constraints, moments)
+            expected = fitted_errors(two, merge_layer(two, 1, constraints, moments), constraints, moments)
             assert found[pair] == pytest.approx(expected, rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Merging by factorisation and alignment: what must cost nothing does, and what it costs is the least that is
+"""Merging by factorisation: what must cost nothing does, and what it costs is the least that is
 possible.
 """
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gqa_convert.merging.alignment import align_rotary_keys, align_values
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
 from gqa_convert.merging.low_frequency import factor_partly_rotary_keys
 
@@ -107,27 +106,6 @@ def test_dead_heads_do_no_harm(rng: np.random.Generator) -> None:
     key, asked = factor_rotary_keys(keys, queries)
     assert np.isfinite(key).all()
     assert np.isfinite(asked).all()
-
-
-def test_turned_heads_align_without_loss(rng: np.random.Generator) -> None:
-    base, outputs = rng.standard_normal((C, D)), rng.standard_normal((M, R, D, C))
-    rotations = np.linalg.qr(rng.standard_normal((M, C, C)))[0]
-    values = rotations @ base
-    shared, columns = align_values(values, outputs)
-    assert np.allclose(products(columns, shared), products(outputs, values))
-    pairs = base + 1j * rng.standard_normal((C, D))
-    keys = np.exp(1j * rng.uniform(0, 6, (M, C)))[:, :, None] * pairs
-    queries = rng.standard_normal((M, R, C, D)) + 0j
-    key, asked = align_rotary_keys(keys, queries)
-    before = np.einsum("mrfe,mfd->mrfed", queries, keys.conj())
-    assert np.allclose(np.einsum("mrfe,fd->mrfed", asked, key.conj()), before)
-
-
-def test_alignment_is_never_worse_than_the_mean(rng: np.random.Generator) -> None:
-    values, outputs = rng.standard_normal((M, C, D)), np.stack([np.eye(D, C)[None]] * M)
-    shared, columns = align_values(values, outputs)
-    aligned = np.sum((np.swapaxes(columns[:, 0, :C], -1, -2) @ values - shared) ** 2)
-    assert aligned < np.sum((values - values.mean(0)) ** 2)
 
 
 def complex_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:

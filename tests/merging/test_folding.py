@@ -37,7 +37,6 @@ K, R, WIDTH, VALUE, INPUTS, ASKED, OUTPUTS = 6, 2, 10, 7, 23, 19, 9
 PAIRS = np.array([0, 1, 2]), np.array([3, 4, 5])
 """Of the ten dimensions of a key head, six are rotary."""
 NO_PAIRS = np.empty(0, int), np.empty(0, int)
-WAYS = {"align": "align", "factor": "factor"}
 
 
 def random_heads(rng: np.random.Generator, *, cross: bool = False) -> Heads:
@@ -93,16 +92,13 @@ def summed_errors(
 
 @pytest.mark.parametrize("pairs", [PAIRS, NO_PAIRS])
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("method", WAYS)
-def test_errors_are_those_of_the_scores(
-    rng: np.random.Generator, method: str, cross: bool, pairs: tuple[Array, Array]
-) -> None:
+def test_errors_are_those_of_the_scores(rng: np.random.Generator, cross: bool, pairs: tuple[Array, Array]) -> None:
     """Moments of samples: the sum over all pairs of samples and all distances."""
     source, constraints = random_heads(rng, cross=cross), FoldingConstraints(pairs)
     seen = np.concatenate([rng.standard_normal((31, INPUTS - 1)) + 0.5, np.ones((31, 1))], axis=1)
     asking = np.concatenate([rng.standard_normal((28, ASKED - 1)), np.ones((28, 1))], axis=1) if cross else seen
     moments = Moments(asking.T @ asking / len(asking), seen.T @ seen / len(seen))
-    merged = merge_layer(source, 2, method, constraints, moments)
+    merged = merge_layer(source, 2, constraints, moments)
     assert fitted_errors(source, merged, constraints, moments) == pytest.approx(
         summed_errors(source, merged, constraints, asking, seen), rel=1e-9
     )
@@ -112,11 +108,10 @@ def test_errors_without_moments(rng: np.random.Generator) -> None:
     """Every direction once: samples whose second moment is the identity, and whose mean is nothing."""
     source, constraints = random_heads(rng), FoldingConstraints(PAIRS)
     samples = np.concatenate([np.eye(INPUTS), -np.eye(INPUTS)]) * np.sqrt(INPUTS)
-    for method in WAYS:
-        merged = merge_layer(source, 3, method, constraints, None)
-        found = fitted_errors(source, merged, constraints, None)
-        assert found == pytest.approx(summed_errors(source, merged, constraints, samples, samples), rel=1e-9)
-        assert min(found) > 0.3
+    merged = merge_layer(source, 3, constraints, None)
+    found = fitted_errors(source, merged, constraints, None)
+    assert found == pytest.approx(summed_errors(source, merged, constraints, samples, samples), rel=1e-9)
+    assert min(found) > 0.3
 
 
 def test_errors_of_what_loses_nothing(rng: np.random.Generator) -> None:
@@ -124,16 +119,14 @@ def test_errors_of_what_loses_nothing(rng: np.random.Generator) -> None:
     tied = Heads(
         heads.queries, heads.keys[:1].repeat(K, axis=0), heads.values[:1].repeat(K, axis=0), heads.outputs, None
     )
-    for method in WAYS:
-        assert max(fitted_errors(tied, merge_layer(tied, 2, method, constraints, None), constraints, None)) < 1e-7
-        assert fitted_errors(heads, merge_layer(heads, K, method, constraints, None), constraints, None) == (0.0, 0.0)
-        assert merge_layer(heads, K, method, constraints, None) is heads
+    assert max(fitted_errors(tied, merge_layer(tied, 2, constraints, None), constraints, None)) < 1e-7
+    assert fitted_errors(heads, merge_layer(heads, K, constraints, None), constraints, None) == (0.0, 0.0)
+    assert merge_layer(heads, K, constraints, None) is heads
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_folding_constraints_leave_the_mean(rng: np.random.Generator, method: str) -> None:
+def test_folding_constraints_leave_the_mean(rng: np.random.Generator) -> None:
     heads = random_heads(rng)
-    merged = merge_layer(heads, 2, method, FoldingConstraints(PAIRS, "of a norm", "of a gate"), None)
+    merged = merge_layer(heads, 2, FoldingConstraints(PAIRS, "of a norm", "of a gate"), None)
     assert np.allclose(merged.keys, heads.keys.reshape(2, 3, WIDTH, INPUTS).mean(1))
     assert np.allclose(merged.values, heads.values.reshape(2, 3, VALUE, INPUTS).mean(1))
     assert np.array_equal(merged.queries, heads.queries)
@@ -145,15 +138,12 @@ def test_factoring_loses_least(rng: np.random.Generator) -> None:
     samples = rng.standard_normal((40, INPUTS)) * rng.uniform(0.1, 3, INPUTS)
     samples[:, -1] = 1
     moments = Moments(samples.T @ samples / 40, samples.T @ samples / 40)
-    found = {
-        method: fitted_errors(heads, merge_layer(heads, 2, method, constraints, moments), constraints, moments)
-        for method in WAYS
-    }
+    found = fitted_errors(heads, merge_layer(heads, 2, constraints, moments), constraints, moments)
     mean = fitted_errors(
-        heads, merge_layer(heads, 2, "factor", FoldingConstraints(PAIRS, "x", "x"), moments), constraints, moments
+        heads, merge_layer(heads, 2, FoldingConstraints(PAIRS, "x", "x"), moments), constraints, moments
     )
-    assert found["factor"][1] < found["align"][1] < mean[1]
-    assert found["factor"][0] < mean[0]
+    assert found[1] < mean[1]
+    assert found[0] < mean[0]
 
 
 def spoilt(kind: str) -> Callable[[Array], Array]:
@@ -169,26 +159,24 @@ def spoilt(kind: str) -> Callable[[Array], Array]:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("where", ["q", "k", "v", "o", "qkvo"])
 @pytest.mark.parametrize("kind", ["zero", "constant", "rank one", "tiny", "huge"])
-@pytest.mark.parametrize("method", WAYS)
-def test_odd_weights_give_finite_ones(method: str, kind: str, where: str, tmp_path: Path) -> None:
+def test_odd_weights_give_finite_ones(kind: str, where: str, tmp_path: Path) -> None:
     arrays = llama_arrays(layers=1)
     for name in where:
         tensor = f"model.layers.0.self_attn.{name}_proj.weight"
         arrays[tensor] = spoilt(kind)(arrays[tensor])
     source = write_llama(tmp_path / "source", arrays=arrays, config={"num_hidden_layers": 1})
-    result = convert_checkpoint(source, tmp_path / "out", 3, method=method)
+    result = convert_checkpoint(source, tmp_path / "out", 3, method="factor")
     assert all(np.isfinite(array).all() for array in read_weights(tmp_path / "out").values())
     assert all(np.isfinite(error) and error >= 0 for error in result.merge_error.values())
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_own_count_and_more(method: str, tmp_path: Path) -> None:
+def test_own_count_and_more(tmp_path: Path) -> None:
     """As many groups as heads: every bit. More than there are: heads repeated."""
     source = write_llama(tmp_path / "source", config={"num_key_value_heads": 4}, arrays=grouped(4))
-    result = convert_checkpoint(source, tmp_path / "same", 4, method=method)
+    result = convert_checkpoint(source, tmp_path / "same", 4, method="factor")
     assert result.plan.effective_method == "copy"
     assert same_weights(source, tmp_path / "same")
-    result = convert_checkpoint(source, tmp_path / "more", 12, method=method)
+    result = convert_checkpoint(source, tmp_path / "more", 12, method="factor")
     assert result.plan.effective_method == "repeat"
     before, after = read_weights(source), read_weights(tmp_path / "more")
     for name, array in before.items():
@@ -198,11 +186,10 @@ def test_own_count_and_more(method: str, tmp_path: Path) -> None:
         assert np.array_equal(after[name], expected)
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_two_runs_write_the_same_bytes(method: str, tmp_path: Path) -> None:
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source", shards=3)
     for out in ("first", "second"):
-        convert_checkpoint(source, tmp_path / out, 3, method=method)
+        convert_checkpoint(source, tmp_path / out, 3, method="factor")
     assert digests(tmp_path / "first") == digests(tmp_path / "second")
     changed = {
         name for name, array in read_weights(tmp_path / "first").items() if not same(array, read_weights(source)[name])
@@ -350,7 +337,7 @@ class TestStore:
         def done(number: int, total: int, record: Any) -> None:
             seen.append((number, total, record.module))
 
-        convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="align", on_layer=done)
+        convert_checkpoint(write_llama(tmp_path / "source"), tmp_path / "out", 3, method="factor", on_layer=done)
         assert seen == [(1, 2, "model.layers.0.self_attn"), (2, 2, "model.layers.1.self_attn")]
         assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 

@@ -9,13 +9,11 @@ import pytest
 from gqa_convert.cli.options import Method as MethodOption
 from gqa_convert.errors import OptionError
 from gqa_convert.merging import methods, pooling
-from gqa_convert.merging.folding import merge
 from gqa_convert.merging.methods import (
     CALIBRATED_DEFAULT,
     CHOICES,
     DEFAULT,
     METHODS,
-    Folding,
     MergeMethod,
     Need,
     Pooling,
@@ -24,8 +22,8 @@ from gqa_convert.merging.methods import (
     method_help,
     names,
 )
-from gqa_convert.verify.exact.merges import MERGES, NORM_MERGES
-from gqa_convert.verify.folded.modules import _CHECKS, _CONCLUSIONS
+from gqa_convert.verify.exact.merges import MERGES
+from gqa_convert.verify.folded.modules import _CONCLUSIONS
 from gqa_convert.verify.proofs import CALIBRATED_PROOFS, PROOFS
 
 REGISTRY = "gqa_convert/merging/methods.py"
@@ -40,17 +38,14 @@ def test_a_method_is_complete(method: MergeMethod) -> None:
     assert method.source, f"{where}: source must name a paper and section"
     assert method.card_sentence, f"{where}: card_sentence is empty"
     assert method.card_sentence[-1] != ".", f"{where}: the card adds the full stop to card_sentence itself"
-    ways = [way for way in (method.pooling, method.folding) if way is not None]
-    assert len(ways) == (0 if method.is_exact else 1), (
+    folds = method.merges_layers
+    assert (method.pooling is not None) + folds == (0 if method.is_exact else 1), (
         f"{where}: a method merges by pooling or by folding, an exact one by neither"
     )
-    folds = method.folding is not None
     assert folds == (method.constrained_heads is not None), (
         f"{where}: constrained_heads says what plan prints of heads that cannot be folded, for folding methods alone"
     )
-    assert folds or not (method.reorders_heads or method.trains), (
-        f"{where}: only methods that work on whole layers can reorder heads or train"
-    )
+    assert folds or not method.trains, f"{where}: only methods that work on whole layers can train"
     assert (method.calibration is Need.NEVER) == (method.calibrated_proof is None), (
         f"{where}: calibrated_proof says how verify proves a result made with calibration text"
     )
@@ -65,13 +60,11 @@ def test_a_method_without_a_decision_is_refused() -> None:
             MergeMethod(**{key: value for key, value in given.items() if key != name})  # type: ignore[arg-type]
 
 
-def test_every_pooling_and_folding_has_its_arithmetic() -> None:
+def test_every_pooling_has_its_arithmetic() -> None:
     assert set(pooling._POOLINGS) == set(get_args(Pooling)), "gqa_convert/merging/pooling.py: _POOLINGS lacks one"
-    assert set(merge._FOLDINGS) == set(get_args(Folding)), "gqa_convert/merging/folding/merge.py: _FOLDINGS lacks one"
     for method in METHODS.values():
         assert method.pooling is None or method.pooling in pooling._POOLINGS
         assert method.norm_pooling in pooling._POOLINGS
-        assert method.folding is None or method.folding in merge._FOLDINGS
 
 
 def test_verify_proves_every_method_as_the_registry_says() -> None:
@@ -86,19 +79,13 @@ def test_verify_proves_every_method_as_the_registry_says() -> None:
 
 
 def test_verify_recomputes_every_method_whose_proof_says_so() -> None:
-    """Random heads come from their stream; everything else has a function of verify's own."""
-    recomputed = {method.name: method for method in METHODS.values() if method.proof is Proof.RECOMPUTED}
-    where = "gqa_convert/verify/exact/merges.py"
-    seeded = {name for name, method in recomputed.items() if method.seeded}
-    assert set(MERGES) == set(recomputed) - seeded, f"{where}: MERGES"
-    assert {name: method.norm_pooling for name, method in recomputed.items()} == NORM_MERGES, f"{where}: NORM_MERGES"
+    recomputed = [method for method in METHODS.values() if method.proof is Proof.RECOMPUTED]
+    assert set(MERGES) == {method.name for method in recomputed}, "gqa_convert/verify/exact/merges.py: MERGES"
+    assert all(method.norm_pooling == method.name for method in recomputed)
 
 
 def test_verify_checks_every_folding_method() -> None:
-    folding = {method.proof for method in METHODS.values() if method.folding is not None}
-    assert {proof.value for proof in folding} - {Proof.MEASURED.value} == {proof.value for proof in _CHECKS}, (
-        "gqa_convert/verify/folded/modules.py: _CHECKS"
-    )
+    folding = {method.proof for method in METHODS.values() if method.merges_layers}
     assert {proof.value for proof in folding} == {proof.value for proof in _CONCLUSIONS}, (
         "gqa_convert/verify/folded/modules.py: _CONCLUSIONS"
     )

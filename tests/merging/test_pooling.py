@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging.pooling import BlockMerger, fresh_numbers, standard_deviation
+from gqa_convert.merging.pooling import BlockMerger
 
 
 def merged(blocks: np.ndarray, method: str = "mean") -> np.ndarray:
@@ -73,22 +73,3 @@ def test_numbers_that_are_none_are_refused(bad: float, method: str, name: str) -
 
 def test_large_finite_numbers_are_no_infinities() -> None:
     assert merged(np.full((2, 3), 1e20, ml_dtypes.bfloat16)).astype(float)[0] == pytest.approx(1e20, rel=0.01)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8))
-def test_fresh_numbers_do_not_depend_on_the_blocks(counts: list[int]) -> None:
-    dtype = DTYPES["BF16"]
-    pieces = np.concatenate(list(fresh_numbers(3, "k", 0.5, dtype, iter(counts))))
-    whole = next(fresh_numbers(3, "k", 0.5, dtype, iter([sum(counts)])))
-    assert np.array_equal(pieces, whole)
-    assert not np.array_equal(whole, next(fresh_numbers(4, "k", 0.5, dtype, iter([sum(counts)]))))
-    assert not np.array_equal(whole, next(fresh_numbers(3, "v", 0.5, dtype, iter([sum(counts)]))))
-
-
-def test_standard_deviation_in_blocks_is_that_of_the_whole() -> None:
-    numbers = np.random.default_rng(0).normal(3.0, 2.0, 1000).astype(np.float32)
-    assert standard_deviation(iter(np.split(numbers, [10, 500])), "t") == pytest.approx(
-        float(numbers.astype(float).std()), rel=1e-12
-    )
-    with pytest.raises(NonFiniteError):
-        standard_deviation(iter([np.array([1.0, np.nan], np.float32)]), "t")

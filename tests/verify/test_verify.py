@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
         key = (name, groups, method)
         if key not in done:
             done[key] = root / f"{name}-{groups}-{method}"
-            convert_checkpoint(source, done[key], groups, method=method, seed=7)
+            convert_checkpoint(source, done[key], groups, method=method)
         return done[key], source
 
     return make
@@ -48,17 +48,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
     ("name", "groups", "method"),
     [
         ("llama", 3, "mean"),
-        ("llama", 4, "random"),
+        ("llama", 4, "first"),
         ("llama_one_file", 1, "mean"),
         ("llama_gqa", 2, "first"),
         ("llama_gqa", 4, "mean"),
         ("llama_gqa", 12, "mean"),
         ("qwen2", 4, "mean"),
-        ("qwen2", 3, "random"),
+        ("qwen2", 3, "first"),
         ("phi3", 4, "mean"),
-        ("phi3", 3, "random"),
+        ("phi3", 3, "first"),
         ("olmo2", 4, "mean"),
-        ("olmo2", 3, "random"),
+        ("olmo2", 3, "first"),
         ("cohere", 3, "mean"),
         ("stablelm", 4, "mean"),
         ("stablelm", 3, "first"),
@@ -149,7 +149,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("method", ["mean", "first", "random"])
+@pytest.mark.parametrize("method", ["mean", "first"])
 @pytest.mark.parametrize(("name", "tensor", "row", "check"), FLIPS)
 def test_one_flipped_bit_fails(
     made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str, tensor: str, row: int, check: str, method: str
@@ -258,7 +258,6 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "new code": (lambda out, _: (out / "modeling.py").write_text("boo"), "carried files"),
     "claims other groups": (lambda out, _: claim(out, groups=4), "provenance"),
     "claims other heads": (lambda out, _: claim(out, source_kv_heads=6), "provenance"),
-    "claims a seed": (lambda out, _: claim(out, seed=1), "provenance"),
     "claims another type": (lambda out, _: claim(out, model_type="mistral"), "provenance"),
     "claims other bytes": (lambda out, _: claim(out, kv_bytes_per_token={"before": 1, "after": 1}), "provenance"),
     "claims no error": (lambda out, _: claim(out, merge_error={}), "provenance"),
@@ -298,13 +297,6 @@ def test_another_source_fails(made: Callable[..., tuple[Path, Path]], tmp_path: 
 def test_the_source_itself_fails_as_its_own_conversion(made: Callable[..., tuple[Path, Path]]) -> None:
     _, source = made("llama", 3)
     assert set(failed(verify_checkpoint(source, source, logits=False))) == {"config", "provenance"}
-
-
-def test_float32_random_numbers_are_held_to_the_bit(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    good, source = made("qwen2", 3, "random")
-    claimed = shutil.copytree(good, tmp_path / "claimed")
-    claim(claimed, seed=8)
-    assert set(failed(verify_checkpoint(claimed, source, logits=False))) == {"merged tensors"}
 
 
 def test_a_strided_repeat_in_the_model_fails_the_logits(

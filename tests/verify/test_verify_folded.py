@@ -89,7 +89,6 @@ def write_text(path: Path) -> Path:
 # -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["align", "factor"])
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
@@ -111,8 +110,8 @@ def write_text(path: Path) -> Path:
         ("codegen", 3),
     ],
 )
-def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) -> None:
-    out, source = made(name, groups, method)
+def test_good_conversions_pass(made: Made, name: str, groups: int) -> None:
+    out, source = made(name, groups, "factor")
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     found = details(report)
@@ -122,7 +121,6 @@ def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) 
     assert f"{groups} heads in each" in found["cache heads"]
 
 
-@pytest.mark.parametrize("method", ["align", "factor"])
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
@@ -136,8 +134,8 @@ def test_good_conversions_pass(made: Made, name: str, groups: int, method: str) 
         ("gpt2, half", 1),
     ],
 )
-def test_good_translations_pass(made: Made, name: str, groups: int, method: str) -> None:
-    out, source = made(name, groups, method)
+def test_good_translations_pass(made: Made, name: str, groups: int) -> None:
+    out, source = made(name, groups, "factor")
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     assert "as claimed" in details(report)["attention functions"]
@@ -404,19 +402,11 @@ def test_damage_is_found(made: Made, tmp_path: Path, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", [name for name, (_, checks) in DAMAGE.items() if checks == FUNCTIONS])
-def test_damaged_alignments_are_found_too(made: Made, tmp_path: Path, name: str) -> None:
-    out, source = made("llama, float32", 3, "align")
-    bad = shutil.copytree(out, tmp_path / "bad")
-    DAMAGE[name][0](bad, source)
-    assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
-
-
-@pytest.mark.parametrize(("groups", "method"), [(1, "factor"), (2, "factor"), (6, "factor"), (3, "align")])
-def test_a_layer_of_another_conversion_is_found(made: Made, tmp_path: Path, groups: int, method: str) -> None:
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_a_layer_of_another_conversion_is_found(made: Made, tmp_path: Path, groups: int) -> None:
     """Three of its K/V heads, whichever are nearest."""
     out, source = made("llama, float32", 3, "factor")
-    other, _ = made("llama, float32", groups, method)
+    other, _ = made("llama, float32", groups, "factor")
     bad = shutil.copytree(out, tmp_path / "bad")
     for part in "qkvo":
         tensor = tensor_of(other, f"{STEM}.{part}_proj.weight")
@@ -569,7 +559,7 @@ def test_claimed_errors_are_checked(made: Made, tmp_path: Path, value: Any) -> N
 
 @pytest.mark.parametrize(
     ("claimed", "checks"),
-    [("mean", {"untouched tensors", "merged tensors"}), ("align", FUNCTIONS), ("fit", {"provenance"})],
+    [("mean", {"untouched tensors", "merged tensors"}), ("fit", {"provenance"})],
 )
 def test_another_method_cannot_be_claimed(made: Made, tmp_path: Path, claimed: str, checks: set[str]) -> None:
     out, source = made("llama, float32", 3, "factor")
@@ -586,13 +576,6 @@ def test_claimed_orders_are_checked(made: Made, tmp_path: Path, order: Any) -> N
     bad = shutil.copytree(out, tmp_path / "bad")
     edit_json(bad / "gqa_conversion.json", head_order=order)
     assert set(failed(verify_checkpoint(bad, source, logits=False))) == FUNCTIONS
-
-
-def test_alignment_claims_neither_text_nor_order(made: Made, tmp_path: Path) -> None:
-    out, source = made("llama, float32", 3, "align")
-    bad = shutil.copytree(out, tmp_path / "bad")
-    edit_json(bad / "gqa_conversion.json", calibration={"tokens": 5}, head_order={STEM: [1, 0, *range(2, 12)]})
-    assert set(failed(verify_checkpoint(bad, source, logits=False))) == {"provenance", *FUNCTIONS}
 
 
 @pytest.mark.parametrize("name", ["qwen2", "neox"])

@@ -108,7 +108,7 @@ def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> P
     return folder
 
 
-@pytest.mark.parametrize("method", ["mean", "first", "random", "factor", "align"])
+@pytest.mark.parametrize("method", ["mean", "first", "factor"])
 @pytest.mark.parametrize(
     ("model_type", "dtype", "scale"),
     [
@@ -132,15 +132,15 @@ def test_values_near_the_limits_of_their_type(
         assert (
             0 < max(float(tensor.abs().max()) for tensor in values) < torch.finfo(torch.float16).tiny
         )  # the test is about subnormal numbers
-    convert_checkpoint(source, tmp_path / "out", 3, method=method, seed=1)
+    convert_checkpoint(source, tmp_path / "out", 3, method=method)
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
 
 
-@pytest.mark.parametrize("method", ["mean", "first", "random"])
+@pytest.mark.parametrize("method", ["mean", "first"])
 def test_a_flipped_subnormal_is_found(tmp_path: Path, method: str) -> None:
     """Where every bit is recomputed, the smallest number of float16 counts."""
     source = scaled(tmp_path / "source", "llama", torch.float16, 1e-6)
-    convert_checkpoint(source, tmp_path / "out", 3, method=method, seed=1)
+    convert_checkpoint(source, tmp_path / "out", 3, method=method)
     edit(tmp_path / "out", "model.layers.1.self_attn.v_proj.weight", flip(17))
     assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
 

@@ -2,8 +2,6 @@
 
 from contextlib import ExitStack
 
-import numpy as np
-
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.records import LayerDone, WeightsRecord, recorded_order
@@ -19,7 +17,7 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
     """Merge every layer by the plan's method, from the weights alone, with one layer in memory at a time.
 
     Args:
-        plan: of method `align` or `factor`.
+        plan: of method `factor`.
         store: where merged layers go; those that it holds already are not merged again.
         on_layer: called as each is done.
 
@@ -36,7 +34,7 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.record(number)
             if record is None:
-                tensors, record = _merge(plan, read_source_layer(finder, layer, read), groups)
+                tensors, record = _merge(read_source_layer(finder, layer, read), groups)
                 store.write(number, tensors, record)
                 del tensors
             errors |= record.errors
@@ -44,15 +42,12 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
     return errors
 
 
-def _merge(plan: Plan, layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
+def _merge(layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
     """The tensors of the merged layer, and its record."""
-    method, heads = plan.merge_method, layer.layout.cut(layer.tensors)
-    order = np.arange(heads.groups)
-    if method.reorders_heads:
-        order = order_heads(heads, groups, layer.constraints, None)
+    heads = layer.layout.cut(layer.tensors)
+    order = order_heads(heads, groups, layer.constraints, None)
     heads = ordered(heads, order)
-    assert method.folding is not None
-    merged = merge_layer(heads, groups, method.folding, layer.constraints, None)
+    merged = merge_layer(heads, groups, layer.constraints, None)
     keys, values = fitted_errors(heads, merged, layer.constraints, None)
     del heads
     record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)

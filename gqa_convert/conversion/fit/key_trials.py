@@ -47,9 +47,7 @@ class KeyTrials:
         queries, keys = np.empty_like(self._heads.queries), np.empty_like(self._heads.keys)
         for own, moments in zip(self._groups(), self._moments, strict=True):
             before, asking = self._heads.keys[own], self._heads.queries[own]
-            found = merge_layer(
-                _coordinates(before, asking), 1, "factor", self._folding_constraints, moments, low_frequency
-            )
+            found = merge_layer(_coordinates(before, asking), 1, self._folding_constraints, moments, low_frequency)
             keys[own] = found.keys[0, :, :-1] @ before.reshape(-1, before.shape[-1])
             head_dim = asking.shape[2]
             for place, index in enumerate(np.ndindex(asking.shape[:2])):  # a query head's maps act on its own rows

@@ -159,7 +159,7 @@ class LayerFitting:
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
         merged = processes.from_first(
-            lambda: merge_layer(self.source, self.groups, "factor", self.constraints, moments, low_frequency)
+            lambda: merge_layer(self.source, self.groups, self.constraints, moments, low_frequency)
         )
         if options.trains:
             merged = self.refitted(self.trained(merged))

@@ -40,8 +40,8 @@ def make_plan(
         checkpoint: the opened source.
         groups: K/V heads per layer in the result (the paper's GQA-N); or those of each attention layer, in the order of
             the layers' numbers.
-        method: `mean`, `first` or `random`; `align`, `factor` or `fit`, which change queries and outputs too.
-        seed: for `random`.
+        method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too.
+        seed: of the order of batches in `fit`.
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it alone (section 2).
         native: for families whose own class has no K/V-head count: translate to a stock class that computes the same
             and has one, or

@@ -35,7 +35,6 @@ class StockPlan:
     notes: tuple[str, ...]
     target_architecture: None = None
     modeling: None = None
-    seed: int = 0
 
     @property
     def weight_bytes_after(self) -> int:

@@ -43,8 +43,6 @@ class Run:
     sources: tuple[Rows, ...] = ()
     pooling: Pooling | None = None
     """How several sources are merged; None if there is at most one."""
-    role: Role | None = None
-    """The role of the merged heads. Method `random` draws numbers with the standard deviation of this role's rows."""
     scale: float = 1.0
     fill: float = 0.0
 
@@ -67,7 +65,7 @@ class Merged:
     before: Shape
     after: Shape
     method: str
-    """`mean`, `first` or `random`, or `copy` if the number of heads stays the same."""
+    """`mean` or `first`, or `copy` if the number of heads stays the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class HeadRows:
             for offset, step, count in self._order(role):
                 sources = tuple(Rows(tensor, start + offset, step) for start in starts[first : first + together])
                 pooling = self.source.method.pooling if together > 1 else None
-                runs.append(Run(count, sources, pooling, role if pooling else None, scale))
+                runs.append(Run(count, sources, pooling, scale))
         return tuple(runs)
 
     def _starts(self, role: Role) -> tuple[int, ...]:

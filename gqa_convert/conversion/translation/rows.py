@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.conversion.translation.description import Rows, Run, Shift, TranslatedTensor
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging.pooling import accumulation_dtype, fresh_numbers, pool, standard_deviation
+from gqa_convert.merging.pooling import accumulation_dtype, pool
 
 Array = npt.NDArray[Any]
 
@@ -31,12 +31,10 @@ class RowTranslator:
 
     Args:
         read: reads rows of the source.
-        seed: the seed of method `random`.
     """
 
-    def __init__(self, read: Reader, seed: int = 0) -> None:
+    def __init__(self, read: Reader) -> None:
         self._read = read
-        self._seed = seed
         self._vectors: dict[str, Array] = {}
         self._squares: dict[str, tuple[float, float]] = {}
 
@@ -59,9 +57,8 @@ class RowTranslator:
         """
         source = self._strided_reader(tensor)
         columns = math.prod(tensor.shape[1:])
-        fresh = _RandomRows(source, tensor.runs, columns, self._seed)
         if tensor.shift:
-            yield self._shifted_bias(tensor, tensor.shift, source, fresh)
+            yield self._shifted_bias(tensor, tensor.shift, source)
             return
         for run in tensor.runs:
             copied = len(run.sources) == 1 and tensor.gain is None and run.scale == 1.0
@@ -69,34 +66,29 @@ class RowTranslator:
                 if copied:
                     yield np.ascontiguousarray(source(run.sources[0], first, count))
                     continue
-                wide = self._wide(run, first, count, tensor, source, fresh)
+                wide = self._wide(run, first, count, tensor, source)
                 if tensor.gain:
                     wide *= self._vector(tensor.gain, columns, wide.dtype)
                 yield _rounded(wide, tensor)
 
-    def _shifted_bias(
-        self, tensor: TranslatedTensor, shift: Shift, source: "_StridedReader", fresh: "_RandomRows"
-    ) -> Array:
+    def _shifted_bias(self, tensor: TranslatedTensor, shift: Shift, source: "_StridedReader") -> Array:
         """The complete bias: to each number, the product of its weight row and the norm's bias is added."""
         parts = []
-        weights = _RandomRows(source, shift.runs, shift.columns, self._seed)
         for own, weight in zip(tensor.runs, shift.runs, strict=True):
-            wide = self._wide(own, 0, own.count, tensor, source, fresh)
+            wide = self._wide(own, 0, own.count, tensor, source)
             for first, count in _cut(weight, shift.columns):
-                rows = _merge(weight, first, count, source, weights)[0]
+                rows = _merge(weight, first, count, source)[0]
                 wide[first : first + count] += (rows @ self._vector(shift.vector, shift.columns, rows.dtype)).astype(
                     wide.dtype
                 ) * weight.scale
             parts.append(wide)
         return _rounded(np.concatenate(parts), tensor)
 
-    def _wide(
-        self, run: Run, first: int, count: int, tensor: TranslatedTensor, source: "_StridedReader", fresh: "_RandomRows"
-    ) -> Array:
+    def _wide(self, run: Run, first: int, count: int, tensor: TranslatedTensor, source: "_StridedReader") -> Array:
         """The rows of a run in the accumulation dtype; the squared merging error is added to the tensor's total."""
         if not run.sources:
             return np.full((count, *tensor.shape[1:]), run.fill, accumulation_dtype(DTYPES[tensor.dtype]))
-        wide, heads = _merge(run, first, count, source, fresh)
+        wide, heads = _merge(run, first, count, source)
         if heads is not None:
             norm = float(np.einsum("hn,hn->", heads, heads))
             if (
@@ -147,32 +139,6 @@ class _StridedReader:
         return self._held[1].T[start : start + span : rows.step]
 
 
-class _RandomRows:
-    """Draws the random numbers of method `random`, one stream per source tensor and role, so that a bias is shifted by
-    exactly the weight that was drawn.
-    """
-
-    def __init__(self, source: _StridedReader, runs: tuple[Run, ...], columns: int, seed: int) -> None:
-        self._source, self._runs, self._columns, self._seed = source, runs, columns, seed
-        self._count = 0
-        self._streams: dict[str, Iterator[Array]] = {}
-
-    def take(self, run: Run, count: int, dtype: np.dtype[Any]) -> Array:
-        name = f"{run.sources[0].tensor}:{run.role}"
-        if name not in self._streams:
-            deviation = standard_deviation(self._blocks(run), f"tensor {run.sources[0].tensor}")
-            self._streams[name] = fresh_numbers(self._seed, name, deviation, dtype, iter(lambda: self._count, -1))
-        self._count = count
-        return next(self._streams[name])
-
-    def _blocks(self, like: Run) -> Iterator[Array]:
-        for run in self._runs:
-            if run.role == like.role:
-                for first, count in _cut(run, self._columns):
-                    for rows in run.sources:
-                        yield self._source(rows, first, count)
-
-
 def _cut(run: Run, columns: int) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each block of a run."""
     step = max(1, _BLOCK_NUMBERS // (max(1, columns) * max(1, len(run.sources))))
@@ -180,22 +146,21 @@ def _cut(run: Run, columns: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, run.count - first)
 
 
-def _merge(run: Run, first: int, count: int, source: _StridedReader, fresh: _RandomRows) -> tuple[Array, Array | None]:
+def _merge(run: Run, first: int, count: int, source: _StridedReader) -> tuple[Array, Array | None]:
     """The merged rows and, if several heads are merged, those heads as [heads, numbers]; both in the accumulation
     dtype.
 
     Unlike `BlockMerger`, this does not round the result.
     """
     rows = source(run.sources[0], first, count)
-    dtype, wide = rows.dtype, accumulation_dtype(rows.dtype)
+    wide = accumulation_dtype(rows.dtype)
     if run.pooling is None:
         return rows.astype(wide, order="C"), None
     heads = np.empty((len(run.sources), rows.size), wide)
     heads[0] = rows.reshape(-1)
     for head, place in zip(heads[1:], run.sources[1:], strict=True):
         head[:] = source(place, first, count).reshape(-1)
-    drawn = fresh.take(run, heads.shape[1], dtype) if run.pooling == "random" else None
-    return pool(heads, run.pooling, np.empty(rows.size, wide), drawn).reshape(rows.shape), heads
+    return pool(heads, run.pooling, np.empty(rows.size, wide)).reshape(rows.shape), heads
 
 
 def _rounded(wide: Array, tensor: TranslatedTensor) -> Array:

@@ -54,7 +54,7 @@ class ClosedForm:
         work = inspection()
         moments = finite_moments(site, work.heads)
         for groups in counts:
-            merged = merge_layer(work.heads, groups, "factor", work.constraints, moments)
+            merged = merge_layer(work.heads, groups, work.constraints, moments)
             yield groups, merged_parameters(work, site, merged, groups)
 
 

@@ -40,7 +40,7 @@ class LayerInspection:
     def merged(self, groups: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Heads]]:
         """The layer merged into each number of groups, one in memory at a time; the errors are kept for `record`."""
         for count in groups:
-            merged = merge_layer(self.heads, count, "factor", self.constraints, moments)
+            merged = merge_layer(self.heads, count, self.constraints, moments)
             keys, values = fitted_errors(self.heads, merged, self.constraints, moments)
             self._errors.append(MergeErrors(groups=count, keys=keys, values=values))
             yield count, merged

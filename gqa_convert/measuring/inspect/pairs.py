@@ -44,7 +44,7 @@ def pair_errors(
         both = list(pair)
         two = Heads(queries[both], _widened(keys, width), _widened(values, width), outputs[both], None)
         plain = Moments(np.eye(queries.shape[-1]), np.eye(width)) if moments else None
-        found[pair] = fitted_errors(two, merge_layer(two, 1, "factor", constraints, plain), constraints, plain)
+        found[pair] = fitted_errors(two, merge_layer(two, 1, constraints, plain), constraints, plain)
     return found
 
 

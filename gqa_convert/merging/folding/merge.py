@@ -1,22 +1,19 @@
-"""Merges the heads of one attention layer by a method whose maps are folded into the query and output projections.
+"""Merges the heads of one attention layer by factorisation; the maps are folded into the query and output projections.
 
 The shape legend is that of `heads`. A moment is E[x x^T], [e, e], over calibration text, of a projection's inputs
 together with the constant 1 that stands for its bias.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.merging.alignment import align_rotary_keys, align_values
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
 from gqa_convert.merging.folding.constraints import FoldingConstraints
 from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.low_frequency import factor_partly_rotary_keys
-from gqa_convert.merging.methods import Folding
 
 Array = npt.NDArray[Any]
 
@@ -34,19 +31,17 @@ class Moments:
 def merge_layer(
     heads: Heads,
     groups: int,
-    folding: Folding,
     constraints: FoldingConstraints,
     moments: Moments | None,
     first_low: int | None = None,
 ) -> Heads:
-    """Merge contiguous K/V heads into groups.
+    """Merge contiguous K/V heads into groups. What cannot be folded is averaged, and the rest is left alone.
 
     Args:
         heads: of the source.
         groups: how many K/V heads remain.
-        folding: how; what cannot be folded is averaged, and the rest is left alone.
         constraints: what forbids folding.
-        moments: for `factor`; without them every input direction counts alike.
+        moments: of the inputs; without them every input direction counts alike.
         first_low: rotary pairs from this index on have low frequencies and are merged like rows without positions; None
             for none.
 
@@ -62,47 +57,9 @@ def merge_layer(
     values = np.empty((groups, *heads.values.shape[1:]))
     for group in range(groups):
         own = slice(group * size, (group + 1) * size)
-        keys[group], queries[own] = _merge_keys(
-            heads.keys[own], heads.queries[own], _FOLDINGS[folding], constraints, moments, first_low
-        )
-        values[group], outputs[own] = _merge_values(
-            heads.values[own], heads.outputs[own], _FOLDINGS[folding], constraints, moments
-        )
+        keys[group], queries[own] = _merge_keys(heads.keys[own], heads.queries[own], constraints, moments, first_low)
+        values[group], outputs[own] = _merge_values(heads.values[own], heads.outputs[own], constraints, moments)
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
-
-
-Merge = Callable[[Array, Array, Moments | None], tuple[Array, Array]]
-"""From the rows of a group's heads [m, ...], and what reads them [m, r, ...], to the shared head and what reads it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Merges:
-    """How one folding merges each part of a layer."""
-
-    values: Merge
-    """[m, w, e] and output columns [m, r, D, w]."""
-    rotary_keys: Merge
-    """[m, f, e] and queries [m, r, f, e], complex."""
-    plain_keys: Merge
-    """Rows without rotary positions: [m, s, e] and queries [m, r, s, e]."""
-
-
-def _align_values(values: Array, outputs: Array, _moments: Moments | None) -> tuple[Array, Array]:
-    return align_values(values, outputs)
-
-
-def _align_rotary_keys(keys: Array, queries: Array, _moments: Moments | None) -> tuple[Array, Array]:
-    return align_rotary_keys(keys, queries)
-
-
-def _align_plain_keys(keys: Array, queries: Array, _moments: Moments | None) -> tuple[Array, Array]:
-    """Queries relate to keys as the output's columns do to values."""
-    shared, columns = align_values(keys, np.swapaxes(queries, -1, -2))
-    return shared, np.swapaxes(columns, -1, -2)
-
-
-def _factor_values(values: Array, outputs: Array, moments: Moments | None) -> tuple[Array, Array]:
-    return factor_values(values, outputs, moments.keys if moments else None, weighted=moments is not None)
 
 
 def _factor_rotary_keys(keys: Array, queries: Array, moments: Moments | None) -> tuple[Array, Array]:
@@ -113,24 +70,17 @@ def _factor_plain_keys(keys: Array, queries: Array, moments: Moments | None) -> 
     return factor_keys(keys, queries, *((centred(moments.keys), moments.queries) if moments else ()))
 
 
-_FOLDINGS: Final[Mapping[Folding, _Merges]] = {
-    "align": _Merges(_align_values, _align_rotary_keys, _align_plain_keys),
-    "factor": _Merges(_factor_values, _factor_rotary_keys, _factor_plain_keys),
-}
-
-
 def _merge_values(
-    values: Array, outputs: Array, merges: _Merges, constraints: FoldingConstraints, moments: Moments | None
+    values: Array, outputs: Array, constraints: FoldingConstraints, moments: Moments | None
 ) -> tuple[Array, Array]:
     if constraints.value_constraint:
         return values.mean(0), outputs
-    return merges.values(values, outputs, moments)
+    return factor_values(values, outputs, moments.keys if moments else None, weighted=moments is not None)
 
 
 def _merge_keys(
     keys: Array,
     queries: Array,
-    merges: _Merges,
     constraints: FoldingConstraints,
     moments: Moments | None,
     first_low: int | None,
@@ -148,8 +98,8 @@ def _merge_keys(
             (rotary[0], plain[0]), (rotary[1], plain[1]), first_low, *measured
         )
     else:
-        rotary_key, rotary_queries = merges.rotary_keys(*rotary, moments) if len(real) else (rotary[0][0], rotary[1])
-        plain_key, plain_queries = merges.plain_keys(*plain, moments) if len(rest) else (plain[0][0], plain[1])
+        rotary_key, rotary_queries = _factor_rotary_keys(*rotary, moments) if len(real) else (rotary[0][0], rotary[1])
+        plain_key, plain_queries = _factor_plain_keys(*plain, moments) if len(rest) else (plain[0][0], plain[1])
     shared, new = np.empty_like(keys[0]), np.empty_like(queries)
     shared[real], shared[imaginary], shared[rest] = rotary_key.real, rotary_key.imag, plain_key
     new[:, :, real], new[:, :, imaginary] = rotary_queries.real, rotary_queries.imag

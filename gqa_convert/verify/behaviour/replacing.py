@@ -182,7 +182,7 @@ def merged_head(heads: list[Any], method: Any, ours: Any, spacing: float) -> Any
     Raises:
         Failure: OUT's head is not close to it.
     """
-    if method == "random" or method in FOLDING:
+    if method in FOLDING:
         return ours
     made = merge(heads, method)
     spread = float(max(head.abs().max() for head in heads))

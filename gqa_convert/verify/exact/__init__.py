@@ -1,1 +1,1 @@
-"""The checks on merges that can be recomputed bit for bit: methods mean, first and random, copies and repeated heads."""
+"""The checks on merges that can be recomputed bit for bit: methods mean and first, copies and repeated heads."""

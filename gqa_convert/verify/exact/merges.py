@@ -24,11 +24,7 @@ def _first(heads: Iterable[Any]) -> Any:
 
 
 MERGES: Final[Mapping[str, Callable[[Iterable[Any]], Any]]] = {"mean": _mean, "first": _first}
-"""How a method makes one head of several, in the type that sums are kept in. The heads of `random` come from
-`fresh_numbers`."""
-
-NORM_MERGES: Final[Mapping[str, str]] = {"mean": "mean", "first": "first", "random": "mean"}
-"""The merge by which each recomputed method merges the gains of norms."""
+"""How a method makes one head of several, in the type that sums are kept in."""
 
 
 def merge(heads: Iterable[Any], method: str) -> Any:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gqa_convert.verify.checkpoint_reader import Weights
-from gqa_convert.verify.exact.fresh_numbers import FreshNumbers, deviation
 from gqa_convert.verify.exact.merge_errors import MergeErrors
-from gqa_convert.verify.exact.merges import NORM_MERGES, merge_blocks
+from gqa_convert.verify.exact.merges import merge_blocks
 from gqa_convert.verify.exact.same_bytes import same_bytes
 from gqa_convert.verify.geometry import Counts, Cut, Geometry
 from gqa_convert.verify.layout import Run
@@ -25,19 +24,17 @@ class TensorComparison:
         source: SOURCE's tensors.
         out: OUT's tensors.
         geometry: of both checkpoints.
-        method: mean, first or random; ignored where heads are copied or repeated.
-        seed: of method random.
+        method: mean or first; ignored where heads are copied or repeated.
         progress: called with the number of OUT's bytes in each block compared.
     """
 
     def __init__(
-        self, source: Weights, out: Weights, geometry: Geometry, method: str, seed: int, progress: Callable[[int], None]
+        self, source: Weights, out: Weights, geometry: Geometry, method: str, progress: Callable[[int], None]
     ) -> None:
         self._source = source
         self._out = out
         self._geometry = geometry
         self._method = method
-        self._seed = seed
         self._progress = progress
         self._errors = MergeErrors()
 
@@ -138,29 +135,17 @@ class TensorComparison:
         shape = self._source.shape(name)
         if problem := self._headers_differ(name, (*shape[: cut.axis], sum(lengths), *shape[cut.axis + 1 :])):
             return problem
-        fresh = self._fresh_numbers(name, cut, counts)
         start = 0
         for run, length in zip(cut.runs, lengths, strict=True):
             if run.merged:
-                problems = self._compare_merged(name, cut, run, start, fresh)
+                problems = self._compare_merged(name, cut, run, start)
             else:
                 problems = self._compare_kept(name, cut, run, start)
             for head, problem in enumerate(problems):
                 if problem:
                     return f"{name} in {problem} of {run.part} head {head}"
             start += length
-        if fresh is not None and cut.axis:
-            merged = sum(counts.after * run.head_dim for run in cut.runs if run.merged)
-            return self._compare_fresh_columns(name, start - merged, start, fresh)
         return None
-
-    def _fresh_numbers(self, name: str, cut: Cut, counts: Counts) -> FreshNumbers | None:
-        """The stream of a tensor's random numbers; None where the heads are not random. Gains of norms never are."""
-        merged = [run for run in cut.runs if run.merged]
-        if self._method != "random" or counts.size <= 1 or any(run.part == "norm" for run in merged):
-            return None
-        spread = deviation((self._heads(name, cut, merged), self._heads(name, cut, merged)))
-        return FreshNumbers(self._seed, name, spread, self._source.dtype(name))
 
     def _compare_kept(self, name: str, cut: Cut, run: Run, start: int) -> Iterator[str | None]:
         """Compare the query heads, which begin at row `start` in OUT."""
@@ -168,36 +153,13 @@ class TensorComparison:
             at = start + head * run.head_dim
             yield bits_differ(self._ours(name, at, at + run.head_dim, cut.axis), self._head(name, cut, run, head))
 
-    def _compare_merged(
-        self, name: str, cut: Cut, run: Run, start: int, fresh: FreshNumbers | None
-    ) -> Iterator[str | None]:
-        """Compare the merged heads, which begin at row `start` in OUT.
-
-        Random columns are compared later, all together, since their stream runs along the rows.
-        """
+    def _compare_merged(self, name: str, cut: Cut, run: Run, start: int) -> Iterator[str | None]:
+        """Compare the merged heads, which begin at row `start` in OUT."""
         counts = self._geometry.of(name, cut.attention_kind)
         for group in range(counts.after):
             at = start + group * run.head_dim
             ours = self._ours(name, at, at + run.head_dim, cut.axis)
-            if fresh is not None and cut.axis:
-                self._errors.add(name, (self._head(name, cut, run, head) for head in counts.group(group)), ours)
-            else:
-                yield self._compare_head(
-                    name,
-                    ours,
-                    counts,
-                    group,
-                    lambda head: self._head(name, cut, run, head),
-                    fresh,
-                    norm=run.part == "norm",
-                )
-
-    def _compare_fresh_columns(self, name: str, first: int, last: int, fresh: FreshNumbers) -> str | None:
-        """Compare columns `first` to `last`, whose random numbers are drawn row by row over all of them."""
-        for start, stop in self._out.blocks(name, _BLOCK):
-            if not fresh.accept(self._out.rows(name, start, stop)[:, first:last].contiguous()):
-                return f"{name} in number(s) of its merged columns, rows {start} to {stop - 1}"
-        return None
+            yield self._compare_head(name, ours, counts, group, lambda head: self._head(name, cut, run, head))
 
     def _compare_list(self, counts: Counts, names: list[str]) -> Iterator[str | None]:
         """Compare norms that have one tensor per K/V head."""
@@ -207,30 +169,18 @@ class TensorComparison:
                 yield problem
                 continue
             ours = self._ours(name, 0, self._source.shape(name)[0])
-            problem = self._compare_head(
-                name, ours, counts, group, lambda head: self._source.whole(names[head]), None, norm=True
-            )
+            problem = self._compare_head(name, ours, counts, group, lambda head: self._source.whole(names[head]))
             yield f"{name} in {problem}" if problem else None
 
     def _compare_head(
-        self,
-        name: str,
-        ours: Any,
-        counts: Counts,
-        group: int,
-        source_head: Callable[[int], Any],
-        fresh: FreshNumbers | None,
-        *,
-        norm: bool,
+        self, name: str, ours: Any, counts: Counts, group: int, source_head: Callable[[int], Any]
     ) -> str | None:
         """How many numbers of a merged head are wrong, in words."""
         if counts.after >= counts.before:
             return bits_differ(ours, source_head(group * counts.before // counts.after))
         heads = [source_head(head) for head in counts.group(group)]
         self._errors.add(name, heads, ours)
-        if fresh is not None:
-            return None if fresh.accept(ours) else "number(s)"
-        return bits_differ(ours, merge_blocks(heads, NORM_MERGES[self._method] if norm else self._method))
+        return bits_differ(ours, merge_blocks(heads, self._method))
 
 
 def _some(names: list[str]) -> str:

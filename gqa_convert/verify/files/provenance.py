@@ -81,13 +81,11 @@ def check_provenance(
         )
     method = true_method(claims.get("method"), geometry)
     _check_facts(claims, family, geometry, encoder, source, method)
-    random = _check_seed(claims, method)
     _check_calibration(claims, method)
     _check_source(claims, source)
     if errors is not None:
         _check_errors(claims.get("merge_error"), errors)
-    ending = f", seed {claims['seed']}" if random else ""
-    return Finding(f"{method}, {geometry.change()} K/V heads{ending}")
+    return Finding(f"{method}, {geometry.change()} K/V heads")
 
 
 def _check_facts(
@@ -107,14 +105,6 @@ def _check_facts(
     for key, value in truth.items():
         if not same_json(claims.get(key), value):
             raise Failure(f"{PROVENANCE} claims {key} = {claims.get(key)!r}, expected {value!r}")
-
-
-def _check_seed(claims: dict[str, Any], method: Any) -> bool:
-    """Method `random` has a seed, and no other method has one. Returns whether the method is `random`."""
-    random = bool(method == "random")
-    if random != (type(claims.get("seed")) is int):
-        raise Failure(f"{PROVENANCE} claims seed = {claims.get('seed')!r} for method {method}")
-    return random
 
 
 def _check_calibration(claims: dict[str, Any], method: Any) -> None:

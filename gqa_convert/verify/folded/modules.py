@@ -9,15 +9,12 @@ from gqa_convert.verify.files.provenance import PROVENANCE
 from gqa_convert.verify.folded.constraints import FoldingConstraints
 from gqa_convert.verify.folded.functions import Loss, score_loss, value_loss
 from gqa_convert.verify.folded.heads import Heads
-from gqa_convert.verify.folded.optima import check_aligned, check_factored
+from gqa_convert.verify.folded.optima import check_factored
 from gqa_convert.verify.proofs import PROOFS, Proof
 from gqa_convert.verify.report import Failure, Finding
 
-_CHECKS = {Proof.ROTATED: check_aligned, Proof.OPTIMAL: check_factored}
-"""What must hold for each module."""
 _CONCLUSIONS = {
     Proof.OPTIMAL: "as claimed, and no shared head could lose less",
-    Proof.ROTATED: "as claimed; heads are rotated, averaged and no shorter than their mean",
     Proof.MEASURED: (
         "measured on inputs that all count alike, while the fit weighted them by its text: the claims are finite, and "
         "no more can be known"
@@ -53,7 +50,7 @@ def read_folding_claims(claims: dict[str, Any], names: set[str], method: str) ->
     Args:
         claims: OUT's provenance record.
         names: all attention modules of SOURCE, as the claims name them.
-        method: align, factor or fit.
+        method: factor or fit.
 
     Raises:
         Failure: a claim has the wrong form, or names something else than an attention module.
@@ -66,7 +63,7 @@ def read_folding_claims(claims: dict[str, Any], names: set[str], method: str) ->
             raise Failure(f"{PROVENANCE} claims a merge error of {error!r} for {name}, expected a number of at least 0")
         if name.rpartition(".")[0] not in names:
             raise Failure(f"{PROVENANCE} claims a merge error for {name}, which is not an attention module of SOURCE")
-    if orders and (PROOFS[method] is Proof.ROTATED or not isinstance(orders, dict) or not set(orders) <= names):
+    if orders and (not isinstance(orders, dict) or not set(orders) <= names):
         raise Failure(f"{PROVENANCE} claims head_order = {orders!r}, which {method} does not make")
     return FoldingClaims(errors, orders)
 
@@ -77,7 +74,7 @@ def check_functions(modules: Iterator[ModuleHeads], names: set[str], method: str
     Args:
         modules: the modules that were merged, one in memory at a time.
         names: all attention modules of SOURCE, as the claims name them.
-        method: align, factor or fit.
+        method: factor or fit.
         claims: OUT's provenance record.
     """
     claimed = read_folding_claims(claims, names, method)
@@ -136,7 +133,7 @@ class _ModuleChecker:
 
     def _check_promise(self, module: ModuleHeads, source: Heads, merged: Heads) -> None:
         try:
-            _CHECKS[self._proof](source, merged, module.merged.count, module.constraints)
+            check_factored(source, merged, module.merged.count, module.constraints)
         except Failure as failure:
             raise Failure(f"{module.name}: {failure}, which {self._method} does not make") from None
 

@@ -1,7 +1,5 @@
-"""What `factor` and `align` promise for every group, checked on the weights of SOURCE and OUT alone.
-
-factor: no other shared head could lose less. align: heads were only rotated, by rotations that cancel in the products,
-and averaged.
+"""What `factor` promises for every group, checked on the weights of SOURCE and OUT alone: no other shared head could
+lose less.
 
 Shape legend as in `functions`; m heads are merged into one.
 """
@@ -126,48 +124,3 @@ def _dropped(roots: Any, rows: Any) -> Any:
     weighted = (rows if roots is None else roots @ rows.to(roots.dtype)).flatten(-3, -2)
     squares = torch.linalg.eigvalsh(weighted @ weighted.mH).clamp(min=0)
     return squares[..., : -rows.shape[-2]].sum(-1)
-
-
-def check_aligned(source: Heads, merged: Heads, groups: int, constraints: FoldingConstraints) -> None:
-    """Every group's keys and values are a mean of rotated heads that is no shorter than the plain mean, up to rounding.
-
-    Args:
-        source: SOURCE's heads.
-        merged: OUT's heads, regrouped to SOURCE's number of K/V heads.
-        groups: OUT's number of K/V heads.
-        constraints: what could be folded.
-
-    Raises:
-        Failure: a group is not such a mean.
-    """
-    for group in _groups(source, merged, groups, constraints):
-        _check_rotated(group.source, group.merged, f"{group.part} of group {group.number}")
-
-
-def _check_rotated(source: Products, merged: Products, what: str) -> None:
-    """left' = left T and right' = the mean of T^H right, with unitary T."""
-    import torch
-
-    shared, noise = merged.right[..., 0, :, :], merged.right_noise[..., 0, :].sum(-1)
-    plain = source.right.mean(-3)
-    length = shared.abs().square().sum((-2, -1))
-    wanted = float(plain.abs().square().sum())
-    if not float(length.sum()) >= wanted * (1 - 1e-6) - 2 * SLACK * float((length * noise).sqrt().sum()):
-        raise Failure(f"{what} are shorter than the plain mean of the heads, which were therefore not aligned")
-    before, after, between = (
-        a.mH @ b for a, b in ((source.left, source.left), (merged.left, merged.left), (source.left, merged.left))
-    )
-    square = before.abs().square().sum((-2, -1))
-    apart = square + after.abs().square().sum((-2, -1)) - 2 * between.abs().square().sum((-2, -1))
-    off = merged.left_noise.sum(-1)
-    if bool((apart > 4 * SLACK**2 * off * merged.left.abs().square().sum((-2, -1)) + 1e-13 * square).any()):
-        raise Failure(f"the factor beside the {what} is not a rotation of SOURCE's")
-    weakest = torch.linalg.eigvalsh(before)
-    if bool((weakest[..., 0] < 1e-6 * weakest[..., -1]).any()) or not bool((weakest[..., -1] > 0).all()):
-        return  # the rotation of rows that nothing reads cannot be determined
-    rotations = torch.linalg.solve(before, between)
-    expected = (rotations.mH @ source.right).mean(-3)
-    loose = ((off / weakest[..., 0]).sqrt() * source.right.abs().square().sum((-2, -1)).sqrt()).mean(-1)
-    gap = (expected - shared).abs().square().sum((-2, -1)).sqrt()
-    if bool((gap > SLACK * (loose + noise.sqrt()) + 1e-7 * length.sqrt()).any()):
-        raise Failure(f"{what} are not the mean of their rotated heads")

@@ -7,7 +7,6 @@ from typing import Any
 
 from gqa_convert.families.family import Family
 from gqa_convert.verify.checkpoint_reader import Weights
-from gqa_convert.verify.exact.fresh_numbers import FreshNumbers
 from gqa_convert.verify.exact.tensors import TensorComparison
 from gqa_convert.verify.folded.constraints import FoldingConstraints, read_folding_constraints
 from gqa_convert.verify.folded.heads import HeadReader
@@ -26,7 +25,7 @@ class FoldedComparison(TensorComparison):
         source: SOURCE's tensors.
         out: OUT's tensors.
         geometry: of both checkpoints.
-        method: align, factor or fit.
+        method: factor or fit.
         family: SOURCE's family.
         config: SOURCE's config.
         progress: called with the number of OUT's bytes in each block compared.
@@ -42,7 +41,7 @@ class FoldedComparison(TensorComparison):
         config: dict[str, Any],
         progress: Callable[[int], None],
     ) -> None:
-        super().__init__(source, out, geometry, method, 0, progress)
+        super().__init__(source, out, geometry, method, progress)
         self._family = family
         self._measured = PROOFS[method] is Proof.MEASURED
         self._readers = HeadReader(source, family, converted=False), HeadReader(out, family, converted=True)
@@ -122,13 +121,11 @@ class FoldedComparison(TensorComparison):
             return iter(())  # `functions` compares them together with the keys
         return super()._compare_kept(name, cut, run, start)
 
-    def _compare_merged(
-        self, name: str, cut: Cut, run: Run, start: int, fresh: FreshNumbers | None
-    ) -> Iterator[str | None]:
+    def _compare_merged(self, name: str, cut: Cut, run: Run, start: int) -> Iterator[str | None]:
         """Compare the merged heads, which begin at row `start` in OUT."""
         counts = self._geometry.of(name, cut.attention_kind)
         if counts.size < 1:  # the heads of an encoder, repeated
-            yield from super()._compare_merged(name, cut, run, start, fresh)
+            yield from super()._compare_merged(name, cut, run, start)
             return
         for group in range(counts.after):
             at = start + group * run.head_dim

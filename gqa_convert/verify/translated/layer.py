@@ -5,16 +5,12 @@ Shape legend: H heads of SOURCE, N K/V heads of OUT, c head_dim, d hidden_size; 
 
 from typing import Any
 
-from gqa_convert.verify.exact.fresh_numbers import fresh_heads
 from gqa_convert.verify.exact.merges import merge_groups
 from gqa_convert.verify.numbers import wide_dtype
 from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.translated.sizes import query_scale
 from gqa_convert.verify.translated.source_heads import ROLES, split_heads, to_halves, to_pairs
 from gqa_convert.verify.translated.source_tensors import Expected, Formula, SourceTensors
-
-_RANDOM_SLACK = {"float32": 5e-7, "float64": 1e-13}
-"""The relative difference that two correct standard deviations may make in random numbers, by the type of the sums."""
 
 _ROWS = 1024
 """Rows of a weight that are multiplied at a time. A whole weight in float64 would be several times its size on disk."""
@@ -148,8 +144,6 @@ class Layer:
             return wide * self.scale if self.scale != 1.0 else wide
         if not tensors.changed:
             return wide
-        if tensors.method == "random":
-            return fresh_heads(tensors.seed, f"{self.source_name(role, kind)}:{role}", heads, tensors.groups)
         # the result of a method that folds is compared as a function; mean pooling gives its type and shape
         return merge_groups(wide, tensors.groups, "mean" if tensors.method in FOLDING else tensors.method)
 
@@ -165,8 +159,7 @@ class Layer:
 
         merged = torch.cat([self._accounted(role, "weight", name).flatten(0, 1) for role in roles])
         norm = self.norm if self._target.folded else None
-        expected = self._with_gain(merged, self.heads(roles[0], "weight").dtype, norm)
-        return Expected(expected.value, expected.dtype, self._random_slack(roles, expected.value))
+        return self._with_gain(merged, self.heads(roles[0], "weight").dtype, norm)
 
     def _bias(self, roles: tuple[str, ...], name: str) -> Expected:
         """The bias `name` of OUT, which holds the heads of `roles`."""
@@ -179,28 +172,13 @@ class Layer:
             dtype = self.heads(roles[0], "weight").dtype
             rows = sum(self._count(role) for role in roles) * self._sizes.head_dim
             own = torch.zeros(rows, dtype=wide_dtype(dtype))
-        slack = self._random_slack(roles, own)
         if not self._target.folded:
-            return Expected(own, dtype, slack)
+            return Expected(own, dtype)
         weight = torch.cat([self.merged(role, "weight").flatten(0, 1) for role in roles])
-        expected = self._with_shift(own, weight, dtype, self.norm)
-        if slack is None:
-            return expected
-        shift = self._tensors.whole(f"{self.norm}.bias").double().abs()
-        drawn = self._random_slack(roles, weight).double() @ shift
-        return Expected(expected.value, dtype, expected.slack + slack.double() + drawn)
+        return self._with_shift(own, weight, dtype, self.norm)
 
     def _count(self, role: str) -> int:
         return self._sizes.heads if role == "query" else self._tensors.groups
-
-    def _random_slack(self, roles: tuple[str, ...], value: Any) -> Any:
-        """The slack of random numbers; None if there are none among the rows. Queries are exact in any case."""
-        if self._tensors.method != "random" or not self._tensors.changed or roles == ("query",):
-            return None
-        slack = value.abs() * _RANDOM_SLACK[str(value.dtype).removeprefix("torch.")]
-        if roles[0] == "query":
-            slack[: self._sizes.hidden_size] = 0
-        return slack
 
     def _accounted(self, role: str, kind: str, name: str) -> Any:
         """The merged heads of a role, whose error against SOURCE's heads, once rounded, is added to OUT's tensor."""

@@ -33,8 +33,7 @@ class SourceTensors:
         target: the translation.
         sizes: SOURCE's sizes.
         groups: K/V heads of OUT.
-        method: mean, first or random; ignored where heads are copied.
-        seed: of method random.
+        method: mean or first; ignored where heads are copied.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class SourceTensors:
         sizes: Sizes,
         groups: int,
         method: Any,
-        seed: int,
     ) -> None:
         self.source, self.config, self.target, self.sizes = source, config, target, sizes
-        self.groups, self.method, self.seed = groups, method, seed
+        self.groups, self.method = groups, method
         prefixed = f"{target.old.prefix}{target.old.embedding}.weight" in source.file_of
         self.old_prefix = target.old.prefix if prefixed else ""
         """Checkpoints of the layers alone have no prefix, and neither have some with a head."""

@@ -12,7 +12,7 @@ from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.proofs import FOLDING
 from gqa_convert.verify.report import Finding
 from gqa_convert.verify.runner import CheckRunner
-from gqa_convert.verify.stored import StoredResult, byte_counter, open_out, seed_of
+from gqa_convert.verify.stored import StoredResult, byte_counter, open_out
 from gqa_convert.verify.translated.config import check_translated_config
 from gqa_convert.verify.translated.heads import FoldedTranslatedComparison, TranslatedHeads
 from gqa_convert.verify.translated.tensors import TranslatedComparison
@@ -69,7 +69,7 @@ def _check_tensors_and_claims(
     source, family, groups = inputs.weights, inputs.family, geometry.after
     claims = claims_of(inputs.out)
     method = judged_method(claims, geometry)
-    rewriting = translation.rewrite(source, groups, method, seed_of(claims))
+    rewriting = translation.rewrite(source, groups, method)
     count = byte_counter(out, progress)
     folds = method in FOLDING
     comparison: TranslatedComparison

@@ -27,9 +27,7 @@ class Compared:
                 f"{len(self.problems)} of {self.count} tensors differ: {self.problems[0]}",
                 {"tensors": self.count, "differing": len(self.problems)},
             )
-        near = (
-            f"; {self.rounded} of them, with folded biases or random numbers, within a rounding" if self.rounded else ""
-        )
+        near = f"; {self.rounded} of them, with folded biases, within a rounding" if self.rounded else ""
         return Finding(
             f"{self.count} tensors, {more}bit for bit{near}", {"tensors": self.count, "within a rounding": self.rounded}
         )

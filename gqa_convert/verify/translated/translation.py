@@ -86,9 +86,9 @@ class Translation:
             )
         return after
 
-    def rewrite(self, source: Weights, groups: int, method: Any, seed: int) -> Rewriting:
+    def rewrite(self, source: Weights, groups: int, method: Any) -> Rewriting:
         """The formulas of OUT's tensors."""
-        self.rewriting = Rewriting(source, self._original, self.target, self.sizes, groups, method, seed)
+        self.rewriting = Rewriting(source, self._original, self.target, self.sizes, groups, method)
         return self.rewriting
 
     def rounds_anew(self) -> str:
