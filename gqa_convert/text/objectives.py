@@ -74,7 +74,6 @@ class Objective:
         suits: whether a tokenizer has what is needed.
         closes_documents: whether each document is tokenised with end-of-text at its end.
         masks_documents: whether `document_mask` is supported.
-        edition: raised whenever the samples change, so that no run resumes with other samples than it began with.
     """
 
     encoder_decoder: bool
@@ -84,7 +83,6 @@ class Objective:
     suits: Callable[[Any], bool] = lambda tokenizer: True
     closes_documents: bool = False
     masks_documents: bool = False
-    edition: int = 1
 
 
 def _causal(settings: SampleSettings) -> "Sampler":
@@ -161,7 +159,6 @@ OBJECTIVES: dict[str, Objective] = {
         target_length=_ul2_target,
         needs=_SENTINELS,
         suits=_has_sentinels,
-        edition=2,
     ),
     "pairs": Objective(encoder_decoder=True, sampler=None, target_length=lambda length: length),
 }

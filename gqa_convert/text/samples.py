@@ -262,8 +262,7 @@ def _open(
     if sampler is None:  # the mean length of the pairs is known only now
         pairs = [(tokens, weight) for tokens, weight in weighted if isinstance(tokens, PairFile)]
         sampler = PairSampler(settings.length, pairs, settings.decoder_input)
-    edition = f" edition {record.edition}" if record.edition > 1 else ""
-    stated = f"{objective}{edition} {settings.length} {settings.document_mask} {settings.decoder_start}"
+    stated = f"{objective} {settings.length} {settings.document_mask} {settings.decoder_start}"
     return weighted, sampler, stated + (" last" if settings.starts_with_last else "")
 
 

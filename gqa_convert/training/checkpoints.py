@@ -56,9 +56,9 @@ class RunRecord:
         recipe: the resolved recipe, which is compared when the run resumes.
         processes: the number of processes that wrote the checkpoint.
         samples: the fingerprint of the training data, which is compared too.
-        sha256: the digest of every file, by name; empty in checkpoints of versions that did not record digests.
+        sha256: the digest of every file, by name.
         files: the size of every file, by name.
-        dataset_commits: the commits of Hub datasets; empty in checkpoints of versions that did not record them.
+        dataset_commits: the commits of Hub datasets, which the run keeps.
     """
 
     progress: Progress
@@ -85,9 +85,9 @@ class RunRecord:
             recipe=content["recipe"],
             processes=content["processes"],
             samples=content["samples"],
-            sha256=content.get("sha256", {}),
+            sha256=content["sha256"],
             files=content["files"],
-            dataset_commits=content.get("dataset_commits", {}),
+            dataset_commits=content["dataset_commits"],
         )
 
 
@@ -161,8 +161,7 @@ class Checkpoints:
         files.
 
         Args:
-            record: the record of the checkpoint; older records without digests have nothing to compare. If the
-                checkpoint is damaged, `newest` skips it from now on.
+            record: the record of the checkpoint. If the checkpoint is damaged, `newest` skips it from now on.
             processes: the number of processes.
         """
         recorded, step = record.sha256, record.progress.step

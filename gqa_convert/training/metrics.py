@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.strict_json import JsonObject
@@ -85,7 +85,7 @@ class MetricsLine:
 
     @classmethod
     def from_json(cls, content: JsonObject) -> Self:
-        """The line of an object in a file; a key that an earlier version did not write becomes None."""
+        """The line of an object in a file, whose missing keys are None."""
         values: JsonObject = {field.name: content.get(field.name) for field in dataclasses.fields(cls)}
         return cls(**values)
 
@@ -101,13 +101,6 @@ class StepReport:
 
     line: MetricsLine
     steps: int
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value by its name in the metrics file, or `steps`; for callers that use the report as a mapping."""
-        value = self.steps if name == "steps" else getattr(self.line, name)
-        return default if value is None else value
-
-    __getitem__ = get
 
 
 def finite(value: float | None) -> float | None:

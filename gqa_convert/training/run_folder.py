@@ -129,5 +129,5 @@ class RunFolder:
             if not isinstance(content, dict) or not (self.model / "config.json").is_file():
                 return None
             return RunSummary.from_json(content)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -87,13 +87,13 @@ class RunSummary(Result):
 
     @classmethod
     def from_json(cls, content: JsonObject) -> Self:
-        """The summary in a file; a key that an earlier version did not write becomes None.
+        """The summary in a file.
 
         Raises:
-            TypeError: the losses are not those of a `Recovery`.
+            KeyError, TypeError: a key is missing, or the losses are not those of a `Recovery`.
         """
         names = [each.name for each in fields(cls) if each.name != "head"]
-        values: JsonObject = {name: content.get(name) for name in names}
+        values: JsonObject = {name: content[name] for name in names}
         if values["evaluation"] is not None:
             values["evaluation"] = Recovery(**values["evaluation"])
         return cls(head={key: value for key, value in content.items() if key not in values}, **values)

@@ -283,24 +283,6 @@ def test_recorded_digests_are_those_of_the_files(whole: Path) -> None:
         }
 
 
-def test_a_checkpoint_without_digests(home: Path, whole: Path, tmp_path: Path) -> None:
-    """As earlier versions saved it: resumed as before, and only what can't be loaded at all is noticed."""
-    output = tmp_path / "run"
-    shutil.copytree(whole, output)
-    (output / "summary.json").unlink()
-    record = output / "checkpoints" / "step-000006" / "run.json"
-    record.write_text(
-        json.dumps({key: value for key, value in json.loads(record.read_bytes()).items() if key != "sha256"})
-    )
-    run(home, output)
-    assert weights(output) == weights(whole)
-    (output / "summary.json").unlink()
-    for path in (output / "checkpoints" / "step-000006").glob("*.distcp"):
-        path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(ResumeError, match=r"step-000006 cannot be loaded .*: remove it"):
-        run(home, output)
-
-
 def nan_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], above: float = 0.0) -> None:
     """Losses are not finite at these steps, unless the learning rate is small."""
     from gqa_convert.training.loop import Trainer
