@@ -112,7 +112,7 @@ def run_demo(
 
 def _convert(folder: Path, groups: int, ids: list[int], overwrite: bool, options: dict[str, Any]) -> DemoConversion:
     """Convert, verify and measure one checkpoint."""
-    converted = convert_checkpoint(CHECKPOINT, folder, groups, overwrite=overwrite, **options)
+    converted = convert_checkpoint(CHECKPOINT, folder, groups, overwrite=overwrite, hash_weights=True, **options)
     return DemoConversion(
         groups=groups,
         out=str(folder),
