@@ -4,7 +4,6 @@
 
 FOLDER contains the model and the text, which are made once:
 
-    pip install 'gqa-convert[gguf]'
     python -m benchmarks.real.make_source FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
 

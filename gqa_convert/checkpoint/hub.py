@@ -106,17 +106,6 @@ def open_hub_files(repo_id: str, revision: str | None) -> tuple[HubFiles | Local
     return HubFiles(repo_id, revision, str(info.sha), visible), str(info.sha)
 
 
-def download_file(repo_id: str, name: str, revision: str | None) -> Path:
-    """Download one file of a repository into the Hub's cache.
-
-    Raises:
-        SourceNotFoundError: there is no such file, or no network and no cached copy.
-    """
-    from huggingface_hub import hf_hub_download
-
-    return Path(_request(repo_id, hf_hub_download, repo_id, name, revision=revision))
-
-
 def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     """Return the cached folder of a revision, which may be incomplete, or None."""
     from huggingface_hub import snapshot_download

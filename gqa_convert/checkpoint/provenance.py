@@ -99,8 +99,6 @@ class ConversionRecord:
     """A folder or a Hub id."""
     source_revision: str | None
     source_files: Mapping[str, FileRecord]
-    dequantised: Mapping[str, Any] | None
-    """The quantised file that the source is, whose dequantised files `source_files` lists; None for any other source."""
     model_type: str
     method: str
     """The effective method: `copy` or `repeat` where no heads are merged."""
@@ -138,8 +136,7 @@ class ConversionRecord:
                 "id": self.source_id,
                 "revision": self.source_revision,
                 "files": {name: file.as_json() for name, file in self.source_files.items()},
-            }
-            | ({} if self.dequantised is None else {"dequantised": dict(self.dequantised)}),
+            },
             "model_type": self.model_type,
             "method": self.method,
             "calibration": None if self.calibration is None else self.calibration.as_json(),

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint import foreign, formats, quantised
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
-from gqa_convert.checkpoint.gguf_files import SUFFIX, GGUFSourceError, is_hub_file
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.index import parse_index
 from gqa_convert.checkpoint.paths import expanded
@@ -64,8 +63,6 @@ class Checkpoint:
     """Size in bytes of every file."""
     links_out: tuple[str, ...] = ()
     """Links that lead out of the folder, which are not copied."""
-    dequantised: JsonObject | None = None
-    """The quantised file that this checkpoint was written from, for the record; None for any other checkpoint."""
 
     def tensors(self) -> Iterator[tuple[int, str, TensorEntry]]:
         """Yield every tensor in file order as (shard number, name, entry)."""
@@ -96,8 +93,7 @@ def open_checkpoint(
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
         ConfigError: `config.json` is missing or no JSON object.
         CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
-        GGUFSourceError: a GGUF file, or GGUF files and no other weights.
-        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint or another foreign format.
+        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint, a GGUF file or another foreign format.
     """
     path = _local_path(source)
     if path is not None and path.is_dir():
@@ -106,15 +102,15 @@ def open_checkpoint(
                 f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
             )
         return read_checkpoint(LocalFiles(path), expanded(source), None)
-    if (path is not None or is_hub_file(str(source))) and str(source).endswith(SUFFIX):
-        raise GGUFSourceError(expanded(source))
+    if str(source).endswith(".gguf"):
+        raise UnsupportedFormatError(
+            f"{source} is a GGUF file: convert the Hugging Face checkpoint that it was made from"
+        )
     if path is None and "://" in str(source):
         raise SourceNotFoundError(
             f"{source} is an address, and checkpoints are read from folders and the Hub: copy it to a folder with the "
             "store's own client, or mount it"
         )
-    if path is None and str(source).endswith(SUFFIX):
-        raise SourceNotFoundError(f"there is no file {source}: check the path")
     if path is not None:
         raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
     from gqa_convert.checkpoint.hub import HubFiles, open_hub_files

@@ -27,7 +27,7 @@ from .options import (
     Revision,
     Seed,
     ShardSize,
-    SourceOrGGUF,
+    Source,
     byte_count,
     cache_budget,
     check_one_choice_of_groups,
@@ -36,7 +36,7 @@ from .options import (
 
 
 def convert(
-    source: SourceOrGGUF,
+    source: Source,
     out: NewFolder,
     groups: Groups = None,
     groups_file: GroupsFile = None,
@@ -95,11 +95,6 @@ def convert(
 
       gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
       gqa-convert convert ./gqa4 ./gqa16 --groups 16
-
-    A GGUF file is dequantised first; several in a folder or repository are told apart by name.
-
-      gqa-convert convert ./model-Q4_K_M.gguf ./model-gqa8 --groups 8
-      gqa-convert convert org/model-GGUF/model-Q8_0.gguf ./model-gqa8 --groups 8
 
     Layers of most decoders may differ: list a number for each. The result loads with trust_remote_code=True; that of a
     Llama, a Mistral or a Qwen2 is a DeciLM where it can be, which vLLM and llama.cpp run too.
@@ -185,7 +180,6 @@ def convert(
             max_shard_size=shard_size,
             command=["gqa-convert", *sys.argv[1:]],
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
-            on_note=screen.note,
             on_cost=None if quiet else screen.expect,
             progress=screen.written,
         )

@@ -13,9 +13,6 @@ from gqa_convert.measuring.budget.amount import KVBudget
 from gqa_convert.merging.methods import method_help
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
-SourceOrGGUF = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, Hub id or GGUF file.", show_default=False)
-]
 NewFolder = Annotated[
     Path,
     typer.Argument(

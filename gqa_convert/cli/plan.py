@@ -21,7 +21,7 @@ from .options import (
     Quiet,
     Revision,
     ShardSize,
-    SourceOrGGUF,
+    Source,
     byte_count,
     cache_budget,
     check_one_choice_of_groups,
@@ -30,7 +30,7 @@ from .options import (
 
 
 def plan(
-    source: SourceOrGGUF,
+    source: Source,
     groups: Groups = None,
     groups_file: GroupsFile = None,
     kv_budget: Budget = None,
@@ -66,16 +66,16 @@ def plan(
       gqa-convert plan ./Llama-2-7b --groups 8
       gqa-convert plan ./Llama-2-7b --groups 8 --calibration text.txt --fit-steps 100
       gqa-convert plan meta-llama/Llama-2-7b-hf --groups 4 --json
-      gqa-convert plan ./model-Q4_K_M.gguf --groups 8
       gqa-convert plan ./model --groups 8,8,4,4,2,2,4,8
       gqa-convert plan ./model --kv-budget 50% --calibration text.txt
     """
+    from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.cli.console.estimate import show_estimate
     from gqa_convert.cli.console.plan import show_plan
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.fit.calibrated import CalibrationOptions
     from gqa_convert.conversion.fit.cost import estimate_cost
-    from gqa_convert.conversion.opening import plan_source, planner_for
+    from gqa_convert.conversion.fit.defaults import plan_conversion
 
     check_one_choice_of_groups(groups, groups_file, kv_budget)
     budget, choice = cache_budget(kv_budget), None
@@ -105,7 +105,7 @@ def plan(
                 source, None, budget, asked, method=method, revision=revision, progress=step, **options
             )
         wanted = choice.groups
-    made, text = plan_source(source, revision, planner_for(wanted, method, asked, **options))
+    made, text = plan_conversion(open_checkpoint(source, revision=revision), wanted, method, asked, **options)
     if as_json:
         estimate = {"estimate": estimate_cost(made, text, quick=True).as_json()}
         print_json(made.summary() | estimate | ({} if choice is None else {"budget": choice.as_json()}))

@@ -3,11 +3,11 @@
 import shlex
 from typing import Any
 
-from .options import Json, NewFolder, Quiet, ReplaceResult, Revision, SourceOrGGUF
+from .options import Json, NewFolder, Quiet, ReplaceResult, Revision, Source
 
 
 def restate(
-    source: SourceOrGGUF,
+    source: Source,
     out: NewFolder,
     revision: Revision = None,
     overwrite: ReplaceResult = False,
@@ -20,12 +20,11 @@ def restate(
     stablelm_epoch stablelm, phi-msft phi, and RefinedWeb falcon. Tensors are renamed and fused projections are split.
     K/V heads do not change, and logits are those of SOURCE up to rounding. The checkpoint's code is never run.
 
-    A GGUF file, and weights quantised as FP8, MXFP4, by compressed-tensors or by bitsandbytes, are written dequantised
-    by transformers' own readers, mostly in bfloat16. That loads the whole model into memory.
+    Weights quantised as FP8, MXFP4, by compressed-tensors or by bitsandbytes are written dequantised in bfloat16, all but
+    FP8 by transformers' own readers, which load the whole model into memory.
 
     Examples:
 
-      gqa-convert restate ./model-Q4_K_M.gguf ./model
       gqa-convert restate Qwen/Qwen3-8B-FP8 ./qwen3-8b
       gqa-convert restate ./Baichuan2-7B-Base ./baichuan2-llama
       gqa-convert convert ./baichuan2-llama ./baichuan2-gqa8 --groups 8
@@ -48,7 +47,6 @@ def restate(
             revision=revision,
             overwrite=overwrite,
             on_plan=begin,
-            on_note=lambda sentence: None if quiet else print_note(sentence, stderr_console()),
             progress=lambda nbytes: bar[0](nbytes),
         )
     if not quiet:

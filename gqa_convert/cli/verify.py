@@ -19,7 +19,7 @@ def verify(
         typer.Option(
             "--source",
             metavar="SOURCE",
-            help="Checkpoint that OUT was converted from: a folder, a Hub id or a GGUF file.",
+            help="Checkpoint that OUT was converted from: a folder or a Hub id.",
             show_default=False,
         ),
     ],

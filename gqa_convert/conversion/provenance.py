@@ -29,9 +29,9 @@ class FileHasher:
         assert checkpoint.folder is not None
         self._folder: Path = checkpoint.folder
         large = {shard.file for shard in checkpoint.shards}
-        # dequantised files are written anew for each command, and their config names versions
-        known = () if checkpoint.dequantised else checkpoint.sizes
-        self._names = [name for name in known if name not in checkpoint.left_behind and (weights or name not in large)]
+        self._names = [
+            name for name in checkpoint.sizes if name not in checkpoint.left_behind and (weights or name not in large)
+        ]
         self._digests: dict[str, str] = {}
         self._problem: OSError | None = None
         self._stop = Event()
@@ -103,7 +103,6 @@ def record_conversion(
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
         source_files={name: FileRecord(checkpoint.sizes[name], digests.get(name)) for name in sorted(checkpoint.sizes)},
-        dequantised=checkpoint.dequantised,
         model_type=plan.family.model_type,
         method=plan.effective_method,
         calibration=calibration,

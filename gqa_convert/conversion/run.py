@@ -21,11 +21,12 @@ from gqa_convert.checkpoint.provenance import (
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
+from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
-from gqa_convert.conversion.opening import open_source, planner_for
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
@@ -80,7 +81,6 @@ def convert_checkpoint(
     hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_note: Callable[[str], None] = lambda sentence: None,
     on_cost: Callable[[CostEstimate], None] | None = None,
     on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
@@ -88,7 +88,7 @@ def convert_checkpoint(
     """Convert a checkpoint to grouped-query attention.
 
     Args:
-        source: a local folder, a Hub id, or a GGUF file, which is dequantised first.
+        source: a local folder or a Hub id.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         method: `mean`, `first`, `factor` or `fit`; by default `fit` with calibration text.
@@ -118,7 +118,6 @@ def convert_checkpoint(
             by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
-        on_note: called with sentences about a GGUF file before it is dequantised.
         on_cost: called with the estimated cost before anything is written; None to estimate nothing.
         on_layer: called as each layer is merged by a method that works on whole layers.
         progress: called with every number of weight bytes written.
@@ -146,27 +145,22 @@ def convert_checkpoint(
         "native": native,
         "max_shard_size": max_shard_size,
     }
-    planner = planner_for(groups, method, text, **options)
+
+    def planned(checkpoint: Checkpoint) -> tuple[Plan, CalibrationOptions]:
+        return plan_conversion(checkpoint, groups, method, text, **options)
+
     with ExitStack() as stack:
         out = local_path(out)
-        checkpoint = open_source(
-            source,
-            revision,
-            out,
-            planner,
-            stack,
-            overwrite=overwrite,
-            note=on_note,
-        )
-        plan, text = planner(checkpoint)
+        checkpoint = open_local(source, revision, planned)
+        plan, asked = planned(checkpoint)
         check_destination(out, checkpoint.folder, overwrite=overwrite)
         previous = earlier_record(checkpoint)
         on_plan(plan)
         if on_cost is not None:
-            on_cost(estimate_cost(plan, text))
+            on_cost(estimate_cost(plan, asked))
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
-        merged = merge_whole_layers(plan, out, text, stack, on_layer)
+        merged = merge_whole_layers(plan, out, asked, stack, on_layer)
         with FileHasher(checkpoint, weights=hash_weights) as hasher:
             written = write_weights(merged.plan, staged.path, progress)
             digests = hasher.digests()

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gqa_convert.checkpoint.gguf_files import is_quantised
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.measuring.results.fields import parse_json
 from gqa_convert.measuring.results.kv_heads import in_words, mean_heads
@@ -138,7 +137,6 @@ class Card:
         unmeasured: whether no quality is known.
         uptrained: whether uptraining followed.
         fitted: whether it saw calibration or training text.
-        quantisation: of the first source, None where it was not quantised.
         licence: in words, as Markdown.
     """
 
@@ -159,7 +157,6 @@ class Card:
     unmeasured: bool
     uptrained: bool
     fitted: bool
-    quantisation: str | None
     licence: Markdown
 
 
@@ -205,7 +202,6 @@ def _card(subject: Subject) -> Card:
         unmeasured=not measured.scored and not evaluated,
         uptrained=bool(facts.trainings),
         fitted=bool(facts.trainings) or any(method is not None and method.trains for method in methods),
-        quantisation=_quantisation(facts),
         licence=Markdown(as_markdown(subject.licence)),
     )
 
@@ -217,15 +213,9 @@ def _source(subject: Subject) -> Markdown:
         name = first.id if first else None
         if name is None:
             return Markdown("A checkpoint whose name was not recorded")
-        kind = "checkpoint" if subject.facts.gguf is None else "GGUF file"
-        return Markdown(f"A local {kind} ({code(name.rstrip('/').rsplit('/', 1)[-1])})")
+        return Markdown(f"A local checkpoint ({code(name.rstrip('/').rsplit('/', 1)[-1])})")
     at = f" at revision {code(base.revision)}" if base.revision else ""
     return Markdown(f"[{plain(base.repo_id)}](https://huggingface.co/{base.repo_id}){at}")
-
-
-def _quantisation(facts: Facts) -> str | None:
-    found = facts.gguf.quantisation if facts.gguf else None
-    return found if found is not None and is_quantised(found) else None
 
 
 def _change(facts: Facts) -> str:

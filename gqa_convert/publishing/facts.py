@@ -12,15 +12,13 @@ from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.measuring.results.fields import parse_json
 from gqa_convert.measuring.results.kv_heads import KVHeads, in_words, one_or_each
-from gqa_convert.measuring.results.schemas import ConversionRecord, FileRecord, GGUFRecord, TrainingRecord
+from gqa_convert.measuring.results.schemas import ConversionRecord, FileRecord, TrainingRecord
 
 README = "README.md"
 _LONGEST_CHAIN = 32
 _LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 """A folder in the Hub's cache, with the repository and the commit that it holds."""
-_CACHED_FILE = re.compile(_CACHED.pattern.removesuffix("/?$") + "/")
-"""The same for a file in it."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,11 @@ class Facts:
         for record in reversed(self.chain):
             source = record.source
             name, revision = (source.id, source.revision) if source else (None, None)
-            is_file = source is not None and source.dequantised is not None
             if name and revision:
-                return Base("/".join(name.split("/")[:2]) if is_file else name, revision)
-            if name and (match := (_CACHED_FILE if is_file else _CACHED).search(name)):
+                return Base(name, revision)
+            if name and (match := _CACHED.search(name)):
                 return Base(f"{match[1]}/{match[2]}", match[3])
         return None
-
-    @property
-    def gguf(self) -> GGUFRecord | None:
-        """The GGUF file that the first source is, None where it is a checkpoint."""
-        first = self.chain[0].source
-        return first.dequantised if first else None
 
     @property
     def route(self) -> str:

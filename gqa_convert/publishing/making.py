@@ -4,14 +4,11 @@ import json
 import shlex
 from dataclasses import dataclass
 
-from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.gguf_files import is_quantised
 from gqa_convert.measuring.results.fields import printable
 from gqa_convert.measuring.results.kv_heads import by_number, in_words
 from gqa_convert.measuring.results.schemas import (
     CalibrationRecord,
     ConversionRecord,
-    SourceRecord,
     TrainingRecord,
     TrainingText,
 )
@@ -60,7 +57,6 @@ class Step:
         method: that merged the heads.
         meaning: what the method does, None for a method that is unknown here.
         exact: whether the result computes exactly what its source does.
-        gguf: a sentence about the GGUF file that its source is, None where it is a checkpoint.
         calibrated: whether it used calibration text.
         text: what that was, None where it was not recorded.
         divergence: from the source on held-out parts of the calibration text, None where it was not measured.
@@ -72,7 +68,6 @@ class Step:
     method: str
     meaning: str | None
     exact: bool
-    gguf: Markdown | None
     calibrated: bool
     text: str | None
     divergence: str | None
@@ -119,7 +114,6 @@ def _step(record: ConversionRecord, earlier: ConversionRecord | None) -> Step:
         method=method,
         meaning=known.card_sentence if known else None,
         exact=exact,
-        gguf=_gguf(record.source),
         calibrated=calibration is not None,
         text=calibration.text if calibration else None,
         divergence=_divergence(calibration) if calibration else None,
@@ -136,20 +130,6 @@ def _heads(record: ConversionRecord, earlier: ConversionRecord | None) -> str:
     if isinstance(after, int):
         return f"{before} to {after} K/V heads per layer"
     return f"{before} K/V heads per layer to {by_number(after)}"
-
-
-def _gguf(source: SourceRecord | None) -> Markdown | None:
-    """The GGUF file, its size and what became of its weights, as a sentence."""
-    file = source.dequantised if source else None
-    if file is None:
-        return None
-    stored, dtype = file.quantisation or "an unrecorded type", file.dtype or "an unrecorded type"
-    if is_quantised(stored):
-        weights = f"most of its weights quantised as {code(stored)}, dequantised to {code(dtype)}"
-    else:
-        weights = f"its weights not quantised, written in {code(dtype)}"
-    nbytes = f" ({size(file.bytes)})" if file.bytes is not None else ""
-    return Markdown(f"Its source is the GGUF file {code(file.file or 'not recorded')}{nbytes}: {weights}.")
 
 
 def _divergence(calibration: CalibrationRecord) -> str | None:

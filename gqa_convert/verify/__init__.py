@@ -5,7 +5,7 @@ verify shares with the converter:
 - the families' records, which say what a model type's tensors and config keys are called;
 - loading models and tokenizers with transformers, and the loss of a text;
 - the package's modelling files, whose bytes OUT's must equal;
-- paths, the download of a checkpoint from the Hub, and dequantising a GGUF file with transformers.
+- paths, and the download of a checkpoint from the Hub.
 
 Everything else it computes by itself: it reads tensors with the safetensors library, finds heads in config and shapes,
 cuts fused projections, merges heads, measures merge errors, derives configs and legacy config keys, translates to other

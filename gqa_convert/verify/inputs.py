@@ -1,19 +1,16 @@
 """Reads what the user named: OUT, SOURCE and the text. A mistake in one of them is an error, not a failed check."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, GQAConvertError, OptionError, SourceNotFoundError
-from gqa_convert.families.dequantised_source import check_space, dequantised
 from gqa_convert.families.family import Family
 from gqa_convert.families.table import family_of
 from gqa_convert.families.wrappers import decoder_config
-from gqa_convert.verify.checkpoint_reader import CONFIG, PREFERENCE, Weights, first_line, read_object
+from gqa_convert.verify.checkpoint_reader import CONFIG, Weights, first_line, read_object
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors, logits or text), the amount done and the total: bytes, forward passes or tokens."""
@@ -49,17 +46,15 @@ class Inputs:
 def read_inputs(
     out: str | Path,
     source: str | Path,
-    stack: ExitStack,
     *,
     revision: str | None,
     text: Path | None,
 ) -> Inputs:
-    """Open both checkpoints and read the text. Remote checkpoints are downloaded; a GGUF file is dequantised.
+    """Open both checkpoints and read the text. Remote checkpoints are downloaded.
 
     Args:
         out: the converted folder.
-        source: the folder, the Hub id or the GGUF file that it was made from.
-        stack: closed at the end of the verification, which removes dequantised weights.
+        source: the folder or the Hub id that it was made from.
         revision: branch, tag or commit on the Hub.
         text: a file, or None.
 
@@ -74,7 +69,7 @@ def read_inputs(
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     content = None if text is None else _read_text(local_path(text))
-    folder = _source_folder(source, revision, out, stack)
+    folder = _source_folder(source, revision)
     config = _read_config(folder)
     family = family_of(config)
     if text is not None:
@@ -83,9 +78,9 @@ def read_inputs(
     return Inputs(out, folder, config, family, weights, content)
 
 
-def _source_folder(source: str | Path, revision: str | None, out: Path, stack: ExitStack) -> Path:
+def _source_folder(source: str | Path, revision: str | None) -> Path:
     path = local_path(source)
-    if path.is_dir() and not _holds_gguf(path):
+    if path.is_dir():
         if revision is not None:
             raise SourceNotFoundError(
                 f"{source} is a local folder, which has no revision {revision!r}: leave --revision out"
@@ -93,20 +88,9 @@ def _source_folder(source: str | Path, revision: str | None, out: Path, stack: E
         return path
     from gqa_convert.checkpoint.source import open_checkpoint
 
-    try:
-        opened = open_checkpoint(source, revision=revision, download=True)
-        folder = opened.folder
-    except GGUFSourceError as found:
-        gguf = locate_gguf(found, revision)
-        check_space(gguf, out)
-        folder = stack.enter_context(dequantised(gguf, out, lambda _: None)).folder
+    folder = open_checkpoint(source, revision=revision, download=True).folder
     assert folder is not None
     return folder
-
-
-def _holds_gguf(folder: Path) -> bool:
-    """Whether a folder may hold GGUF files and no other weights."""
-    return any(folder.rglob("*.gguf")) and not any((folder / name).is_file() for name in PREFERENCE)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Runs a verification: reads the inputs, checks the stored data, then checks what the models compute."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from gqa_convert.errors import OptionError
@@ -30,7 +29,7 @@ def verify_checkpoint(
 
     Args:
         out: the converted folder.
-        source: the folder, the Hub id or the GGUF file that it was made from.
+        source: the folder or the Hub id that it was made from.
         revision: branch, tag or commit on the Hub.
         logits: also load and run both models.
         text: a UTF-8 file on which the loss of both models is measured; needs `logits`.
@@ -51,21 +50,20 @@ def verify_checkpoint(
     """
     if text is not None and not logits:
         raise OptionError("--text needs both models to run: leave out --text or --no-logits")
-    with ExitStack() as stack:
-        inputs = read_inputs(out, source, stack, revision=revision, text=text)
-        runner = CheckRunner(VerificationReport(str(inputs.out), str(source)), on_check)
-        claims = claims_of(inputs.out)
-        stored: StoredResult | None
-        if is_translated(inputs.out, inputs.config, claims.get("route")):
-            stored = check_translated(runner, inputs, progress)
-            if stored is None:
-                return runner.report
-        else:
-            stored = check_stored(runner, inputs, progress)
-        if claims.get("result") is not None:
-            runner.check("hashes", lambda: check_hashes(inputs.out, claims["result"]))
-        if logits:
-            from gqa_convert.verify.behaviour.run import check_behaviour
+    inputs = read_inputs(out, source, revision=revision, text=text)
+    runner = CheckRunner(VerificationReport(str(inputs.out), str(source)), on_check)
+    claims = claims_of(inputs.out)
+    stored: StoredResult | None
+    if is_translated(inputs.out, inputs.config, claims.get("route")):
+        stored = check_translated(runner, inputs, progress)
+        if stored is None:
+            return runner.report
+    else:
+        stored = check_stored(runner, inputs, progress)
+    if claims.get("result") is not None:
+        runner.check("hashes", lambda: check_hashes(inputs.out, claims["result"]))
+    if logits:
+        from gqa_convert.verify.behaviour.run import check_behaviour
 
-            check_behaviour(runner, inputs, stored, seed=seed, max_text_tokens=max_text_tokens, progress=progress)
+        check_behaviour(runner, inputs, stored, seed=seed, max_text_tokens=max_text_tokens, progress=progress)
     return runner.report

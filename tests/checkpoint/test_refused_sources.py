@@ -113,11 +113,11 @@ REFUSED: dict[str, tuple[Files, str]] = {
         ),
     ),
     # foreign formats
-    "GGUF, for commands that do not dequantise it": (
+    "GGUF": (
         WHOLE | {"model-Q4_K_M.gguf": "{}"},
         (
-            "HERE holds GGUF files and no other weights (found model-Q4_K_M.gguf): `gqa-convert restate HERE/model-Q4_K_M.gguf PLAIN` writes it "
-            "dequantised as an ordinary checkpoint, which every command reads"
+            "HERE holds GGUF files and no other weights: convert the Hugging Face checkpoint that they were made from (found "
+            "model-Q4_K_M.gguf)"
         ),
     ),
     "original/ of Llama": (

@@ -26,7 +26,6 @@ HEADS = 32
 """Query heads of the models that stand in for Llama-2-7b and Flan-T5 XL, which have as many."""
 
 NOT_RUN = {
-    r"\.gguf\b": "tests/conversion/test_gguf_sources.py converts GGUF files",
     r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
     r"^python3 -m venv|^source ": "likewise",
     r"^(\S*/)?python -m pytest": "this suite",

@@ -33,9 +33,7 @@ from gqa_convert.publishing.publish import Options, publish
 from gqa_convert.publishing.remote import Place
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
-from tests.helpers.gguf_files import write_gguf_llama
 from tests.helpers.result_files import LOSSES, TIMES, benchmark, evaluation, write_json
-from tests.helpers.tiny import make_config, make_model
 from tests.helpers.uptrain_runs import die, in_child
 
 REPO = "me/gqa-3"
@@ -186,48 +184,6 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     assert "torch" in text.split("Versions: ")[1]
     assert any("--base-model" in each for each in warnings)
     assert any("no licence" in each for each in warnings)
-
-
-@pytest.mark.parametrize(
-    ("quantisation", "weights", "loss"),
-    [
-        ("Q8_0", "most of its weights quantised as `Q8_0`, dequantised to `bfloat16`", True),
-        ("F16", "its weights not quantised, written in `float16`", False),
-    ],
-)
-def test_one_from_a_gguf_file(tmp_path: Path, quantisation: str, weights: str, loss: bool) -> None:
-    source = tmp_path / "plain"
-    make_model(make_config("llama", head_dim=8, intermediate_size=64, vocab_size=64)).float().save_pretrained(source)
-    file = write_gguf_llama(source, tmp_path / f"model-{quantisation}.gguf", quantisation, tokenizer=False)
-    convert_checkpoint(file, tmp_path / "out", 3, method="mean")
-    text, front, _ = card(tmp_path / "out")
-    assert f"A local GGUF file (`{file.name}`), converted to grouped-query attention" in text
-    assert f"Its source is the GGUF file `{file.name}` ({file.stat().st_size / 1000:.1f} kB): {weights}." in text
-    limit = f"what `{quantisation}` lost is lost here too"
-    assert (limit in text) == loss
-    assert "base_model" not in front
-
-
-@pytest.mark.parametrize(
-    ("name", "revision"),
-    [
-        ("org/model-GGUF/sub/q.gguf", COMMIT),
-        (f"/home/me/.cache/huggingface/hub/models--org--model-GGUF/snapshots/{COMMIT}/q.gguf", None),
-    ],
-)
-def test_a_gguf_file_of_the_hub_names_its_repository(out: Path, name: str, revision: str | None) -> None:
-    source = json.loads((out / "gqa_conversion.json").read_bytes())["source"]
-    quantised = {"file": "q.gguf", "bytes": 2_500_000, "quantisation": "Q4_K", "dtype": "bfloat16"}
-    made = record(out, source=source | {"id": name, "revision": revision, "dequantised": quantised})
-    text, front, warnings = card(out)
-    assert front["base_model"] == "org/model-GGUF"
-    assert f"[org/model-GGUF](https://huggingface.co/org/model-GGUF) at revision `{COMMIT}`, converted to" in text
-    assert "Its source is the GGUF file `q.gguf` (2.5 MB): most of its weights quantised as `Q4_K`" in text
-    assert not any("--base-model" in each for each in warnings)
-    record(out, previous=made, source=source)
-    text, _, _ = card(out)
-    assert text.count("the GGUF file `q.gguf`") == 1
-    assert "what `Q4_K` lost is lost here too" in text
 
 
 def test_one_with_a_file_of_its_own(tmp_path: Path) -> None:

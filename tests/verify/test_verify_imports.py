@@ -15,8 +15,6 @@ SHARED = {
     "gqa_convert.errors": "exceptions",
     "gqa_convert.checkpoint.paths": "paths that a user names",
     "gqa_convert.checkpoint.source": "the download of a source from the Hub",
-    "gqa_convert.checkpoint.gguf_files": "which GGUF file a user means",
-    "gqa_convert.families.dequantised_source": "dequantising a GGUF file with transformers",
     "gqa_convert.families.family": "the families' records",
     "gqa_convert.families.table": "finding a family",
     "gqa_convert.families.wrappers": "the config of the decoder inside a wrapper",

@@ -46,12 +46,5 @@ def show_conversion(result: "ConversionResult") -> None:
         console.print(f"      {label:<{width}}  {text}", soft_wrap=True)
     for warning in plan.warnings:
         print_note(warning)
-    source = plan.checkpoint.source_id
-    if plan.checkpoint.dequantised:
-        restate = shlex.join(["gqa-convert", "restate", source])
-        print_note(
-            f"commands other than plan, convert and verify need the source as an ordinary checkpoint: {restate} PLAIN"
-        )
-        source = "PLAIN"
-    if advice := quality_advice(method, source, out, result.calibration):
+    if advice := quality_advice(method, plan.checkpoint.source_id, out, result.calibration):
         print_note(advice)

@@ -51,10 +51,6 @@ class ConversionScreen:
             with suppress(OSError):
                 self._console.print(line, soft_wrap=True)
 
-    def note(self, sentence: str) -> None:
-        """Print a sentence about the source above the bar."""
-        self.say(f"note: {sentence}")
-
     def will_write(self, nbytes: int) -> None:
         """Note the size of the result's weights."""
         self._to_write = nbytes

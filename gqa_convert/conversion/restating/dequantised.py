@@ -7,31 +7,12 @@ from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.files import LocalFiles, links_note
 from gqa_convert.checkpoint.formats import is_weight_file
-from gqa_convert.checkpoint.gguf_files import GGUFModel
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.quantised import described_quantisation, without_quantisation
 from gqa_convert.checkpoint.source import CONFIG
 from gqa_convert.conversion.restating.fp8 import write_dequantised
 from gqa_convert.conversion.sidecar_files import name_tokenizer_for_all, write_json
-from gqa_convert.families.dequantised_source import describe_gguf
 from gqa_convert.families.loading import read_config
-
-
-def write_dequantised_gguf(gguf: GGUFModel, folder: Path) -> tuple[str, ...]:
-    """Write a GGUF file's weights, config and tokenizer.
-
-    Args:
-        gguf: the file.
-        folder: an empty folder.
-
-    Returns:
-        Sentences on what differs.
-    """
-    from gqa_convert.families.dequantising import write_gguf
-
-    notes = write_gguf(gguf, folder)
-    _finish(folder)
-    return (describe_gguf(gguf), *notes)
 
 
 def write_dequantised_checkpoint(source: Path, source_id: str, method: str, folder: Path) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from gqa_convert.checkpoint.gguf_files import GGUFSourceError, locate_gguf
 from gqa_convert.checkpoint.ownership import RESTATED, WRITTEN, list_written
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
@@ -16,11 +15,10 @@ from gqa_convert.checkpoint.quantised import QuantisedSourceError
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_local, whole_folder
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.restating.dequantised import write_dequantised_checkpoint, write_dequantised_gguf
+from gqa_convert.conversion.restating.dequantised import write_dequantised_checkpoint
 from gqa_convert.conversion.restating.planning import StockPlan, plan_stock
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
-from gqa_convert.families.dequantised_source import check_space, describe_needs
 from gqa_convert.families.loading import read_config
 
 
@@ -55,19 +53,17 @@ def restate_checkpoint(
     revision: str | None = None,
     overwrite: bool = False,
     on_plan: Callable[[StockPlan], None] = lambda plan: None,
-    on_note: Callable[[str], None] = lambda sentence: None,
     progress: Progress = lambda nbytes: None,
 ) -> RestatedCheckpoint:
     """Write `source` as a checkpoint that transformers' own classes load, with as many K/V heads as before.
 
     Args:
         source: a local folder or a Hub id, of one of the types in `families.RESTATED` or with quantised weights that
-            transformers can dequantise; or a GGUF file.
+            transformers can dequantise.
         out: the folder to make.
         revision: branch, tag or commit on the Hub.
         overwrite: replace an existing checkpoint folder once the new one is complete.
         on_plan: called before anything is written, of a source with custom code.
-        on_note: called with what dequantising takes, before it begins.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -79,13 +75,6 @@ def restate_checkpoint(
     out = local_path(out)
     try:
         checkpoint = open_local(source, revision, plan_stock)
-    except GGUFSourceError as found:
-        gguf = locate_gguf(found, revision)
-        check_space(gguf, out)
-        on_note(describe_needs(gguf))
-        return _write(
-            out, None, gguf.source_id, revision, lambda folder: write_dequantised_gguf(gguf, folder), overwrite
-        )
     except QuantisedSourceError as found:
         method = found.method
         folder, commit = whole_folder(source, revision)
@@ -120,7 +109,7 @@ def restate_checkpoint(
 
 def _write(
     out: Path,
-    folder: Path | None,
+    folder: Path,
     source_id: str,
     revision: str | None,
     write: Callable[[Path], tuple[str, ...]],
@@ -130,7 +119,7 @@ def _write(
 
     Args:
         out: the folder to make.
-        folder: that of the source, if it is one.
+        folder: that of the source.
         source_id, revision: the source.
         write: fills an empty folder, and returns sentences on what differs.
         overwrite: as for `restate_checkpoint`.

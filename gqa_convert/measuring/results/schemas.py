@@ -335,23 +335,11 @@ class FileRecord(Stored):
     sha256: Text = None
 
 
-class GGUFRecord(Stored):
-    """A GGUF file that was dequantised to be converted: its name and size, the type of most of its numbers, and the type
-    in which its weights were written.
-    """
-
-    file: Text = None
-    bytes: Count = None
-    quantisation: Text = None
-    dtype: Text = None
-
-
 class SourceRecord(Stored):
     """What a checkpoint was converted from."""
 
     id: Text = None
     revision: Text = None
-    dequantised: GGUFRecord | None = None
     files: dict[str, FileRecord] | None = None
 
 
