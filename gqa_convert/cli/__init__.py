@@ -6,8 +6,8 @@ import typer
 
 from gqa_convert._version import __version__
 
-from .commands import CommandGroup
-from .help import SUMMARY
+from .commands import add_commands
+from .help import SUMMARY, CommandGroup, help_text
 from .running import run
 
 __all__ = ["app", "main"]
@@ -18,8 +18,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help=SUMMARY,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help=help_text(SUMMARY),
     invoke_without_command=True,
 )
 
@@ -41,6 +41,9 @@ def _root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
+
+
+add_commands(app)
 
 
 def main() -> Never:

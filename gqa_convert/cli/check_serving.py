@@ -44,8 +44,8 @@ def check_serving(
 ) -> None:
     """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32 on the CPU.
 
-    Every engine runs in a separate process, through its own converter if it has one. [bold]ok[/bold] means equal tokens
-    and close logits. [bold]not supported[/bold] means that the engine rejects the architecture, and [bold]skipped[/bold]
+    Every engine runs in a separate process, through its own converter if it has one. ok means equal tokens
+    and close logits. not supported means that the engine rejects the architecture, and skipped
     that it is not installed. The exit code is 1 if any engine differs, if none ran, or if an engine named by --client
     or --python is missing.
 

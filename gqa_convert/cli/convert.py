@@ -111,7 +111,8 @@ def convert(
 
     read_early(source, out)
     from gqa_convert.cli.console.conversion import show_conversion
-    from gqa_convert.cli.console.conversion_progress import conversion_progress
+    from gqa_convert.cli.console.conversion_progress import ConversionScreen
+    from gqa_convert.cli.console.progress import progress_screen
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.run import convert_checkpoint
 
@@ -156,7 +157,8 @@ def convert(
         wanted = choice.groups
         if not quiet:
             note_choice(choice)
-    with conversion_progress(quiet=quiet) as screen:
+    with progress_screen(quiet=quiet) as progress:
+        screen = ConversionScreen(progress)
         result = convert_checkpoint(
             source,
             out,
@@ -180,7 +182,6 @@ def convert(
             max_shard_size=shard_size,
             command=["gqa-convert", *sys.argv[1:]],
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
-            on_cost=None if quiet else screen.expect,
             progress=screen.written,
         )
     if kept is not None:

@@ -46,7 +46,7 @@ def inspect(
     Nothing is converted: keys and values are merged in memory with method factor. The table shows their relative error
     and which pairs of heads are cheapest to merge. With --calibration, the source also runs with merged heads on
     held-out text, and short fits of a few layers give an estimate, with an interval, which predicts the loss that
-    remains after [bold]convert --calibration[/bold]. Without it, only the weights are read, which is fast but predicts
+    remains after convert --calibration. Without it, only the weights are read, which is fast but predicts
     no loss. By default at most six divisors are tried.
 
     Examples:

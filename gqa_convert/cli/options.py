@@ -2,15 +2,36 @@
 
 import json
 import re
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gqa_convert.errors import OptionError
-from gqa_convert.measuring.budget.amount import KVBudget
 from gqa_convert.merging.methods import method_help
+
+if TYPE_CHECKING:
+    from gqa_convert.measuring.budget.amount import KVBudget
+
+
+def token_count(text: str) -> int:
+    """Parse a number of tokens such as 4096, 4k or 2M.
+
+    Raises:
+        typer.BadParameter: the text is no whole number of tokens.
+    """
+    from gqa_convert.text.scalars import counted
+
+    number = counted(text)
+    if number is None or number.denominator != 1:
+        raise typer.BadParameter(f"{text!r} is not a number of tokens: write it like 4096, 4k or 2M")
+    return int(number)
+
+
+def token_counts(text: str) -> list[int]:
+    """Parse numbers of tokens such as 4k,32k."""
+    return [token_count(part) for part in text.split(",")]
+
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.", show_default=False)]
 NewFolder = Annotated[
@@ -50,6 +71,15 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
+Candidates = Annotated[
+    str | None,
+    typer.Option(
+        "--candidates",
+        metavar="N,N,...",
+        help="Numbers of K/V heads per layer to try. Default: divisors of the source's number.",
+        show_default=False,
+    ),
+]
 SeveralGroups = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +115,7 @@ CalibrationTokens = Annotated[
     typer.Option(
         "--calibration-tokens",
         metavar="T",
+        parser=token_count,
         help="Tokens of calibration text. Default: 24,576, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
         show_default=False,
     ),
@@ -94,6 +125,7 @@ CalibrationLength = Annotated[
     typer.Option(
         "--calibration-length",
         metavar="L",
+        parser=token_count,
         help="Tokens per block of calibration text. Default: the model's context, at most 1,024.",
         show_default=False,
     ),
@@ -103,6 +135,7 @@ CalibrationContext = Annotated[
     typer.Option(
         "--calibration-context",
         metavar="P",
+        parser=token_count,
         help="Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
         show_default=False,
     ),
@@ -206,10 +239,14 @@ def byte_count(text: str | None, option: str) -> int | None:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def cache_budget(text: str | None) -> KVBudget | None:
+def cache_budget(text: str | None) -> "KVBudget | None":
     """Parse `--kv-budget`: a share such as "50%" or "0.5", or bytes per token such as "64KiB"; None stays None."""
     if text is None:
         return None
+    from fractions import Fraction
+
+    from gqa_convert.measuring.budget.amount import KVBudget
+
     if percent := re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", text, re.ASCII):
         return KVBudget(text.strip(), share=Fraction(percent[1]) / 100)
     if share := re.fullmatch(r"\s*([01]|[01]?\.\d{1,9})\s*", text, re.ASCII):

@@ -53,11 +53,11 @@ def plan(
     """Show what a conversion would change, what it would save, and which software would load the result.
 
     The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
-    downloaded. A checkpoint that [bold]convert[/bold] would refuse is refused here with the same message.
+    downloaded. A checkpoint that convert would refuse is refused here with the same message.
     The estimate of time, memory and disk space times a product of matrices on this machine, or those of a layer on a
     GPU; convert begins with a closer one. Calibration text is not read.
 
-    With --kv-budget, the source also runs on the text, as in [bold]convert --kv-budget[/bold], and the list that it
+    With --kv-budget, the source also runs on the text, as in convert --kv-budget, and the list that it
     would choose is shown with its divergence from the source. Give the list to --groups of convert, which then does not
     measure again.
 

@@ -110,11 +110,12 @@ def uptrain(
             show_dry_run(found)
         return
     _refuse_hardware(gpus=gpus, gpu=gpu, gpu_memory=gpu_memory, utilisation=utilisation, price=price)
-    from gqa_convert.cli.console.progress import training_progress
-    from gqa_convert.cli.console.training import show_training
+    from gqa_convert.cli.console.progress import progress_screen
+    from gqa_convert.cli.console.training import TrainingScreen, show_training
     from gqa_convert.training.uptrain import uptrain_checkpoint as run
 
-    with training_progress(quiet=quiet) as screen:
+    with progress_screen(quiet=quiet) as progress:
+        screen = TrainingScreen(progress)
         summary = run(
             recipe,
             overrides or [],

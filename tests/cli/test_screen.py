@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gqa_convert.cli.console.progress import training_progress
 from gqa_convert.cli.console.screen import print_json
 from tests.helpers.checkpoints import write_llama
 from tests.helpers.command_line import run
@@ -74,17 +73,6 @@ def test_streams_that_are_closed_or_full(source: Path) -> None:
     full = shell('plan "$1" > /dev/full', source)
     assert full.returncode == 1
     assert full.stderr == "gqa-convert: the system: No space left on device\n"
-
-
-def test_labels_of_bars_are_no_markup() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-        with training_progress(quiet=False) as screen:
-            screen.tokenize("texts/[/].txt", 1, 2)
-            assert screen._bars is not None
-            with screen._bars.console.capture() as shown:
-                screen._bars.console.print(screen._bars.make_tasks_table(screen._bars.tasks))
-            assert "tokenising texts/[/].txt" in shown.get()
 
 
 def test_what_transformers_would_report_is_one_line(tmp_path: Path) -> None:

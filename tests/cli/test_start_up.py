@@ -12,21 +12,13 @@ OURS = {
     "gqa_convert",
     "gqa_convert._version",
     "gqa_convert.cli",
-    "gqa_convert.cli.commands",
-    "gqa_convert.cli.console",
-    "gqa_convert.cli.console.panels",
-    "gqa_convert.cli.console.screen",
-    "gqa_convert.cli.help",
-    "gqa_convert.cli.options",
-    "gqa_convert.cli.running",
+    *(f"gqa_convert.cli.{name}" for name in ("commands", "console", "console.screen", "help", "options", "running")),
+    *(f"gqa_convert.cli.{name.replace('-', '_')}" for name in COMMANDS),
     "gqa_convert.errors",
-    "gqa_convert.measuring",
-    "gqa_convert.measuring.budget",
-    "gqa_convert.measuring.budget.amount",
     "gqa_convert.merging",
     "gqa_convert.merging.methods",
 }
-"""What every command line imports, besides the file of its command."""
+"""What every command line imports."""
 
 
 def libraries(modules: set[str]) -> set[str]:
@@ -39,19 +31,11 @@ def ours(modules: set[str]) -> set[str]:
 
 
 def test_help_imports_the_options_alone() -> None:
-    shown = loaded_after(RUN, "convert", "--help")
-    assert ours(shown) == OURS | {"gqa_convert.cli.convert"}
-    found = libraries(shown) - libraries(loaded_after(""))  # files of an environment may import some at every start
-    assert found <= {"typer", "click", "shellingham", "annotated_doc", "typing_extensions"}
-    first = loaded_after(RUN, "--help")
-    files = {f"gqa_convert.cli.{name.replace('-', '_')}" for names in COMMANDS.values() for name in names}
-    assert ours(first) == OURS | files
-    assert libraries(first) == libraries(shown)
-
-
-def test_a_mistake_imports_as_little_as_help() -> None:
-    found = loaded_after(RUN, "plan", "--gruops", "8")
-    assert ours(found) == OURS | {"gqa_convert.cli.plan"}
+    always = libraries(loaded_after(""))  # files of an environment may import some at every start
+    for arguments in (("--help",), ("convert", "--help"), ("convert", "--help-all"), ("convert", "--gruops", "8")):
+        found = loaded_after(RUN, *arguments)
+        assert ours(found) == OURS, arguments
+        assert libraries(found) - always <= {"typer", "click", "shellingham", "annotated_doc", "typing_extensions"}
 
 
 def test_plan_imports_no_library_of_models() -> None:

@@ -20,7 +20,7 @@ def show_evaluation(results: EvaluationFile, output: Path | None) -> None:
         near = any(each.kl is not None for each in entries)
         headings = _headings(compared=bool(compared), by_byte=by_byte, near=near)
         show_table(
-            [Column("model", folds_to=24), *(Column(heading, "right") for heading in headings)],
+            ["model", *(Column(heading, "right") for heading in headings)],
             [_row(each, compared=bool(compared), by_byte=by_byte, near=near) for each in entries],
         )
         if compared:

@@ -35,7 +35,7 @@ def show_inspection(result: InspectionFile) -> None:
         errors = [*(error.keys for error in layer.errors), *(error.values for error in layer.errors)]
         pairs = (f"{'+'.join(map(str, pair.heads))} {pair.error:.2f}" for pair in layer.cheapest_pairs)
         rows.append([layer.label or "", *(shaded(error or 0.0) for error in errors), "  ".join(pairs)])
-    show_table(["layer", *columns, Column("cheapest pairs of heads", folds_to=12)], rows)
+    show_table(["layer", *columns, "cheapest pairs of heads"], rows)
     constraints = {
         "keys": [layer.key_barrier for layer in layers],
         "values": [layer.value_barrier for layer in layers],

@@ -106,6 +106,17 @@ def abandon(stream: Any) -> None:
         os.close(devnull)
 
 
+def tokens_text(count: int) -> str:
+    """Format a number of tokens, with three digits and powers of 1000: 512, 4.1k, 32.8k, 2M."""
+    shown, unit = float(count), ""
+    for larger in ("k", "M", "B", "T"):
+        if shown < 999.5:
+            break
+        shown, unit = shown / 1000, larger
+    digits = f"{shown:.3g}" if shown >= 100 else f"{shown:.1f}".removesuffix(".0")
+    return f"{digits}{unit}"
+
+
 def number(value: float | None, form: str) -> str:
     """Format a number for a cell of a table; None becomes an empty cell."""
     return "" if value is None else format(value, form)

@@ -1,0 +1,229 @@
+"""What people see: tables, progress with and without a terminal, and numbers of tokens."""
+
+import io
+import sys
+
+import pytest
+import typer
+
+from gqa_convert.checkpoint.provenance import Divergence
+from gqa_convert.cli.console import progress, tables
+from gqa_convert.cli.console.conversion_progress import ConversionScreen
+from gqa_convert.cli.console.screen import stdout_console, tokens_text
+from gqa_convert.cli.console.tables import Column, show_table
+from gqa_convert.cli.console.training import TrainingScreen
+from gqa_convert.cli.options import token_count, token_counts
+from gqa_convert.conversion.fit.records import (
+    CalibratedRecord,
+    Stage,
+    StageProgress,
+    TrainingProgress,
+    TrainingRecord,
+    WeightsRecord,
+)
+from gqa_convert.training.metrics import MetricsLine, StepReport
+
+LOSS, KL = "language-model loss", "KL divergence from the teacher"
+
+
+class Clock:
+    """Stands for the time module, whose clock stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of lines and of rich's bars."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr("rich.console.monotonic", clock.monotonic)
+    return clock
+
+
+class Terminal(io.StringIO):
+    """Stands for stderr on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Make stderr a terminal for the rest of the test."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_line_every_thirty_seconds_with_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.stage_progress(quiet=False) as step:
+        for second in range(101):
+            clock.now = 1000.0 + second
+            step("merging", second, 200)
+    assert capsys.readouterr().err.splitlines() == [
+        "merging: 15.0%  0:02:50 left",
+        "merging: 30.0%  0:02:20 left",
+        "merging: 45.0%  0:01:50 left",
+    ]
+
+
+def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run begins at half of its steps: the pace is that of the rest."""
+    with progress.stage_progress(quiet=False) as step:
+        step("fitting", 50, 100)
+        clock.now += 10
+        step("fitting", 60, 100)
+        clock.now += 30
+        step("fitting", 90, 100)
+        step("an empty stage", 0, 0)
+    assert capsys.readouterr().err.splitlines() == ["fitting: 90.0%  0:00:10 left"]
+
+
+def test_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.byte_progress("uploading", 4_000_000, quiet=False) as advance:
+        for _ in range(3):
+            clock.now += 14
+            advance(1_000_000)
+    assert capsys.readouterr().err == "uploading: 75.0%  3.0 MB of 4.0 MB  0:00:14 left\n"
+
+
+def test_quiet_and_short_work_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_screen(quiet=True) as screen:
+        screen.say("a line")
+        clock.now += 60
+        screen.show("work", 1, 2)
+    with progress.stage_progress(quiet=False) as step:
+        clock.now += 29
+        step("work", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_has_bars_whose_labels_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal(monkeypatch)
+    with progress.progress_screen(quiet=False) as screen:
+        screen.show("texts/[/].txt", 1, 4, "[bold]detail")
+        screen.say("[red] a line")
+    shown = stream.getvalue()
+    assert "texts/[/].txt" in shown
+    assert "[bold]detail" in shown
+    assert "25%" in shown
+    assert "[red] a line" in shown
+
+
+def test_a_closed_terminal_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal(monkeypatch)
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(stream, "write", broken)
+    with progress.progress_screen(quiet=False) as screen:
+        screen.say("a line")
+        screen.show("work", 1, 2)
+
+
+def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], *calls: tuple[str, object]) -> str:
+    """Return what a screen prints where every call is 31 seconds after the one before."""
+    with progress.progress_screen(quiet=False) as lines:
+        screen = screen_of(lines)
+        for name, arguments in calls:
+            clock.now += 31
+            getattr(screen, name)(*arguments)
+    return capsys.readouterr().err
+
+
+def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    record = CalibratedRecord(module="layers.0.self_attn", output=0.1, gap_left=0.25, first_low_frequency_pair=None)
+    trained = TrainingRecord(kl_steps=8, kl=Divergence(0.5, 0.125), requested_steps=None)
+    shown = shown_by(
+        ConversionScreen,
+        clock,
+        capsys,
+        ("layer", (0, 2, StageProgress(Stage.OWN_TEXT, 0, 2, 10, 40))),
+        ("layer", (0, 2, StageProgress(Stage.SOURCE, 0, 2))),
+        ("layer", (0, 2, StageProgress(Stage.GRADIENT, 1, 2, 30, 100))),
+        ("layer", (1, 2, record)),
+        ("layer", (2, 2, WeightsRecord(module="m", keys=0.1, values=0.1))),
+        ("layer", (2, 2, TrainingProgress(2, 8, 0.4))),
+        ("layer", (2, 2, trained)),
+        ("will_write", (4_000_000,)),
+        ("written", (1_000_000,)),
+    )
+    assert shown.splitlines() == [
+        "generating text: 25.0%  10 of 40 tokens",
+        "merging layers: 0.0%  loading the source",
+        "merging layers: 0.0%  layer 1: gradient steps 30 of 100",
+        "merging layers: 50.0%",
+        "layer 1 of 2  layers.0.self_attn: 25.0% of mean pooling's error remains",
+        "merging layers: 100.0%",
+        "all layers together: 25.0%  step 2 of 8, KL 0.400",
+        "all layers together: KL divergence from the source 0.5000 -> 0.1250 nats per token",
+        "converting: 25.0%  1.0 MB of 4.0 MB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"lm": 2.5}, f"{LOSS} 2.5000 nats per token"),
+        ({"kl": 2.5}, f"{KL} 2.5000 nats per token"),
+        (
+            {"lm": 2.0, "kl": 3.0},
+            f"weighted sum of {LOSS} and {KL} 2.5000 nats per token ({LOSS} 2.0000, {KL} 3.0000)",
+        ),
+    ],
+)
+def test_the_objective_and_the_held_out_loss_have_names(
+    parts: dict[str, float], said: str, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"tokens": 100, "learning_rate": 1e-4, "tokens_per_second": 1000.0, **parts}
+    report = StepReport(MetricsLine(step=3, loss=2.5, evaluation_loss=3.25, mfu=0.5, **values), 4)  # type: ignore[arg-type]
+    shown = shown_by(TrainingScreen, clock, capsys, ("tokenize", ("a.txt", 1, 4)), ("step", (report,)))
+    assert shown.splitlines() == [
+        "tokenising a.txt: 25.0%",
+        "step 3: language-model loss on held-out text 3.2500 nats per token",
+        f"uptraining: 75.0%  step 3 of 4  {said}  1,000 tokens/s  MFU 50.0%",
+    ]
+
+
+def test_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ["model", Column("loss", "right")]
+    rows = [["./[red]a", "2.1234 ± 0.0100"], ["./b", ""]]
+    console = tables.stdout_console()
+    monkeypatch.setattr(tables, "stdout_console", lambda: console)
+    console.width = 80
+    show_table(columns, rows, title="Losses")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "Losses"
+    assert lines[2].split() == ["model", "loss"]
+    assert lines[2].endswith(f"{'loss':>15}")
+    assert lines[4] == " ./[red]a  2.1234 ± 0.0100"
+    console.width = 14
+    show_table(columns, rows)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 14
+
+
+def test_a_pipe_has_the_columns_that_the_environment_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stated, columns in (("40", 40), ("", 120), ("wide", 120)):
+        monkeypatch.setenv("COLUMNS", stated)
+        assert stdout_console().width == columns
+
+
+def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:
+    read = {"4096": 4096, "4k": 4000, "4K": 4000, "1.5k": 1500, "2M": 2_000_000, "1B": 10**9, "1_000": 1000}
+    for text, count in read.items():
+        assert token_count(text) == count
+    assert token_counts("512,4k") == [512, 4000]
+    for text in ("", "k", "4q", "1.5", "0.0001k", "4k,8k"):
+        with pytest.raises(typer.BadParameter, match="write it like 4096, 4k or 2M"):
+            token_count(text)
+    shown = {0: "0", 512: "512", 999: "999", 1000: "1k", 4096: "4.1k", 24_576: "24.6k", 131_072: "131k"}
+    shown |= {999_499: "999k", 999_500: "1M", 2_000_000: "2M", 20_004_864: "20M", 10**10: "10B", 15 * 10**12: "15T"}
+    for count, text in shown.items():
+        assert tokens_text(count) == text
