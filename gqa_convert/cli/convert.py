@@ -180,7 +180,6 @@ def convert(
             max_shard_size=shard_size,
             command=["gqa-convert", *sys.argv[1:]],
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
-            on_cost=None if quiet else screen.expect,
             progress=screen.written,
         )
     if kept is not None:

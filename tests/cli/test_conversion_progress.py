@@ -11,7 +11,6 @@ from rich.console import Console
 from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.cli.console import conversion_progress
 from gqa_convert.cli.console.layer_pace import LayerPace
-from gqa_convert.conversion.fit.cost import CostEstimate
 from gqa_convert.conversion.fit.records import (
     CalibratedRecord,
     Stage,
@@ -39,18 +38,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def record(number: int) -> CalibratedRecord:
     return CalibratedRecord(module=f"layers.{number}", output=0.1, gap_left=0.25, first_low_frequency_pair=None)
-
-
-def cost(*, layer: float, last_stage: float) -> CostEstimate:
-    return CostEstimate(
-        work="fit on 2,048 tokens",
-        seconds_by_stage={"layers": LAYERS * layer, "last_stage": last_stage},
-        layers=LAYERS,
-        memory_bytes=1 << 30,
-        disk_bytes=1000,
-        tokens=2048,
-        device="cpu",
-    )
 
 
 def fit(screen: conversion_progress.ConversionScreen, clock: list[float]) -> None:
@@ -95,21 +82,6 @@ def test_without_a_terminal_a_line_per_layer(clock: list[float], capsys: pytest.
     assert together[-1].endswith("0.5000 -> 0.2500 nats per token")
 
 
-def test_before_the_first_layer_the_estimate_says_the_time_left(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with conversion_progress.conversion_progress(quiet=False) as screen:
-        screen.will_write(1000)
-        screen.expect(cost(layer=200.0, last_stage=100.0))
-        fit(screen, clock)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines.pop(0).startswith("Estimate on this machine: about 12 minutes, 1.0 GiB of memory")
-    assert lines[0] == "loading the source  0:11:40 left"
-    assert "layer 1 of 3: gradient steps 0 of 60  0:11:00 left" in lines
-    # layers take half as long as was estimated, and so will the last stage
-    assert "layer 1 of 3  layers.0: 25.0% of mean pooling's error remains  0:04:10 left" in lines
-
-
 def test_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with conversion_progress.conversion_progress(quiet=True) as screen:
         fit(screen, clock)
@@ -127,7 +99,6 @@ def test_on_a_terminal_one_bar(clock: list[float], monkeypatch: pytest.MonkeyPat
         bars = screen._bars
         assert bars is not None
         screen.will_write(1000)
-        screen.expect(cost(layer=100.0, last_stage=200.0))
         show = screen._show
 
         def shown(*arguments: object) -> None:
@@ -149,7 +120,7 @@ def test_on_a_terminal_one_bar(clock: list[float], monkeypatch: pytest.MonkeyPat
         "converting 500 bytes of 1.0 kB",
     ):
         assert any(line.startswith(expected) for line in seen), (expected, seen)
-    assert next(line for line in seen if "layer 2 of 3 gradient steps 30 of 60" in line).endswith("0:05:30 left")
+    assert next(line for line in seen if "layer 2 of 3 gradient steps 30 of 60" in line).endswith("0:02:10 left")
     assert next(line for line in seen if "step 100 of 200" in line).endswith("0:01:40 left")
     assert "layer 1 of 3  layers.0: 25.0% of mean pooling's error remains" in terminal.getvalue()
 

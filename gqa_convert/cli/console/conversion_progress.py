@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.byte_sizes import size
 
 from .bars import progress_bars, text_column
-from .estimate import estimate_line
-from .layer_pace import Expected, LayerPace
+from .layer_pace import LayerPace
 from .pace import Pace, ProgressLines, clock
 from .screen import stderr_console
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from gqa_convert.conversion.fit.cost import CostEstimate
     from gqa_convert.conversion.fit.records import LayerRecord, StageProgress, TrainingProgress, TrainingRecord
 
 _TOGETHER = "all layers together"
-_SHORT = 10
-"""Seconds of work below which an estimate is of no use."""
 
 
 class ConversionScreen:
@@ -55,14 +51,6 @@ class ConversionScreen:
         """Note the size of the result's weights."""
         self._to_write = nbytes
 
-    def expect(self, cost: "CostEstimate") -> None:
-        """Note what was estimated, and show it for work that takes long."""
-        if cost.tokens or cost.seconds >= _SHORT:
-            self.say(estimate_line(cost))
-        seconds = cost.seconds_by_stage
-        if cost.tokens:
-            self._layers = LayerPace(Expected(seconds["layers"] / cost.layers, seconds["last_stage"]))
-
     def layer(
         self, done: int, total: int, record: "LayerRecord | StageProgress | TrainingProgress | TrainingRecord"
     ) -> None:
@@ -79,7 +67,7 @@ class ConversionScreen:
                 record.done,
                 record.total,
                 f"step {record.done:,} of {record.total:,}" + ("" if record.kl is None else f", KL {record.kl:.3f}"),
-                self._layers.last_stage or None if left is None else left,
+                left,
             )
         elif isinstance(record, TrainingRecord):
             self.say(
