@@ -54,8 +54,7 @@ def plan(
 
     The plan needs only config.json and the tensor headers: nothing is written, and of a Hub id only the headers are
     downloaded. A checkpoint that convert would refuse is refused here with the same message.
-    The estimate of time, memory and disk space times a product of matrices on this machine, or those of a layer on a
-    GPU; convert begins with a closer one. Calibration text is not read.
+    Memory and disk space are estimated from the same sizes. Calibration text is not read.
 
     With --kv-budget, the source also runs on the text, as in convert --kv-budget, and the list that it
     would choose is shown with its divergence from the source. Give the list to --groups of convert, which then does not
@@ -70,12 +69,11 @@ def plan(
       gqa-convert plan ./model --kv-budget 50% --calibration text.txt
     """
     from gqa_convert.checkpoint.source import open_checkpoint
-    from gqa_convert.cli.console.estimate import show_estimate
-    from gqa_convert.cli.console.plan import show_plan
+    from gqa_convert.cli.console.plan import show_needs, show_plan
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-    from gqa_convert.conversion.fit.cost import estimate_cost
     from gqa_convert.conversion.fit.defaults import plan_conversion
+    from gqa_convert.conversion.fit.needs import estimate_needs
 
     check_one_choice_of_groups(groups, groups_file, kv_budget)
     budget, choice = cache_budget(kv_budget), None
@@ -107,7 +105,7 @@ def plan(
         wanted = choice.groups
     made, text = plan_conversion(open_checkpoint(source, revision=revision), wanted, method, asked, **options)
     if as_json:
-        estimate = {"estimate": estimate_cost(made, text, quick=True).as_json()}
+        estimate = {"estimate": estimate_needs(made, text).as_json()}
         print_json(made.summary() | estimate | ({} if choice is None else {"budget": choice.as_json()}))
     elif not quiet:
         if choice is not None:
@@ -115,4 +113,4 @@ def plan(
 
             show_choice(choice)
         show_plan(made)
-        show_estimate(estimate_cost(made, text, quick=True))
+        show_needs(estimate_needs(made, text))

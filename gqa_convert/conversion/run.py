@@ -24,7 +24,6 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-from gqa_convert.conversion.fit.cost import CostEstimate, estimate_cost
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.plan import Plan
@@ -81,7 +80,6 @@ def convert_checkpoint(
     hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_cost: Callable[[CostEstimate], None] | None = None,
     on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
@@ -118,8 +116,7 @@ def convert_checkpoint(
             by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
-        on_cost: called with the estimated cost before anything is written; None to estimate nothing.
-        on_layer: called as each layer is merged by a method that works on whole layers.
+            on_layer: called as each layer is merged by a method that works on whole layers.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -156,8 +153,6 @@ def convert_checkpoint(
         check_destination(out, checkpoint.folder, overwrite=overwrite)
         previous = earlier_record(checkpoint)
         on_plan(plan)
-        if on_cost is not None:
-            on_cost(estimate_cost(plan, asked))
         sweep(Path(os.path.realpath(out)).parent)
         staged = stack.enter_context(StagedFolder(out))
         merged = merge_whole_layers(plan, out, asked, stack, on_layer)

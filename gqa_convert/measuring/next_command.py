@@ -9,13 +9,13 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.layerwise import find_form
 
 
-def conversion_command(source: str, out: str, groups: int | str, options: Mapping[str, object]) -> str:
+def conversion_command(source: str, out: str, groups: int, options: Mapping[str, object]) -> str:
     """The command line of a conversion.
 
     Args:
         source: the checkpoint.
         out: the folder of the result.
-        groups: K/V heads per layer, or a list with those of each layer, such as 8,8,4,4.
+        groups: K/V heads per layer.
         options: by name. Those that are None or False are left out; an option is repeated for each item of a list, and
             has no value where it is True.
     """

@@ -39,7 +39,7 @@ def test_help_imports_the_options_alone() -> None:
 
 
 def test_plan_imports_no_library_of_models() -> None:
-    """Not for the estimate of `factor` on text either."""
+    """Not for the estimate of what `factor` on text needs either."""
     model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
     found = libraries(loaded_after(RUN, "plan", str(model), "--groups", "3", "--device", "cpu"))
     assert {"numpy", "tokenizers", "rich"} <= found

@@ -27,17 +27,18 @@ class Conversions:
 
     def __init__(self, root: Path, save: Callable[[str, Path], object], **options: Any) -> None:
         self._root, self._save, self._options = root, save, options
+        self._made: dict[str, Path] = {}
 
     def __call__(self, name: str, groups: int, method: str = "mean", **options: Any) -> tuple[Path, Path]:
         """OUT and SOURCE."""
         source = self._root / name
         if not source.exists():
             self._save(name, source)
-        stated = "".join(f"-{key}-{value}" for key, value in options.items() if value)
-        out = self._root / f"{name}-{groups}-{method}{stated}"
-        if not out.exists():
-            convert_checkpoint(source, out, groups, method=method, **self._options | options)
-        return out, source
+        key = repr((name, groups, method, options))
+        if key not in self._made:
+            self._made[key] = self._root / f"out-{len(self._made)}"
+            convert_checkpoint(source, self._made[key], groups, method=method, **self._options | options)
+        return self._made[key], source
 
 
 def save_tokenizer(folder: Path) -> None:

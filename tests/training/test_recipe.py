@@ -69,7 +69,6 @@ def test_defaults() -> None:
         "all",
     )
     assert recipe.distillation_weight is None
-    assert recipe.language_model_weight == 1.0
 
 
 def test_every_field_is_a_declared_key() -> None:
@@ -464,8 +463,6 @@ def test_warmup() -> None:
 
 def test_distillation_takes_over_with_a_teacher() -> None:
     assert make(teacher="t").distillation_weight == 1.0
-    assert make(teacher="t").language_model_weight == 0.0
-    assert make(teacher="t", distillation_weight=0.25).language_model_weight == 0.75
 
 
 @pytest.mark.parametrize("path", SHIPPED_RECIPES, ids=lambda path: path.stem)

@@ -4,44 +4,37 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, OptionError, SourceNotFoundError, UnsupportedFamilyError
 from gqa_convert.text.scoring.text_to_score import read_file
 from gqa_convert.verify import Check, verify_checkpoint
-from gqa_convert.verify.behaviour.caches import Shapes, cache_shapes, judge_cache
-from gqa_convert.verify.report import Failure
-from tests.helpers.verification import claim, edit, edit_json, failed, flip
+from tests.helpers.verification import (
+    Conversions,
+    Damage,
+    change,
+    claim,
+    claims,
+    config,
+    edit,
+    edit_json,
+    failed,
+    flip,
+    remove,
+)
 from tests.helpers.verify_sources import NATIVE
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
-    """(OUT, SOURCE) of a conversion, made once; treat both as read-only."""
-    root = tmp_path_factory.mktemp("verify")
-    done: dict[tuple[str, int, str], Path] = {}
-
-    def make(name: str, groups: int, method: str = "mean") -> tuple[Path, Path]:
-        source = root / name
-        if not source.exists():
-            NATIVE[name](source)
-        key = (name, groups, method)
-        if key not in done:
-            done[key] = root / f"{name}-{groups}-{method}"
-            convert_checkpoint(source, done[key], groups, method=method)
-        return done[key], source
-
-    return make
+def made(tmp_path_factory: pytest.TempPathFactory) -> Conversions:
+    return Conversions(tmp_path_factory.mktemp("verify"), lambda name, folder: NATIVE[name](folder))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
         ("stablelm", 3, "first"),
     ],
 )
-def test_good_conversions_pass(made: Callable[..., tuple[Path, Path]], name: str, groups: int, method: str) -> None:
+def test_good_conversions_pass(made: Conversions, name: str, groups: int, method: str) -> None:
     out, source = made(name, groups, method)
     seen: list[Check] = []
     report = verify_checkpoint(out, source, on_check=seen.append)
@@ -84,7 +77,7 @@ def test_good_conversions_pass(made: Callable[..., tuple[Path, Path]], name: str
     assert json.loads(json.dumps(report.summary()))["passed"] is True
 
 
-def test_other_weight_formats(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_other_weight_formats(made: Conversions, tmp_path: Path) -> None:
     """`pytorch_model.bin` sources and results cut into other shards."""
     _, source = made("llama", 3)
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -96,7 +89,7 @@ def test_other_weight_formats(made: Callable[..., tuple[Path, Path]], tmp_path: 
     assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}
 
 
-def test_the_loss_of_both_models_is_reported(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_loss_of_both_models_is_reported(made: Conversions, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 47, (150,), generator=generator).tolist()
@@ -152,7 +145,7 @@ FLIPS = [
 @pytest.mark.parametrize("method", ["mean", "first"])
 @pytest.mark.parametrize(("name", "tensor", "row", "check"), FLIPS)
 def test_one_flipped_bit_fails(
-    made: Callable[..., tuple[Path, Path]], tmp_path: Path, name: str, tensor: str, row: int, check: str, method: str
+    made: Conversions, tmp_path: Path, name: str, tensor: str, row: int, check: str, method: str
 ) -> None:
     good, source = made(name, 3, method)
     out = shutil.copytree(good, tmp_path / "out")
@@ -181,11 +174,14 @@ def strided(out: Path, source: Path) -> None:
             edit(out, tensor, lambda _, heads=heads: heads.to(torch.bfloat16))
 
 
-def move_index(out: Path, **totals: Any) -> None:
-    path = out / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["metadata"] |= totals
-    path.write_text(json.dumps(index))
+def index(**totals: Any) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        path = out / "model.safetensors.index.json"
+        stated = json.loads(path.read_text())
+        stated["metadata"] |= totals
+        path.write_text(json.dumps(stated))
+
+    return damage
 
 
 def truncate(out: Path) -> None:
@@ -193,78 +189,83 @@ def truncate(out: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
 
 
-def extra_tensor(out: Path) -> None:
+def extra_tensor(out: Path, _: Path) -> None:
     file = sorted(out.glob("*.safetensors"))[0]
     save_file(load_file(file) | {"model.more.weight": torch.ones(2)}, file, metadata={"format": "pt"})
 
 
-def misplace(out: Path) -> None:
+def misplace(out: Path, _: Path) -> None:
     path = out / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    files = sorted(set(index["weight_map"].values()))
-    index["weight_map"][KEY] = files[0] if index["weight_map"][KEY] != files[0] else files[1]
-    path.write_text(json.dumps(index))
+    stated = json.loads(path.read_text())
+    files = sorted(set(stated["weight_map"].values()))
+    stated["weight_map"][KEY] = files[0] if stated["weight_map"][KEY] != files[0] else files[1]
+    path.write_text(json.dumps(stated))
 
 
-def stale(out: Path) -> None:
-    save_file({"x": torch.ones(1)}, out / "model.safetensors", metadata={"format": "pt"})
+def stale(name: str) -> Damage:
+    def damage(out: Path, _: Path) -> None:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_bytes(b"x")
+
+    return damage
 
 
-DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "swapped heads": (lambda out, _: edit(out, KEY, swap_heads), "merged tensors"),
+def shard(number: int, change: Callable[[Path], object]) -> Damage:
+    return lambda out, _: change(sorted(out.glob("*.safetensors"))[number])
+
+
+NORM, VALUE = "model.norm.weight", "model.layers.0.self_attn.v_proj.weight"
+NESTED = {"rope_type": "default"}
+BYTES = {"before": 1, "after": 1}
+DAMAGE: dict[str, tuple[Damage, str]] = {
+    "swapped heads": (change(KEY, swap_heads), "merged tensors"),
     "strided groups": (strided, "merged tensors"),
-    "missing tensor": (lambda out, _: edit(out, "model.norm.weight", lambda _: None), "tensor names"),
-    "missing key": (lambda out, _: edit(out, KEY, lambda _: None), "tensor names"),
-    "missing value": (lambda out, _: edit(out, "model.layers.0.self_attn.v_proj.weight", lambda _: None), "heads"),
-    "extra tensor": (lambda out, _: extra_tensor(out), "tensor names"),
-    "one layer with all heads": (
-        lambda out, _: edit(out, KEY, lambda t: t.repeat_interleave(4, dim=0)),
-        "merged tensors",
-    ),
-    "negative zero": (lambda out, _: edit(out, "model.norm.weight", lambda t: t * -0.0), "untouched tensors"),
-    "other type": (lambda out, _: edit(out, "model.norm.weight", lambda t: t.float()), "untouched tensors"),
-    "other type of a key": (lambda out, _: edit(out, KEY, lambda t: t.float()), "merged tensors"),
-    "other shape": (lambda out, _: edit(out, "model.norm.weight", lambda t: t.reshape(2, -1)), "untouched tensors"),
-    "not finite": (lambda out, _: edit(out, KEY, lambda t: t * torch.nan), "merged tensors"),
-    "stale weights": (lambda out, _: stale(out), "files"),
-    "stale bin": (lambda out, _: torch.save({}, out / "pytorch_model.bin"), "files"),
-    "stale weights in a folder": (
-        lambda out, _: ((out / "onnx").mkdir(), (out / "onnx" / "model.onnx").write_bytes(b"x")),
-        "files",
-    ),
-    "leftover": (lambda out, _: (out / ".gqa-convert-unfinished").touch(), "files"),
+    "missing tensor": (remove(NORM), "tensor names"),
+    "missing key": (remove(KEY), "tensor names"),
+    "missing value": (remove(VALUE), "heads"),
+    "extra tensor": (extra_tensor, "tensor names"),
+    "one layer with all heads": (change(KEY, lambda t: t.repeat_interleave(4, dim=0)), "merged tensors"),
+    "negative zero": (change(NORM, lambda t: t * -0.0), "untouched tensors"),
+    "other type": (change(NORM, lambda t: t.float()), "untouched tensors"),
+    "other type of a key": (change(KEY, lambda t: t.float()), "merged tensors"),
+    "other shape": (change(NORM, lambda t: t.reshape(2, -1)), "untouched tensors"),
+    "not finite": (change(KEY, lambda t: t * torch.nan), "merged tensors"),
+    "stale weights": (stale("model.safetensors"), "files"),
+    "stale bin": (stale("pytorch_model.bin"), "files"),
+    "stale weights in a folder": (stale("onnx/model.onnx"), "files"),
+    "leftover": (stale(".gqa-convert-unfinished"), "files"),
     "truncated shard": (lambda out, _: truncate(out), "files"),
-    "empty shard": (lambda out, _: sorted(out.glob("*.safetensors"))[0].write_bytes(b""), "files"),
-    "missing shard": (lambda out, _: sorted(out.glob("*.safetensors"))[2].unlink(), "files"),
+    "empty shard": (shard(0, lambda file: file.write_bytes(b"")), "files"),
+    "missing shard": (shard(2, Path.unlink), "files"),
     "no weights": (lambda out, _: [file.unlink() for file in out.glob("*.safetensors*")], "files"),
-    "index names another file": (lambda out, _: misplace(out), "files"),
+    "index names another file": (misplace, "files"),
     "index is no JSON": (lambda out, _: (out / "model.safetensors.index.json").write_text("{"), "files"),
-    "wrong total": (lambda out, _: move_index(out, total_size=12), "index"),
-    "wrong parameters": (lambda out, _: move_index(out, total_parameters=12), "index"),
-    "wrong count": (lambda out, _: edit_json(out / "config.json", num_key_value_heads=4), "config"),
-    "source's count": (lambda out, _: edit_json(out / "config.json", num_key_value_heads=12), "config"),
-    "wrong group number": (lambda out, _: edit_json(out / "config.json", multi_query_group_num=12), "config"),
-    "not multi-query": (lambda out, _: edit_json(out / "config.json", multi_query_attention=1), "config"),
-    "changed theta": (
-        lambda out, _: edit_json(out / "config.json", rope_parameters={"rope_type": "default"}),
-        "config",
-    ),
-    "added theta": (lambda out, _: edit_json(out / "config.json", rope_theta=1e6), "config"),
-    "quantised": (lambda out, _: edit_json(out / "config.json", quantization_config={"quant_method": "fp8"}), "config"),
+    "wrong total": (index(total_size=12), "index"),
+    "wrong parameters": (index(total_parameters=12), "index"),
+    "wrong count": (config(num_key_value_heads=4), "config"),
+    "source's count": (config(num_key_value_heads=12), "config"),
+    "wrong group number": (config(multi_query_group_num=12), "config"),
+    "not multi-query": (config(multi_query_attention=1), "config"),
+    "changed theta": (config(rope_parameters=NESTED), "config"),
+    "added theta": (config(rope_theta=1e6), "config"),
+    "quantised": (config(quantization_config={"quant_method": "fp8"}), "config"),
     "no config": (lambda out, _: (out / "config.json").unlink(), "config"),
     "config is a list": (lambda out, _: (out / "config.json").write_text("[]"), "config"),
     "changed tokenizer": (lambda out, _: edit_json(out / "tokenizer.json", version="2"), "carried files"),
     "missing template": (lambda out, _: (out / "chat_template.jinja").unlink(), "carried files"),
-    "new code": (lambda out, _: (out / "modeling.py").write_text("boo"), "carried files"),
-    "claims other groups": (lambda out, _: claim(out, groups=4), "provenance"),
-    "claims other heads": (lambda out, _: claim(out, source_kv_heads=6), "provenance"),
-    "claims another type": (lambda out, _: claim(out, model_type="mistral"), "provenance"),
-    "claims other bytes": (lambda out, _: claim(out, kv_bytes_per_token={"before": 1, "after": 1}), "provenance"),
-    "claims no error": (lambda out, _: claim(out, merge_error={}), "provenance"),
-    "claims small errors": (lambda out, _: claim(out, merge_error=dict.fromkeys(errors_of(out), 0.01)), "provenance"),
-    "claims to be trained": (lambda out, _: claim(out, uptraining_tokens=9), "provenance"),
-    "claims another method": (lambda out, _: claim(out, method="first"), "merged tensors"),
-    "claims an unknown method": (lambda out, _: claim(out, method="magic"), "merged tensors"),
+    "new code": (stale("modeling.py"), "carried files"),
+    "claims other groups": (claims(groups=4), "provenance"),
+    "claims other heads": (claims(source_kv_heads=6), "provenance"),
+    "claims another type": (claims(model_type="mistral"), "provenance"),
+    "claims other bytes": (claims(kv_bytes_per_token=BYTES), "provenance"),
+    "claims no error": (claims(merge_error={}), "provenance"),
+    "claims small errors": (
+        lambda out, _: claim(out, merge_error=dict.fromkeys(errors_of(out), 0.01)),
+        "provenance",
+    ),
+    "claims to be trained": (claims(uptraining_tokens=9), "provenance"),
+    "claims another method": (claims(method="first"), "merged tensors"),
+    "claims an unknown method": (claims(method="magic"), "merged tensors"),
     "claims nothing": (lambda out, _: (out / "gqa_conversion.json").unlink(), "provenance"),
 }
 
@@ -274,7 +275,7 @@ def errors_of(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_fails(made: Callable[..., tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
+def test_damage_fails(made: Conversions, tmp_path: Path, kind: str) -> None:
     good, source = made("llama", 3)
     out = shutil.copytree(good, tmp_path / "out")
     damage, check = DAMAGE[kind]
@@ -285,7 +286,7 @@ def test_damage_fails(made: Callable[..., tuple[Path, Path]], tmp_path: Path, ki
     assert all("\n" not in check.detail for check in report.checks)
 
 
-def test_another_source_fails(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_another_source_fails(made: Conversions, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     other = shutil.copytree(source, tmp_path / "other")
     edit(other, "model.layers.0.self_attn.v_proj.weight", lambda t: t + 0.5)
@@ -294,14 +295,12 @@ def test_another_source_fails(made: Callable[..., tuple[Path, Path]], tmp_path: 
     assert not verify_checkpoint(out, made("phi3", 4)[1], logits=False).passed
 
 
-def test_the_source_itself_fails_as_its_own_conversion(made: Callable[..., tuple[Path, Path]]) -> None:
+def test_the_source_itself_fails_as_its_own_conversion(made: Conversions) -> None:
     _, source = made("llama", 3)
     assert set(failed(verify_checkpoint(source, source, logits=False))) == {"config", "provenance"}
 
 
-def test_a_strided_repeat_in_the_model_fails_the_logits(
-    made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strided_repeat_in_the_model_fails_the_logits(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Good tensors, but the software that runs them serves other query heads."""
     out, source = made("llama", 3)
     module = transformers.integrations.sdpa_attention
@@ -312,7 +311,7 @@ def test_a_strided_repeat_in_the_model_fails_the_logits(
     assert findings <= {"logits", "cached decoding"}  # steps of one token take another path, which is not patched
 
 
-def test_damaged_tensors_fail_the_logits_too(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_damaged_tensors_fail_the_logits_too(made: Conversions, tmp_path: Path) -> None:
     good, source = made("phi3", 4)
     out = shutil.copytree(good, tmp_path / "out")
     edit(out, "model.layers.0.mlp.down_proj.weight", lambda t: t * 1.05)
@@ -321,7 +320,7 @@ def test_damaged_tensors_fail_the_logits_too(made: Callable[..., tuple[Path, Pat
     assert {"merged tensors", "logits"} <= set(failed(verify_checkpoint(out, source)))
 
 
-def test_what_transformers_cannot_load_fails(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_what_transformers_cannot_load_fails(made: Conversions, tmp_path: Path) -> None:
     good, source = made("llama", 3)
     out = shutil.copytree(good, tmp_path / "out")
     edit_json(out / "config.json", num_key_value_heads=4)
@@ -330,35 +329,14 @@ def test_what_transformers_cannot_load_fails(made: Callable[..., tuple[Path, Pat
     assert {"config", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
-def test_missing_norms_of_heads_fail_to_load(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_missing_norms_of_heads_fail_to_load(made: Conversions, tmp_path: Path) -> None:
     good, source = made("stablelm", 4)
     out = shutil.copytree(good, tmp_path / "out")
     edit(out, f"{ATTENTION}.k_layernorm.norms.2.weight", lambda _: None)
     assert {"tensor names", "merged tensors", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
-def layer(heads: int) -> SimpleNamespace:
-    return SimpleNamespace(keys=torch.zeros(1, heads, 4, 8), values=torch.zeros(1, heads, 4, 8))
-
-
-def test_the_cache_is_counted() -> None:
-    def shapes(*layers: object) -> list[Shapes]:
-        return cache_shapes(SimpleNamespace(layers=list(layers)))
-
-    empty = SimpleNamespace(conv_states=None)
-    good = shapes(layer(3), empty, layer(3))
-    source = shapes(layer(12), empty, layer(12))
-    assert "2 layers" in judge_cache(good, source, 3, "")
-    for bad in (shapes(layer(3), layer(12)), source, shapes(layer(3)), shapes(empty)):
-        with pytest.raises(Failure):
-            judge_cache(bad, source, 3, "none")
-    with pytest.raises(Failure, match="no keys"):
-        cache_shapes(())
-
-
-def test_a_wrong_cache_fails_cached_decoding(
-    made: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_cache_fails_cached_decoding(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     out, source = made("llama", 3)
     update = transformers.cache_utils.DynamicLayer.update
 
@@ -371,7 +349,7 @@ def test_a_wrong_cache_fails_cached_decoding(
     assert set(failed(verify_checkpoint(out, source))) == {"cached decoding"}
 
 
-def test_text_in_json_is_its_text(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_text_in_json_is_its_text(made: Conversions, tmp_path: Path) -> None:
     documents = ["first text", "second text"]
     files = {
         "plain.txt": "first text\n\nsecond text",
@@ -386,7 +364,7 @@ def test_text_in_json_is_its_text(made: Callable[..., tuple[Path, Path]], tmp_pa
         verify_checkpoint(*made("llama", 3), text=tmp_path / "rows.json")
 
 
-def test_mistakes_of_the_user_are_errors(made: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+def test_mistakes_of_the_user_are_errors(made: Conversions, tmp_path: Path) -> None:
     out, source = made("llama", 3)
     with pytest.raises(SourceNotFoundError, match="not a folder"):
         verify_checkpoint(tmp_path / "nothing", source)
@@ -403,14 +381,3 @@ def test_mistakes_of_the_user_are_errors(made: Callable[..., tuple[Path, Path]],
     edit_json(damaged / "config.json", model_type="gpt0")
     with pytest.raises(UnsupportedFamilyError):
         verify_checkpoint(out, damaged, logits=False)
-
-
-def test_the_result_is_really_smaller(made: Callable[..., tuple[Path, Path]]) -> None:
-    """The fixture is what the other tests take it for."""
-    out, _ = made("llama", 3)
-    for file in out.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                if name.endswith(("k_proj.weight", "v_proj.weight")):
-                    assert tensors.get_slice(name).get_shape() == [24, 96]
-    assert isinstance(AutoModelForCausalLM.from_pretrained(out).model.layers[0].self_attn.k_proj, nn.Linear)

@@ -4,7 +4,6 @@ near a type's limits.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from safetensors.torch import load_file
 
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.verify import verify_checkpoint
-from gqa_convert.verify.behaviour.caches import Caches, cache_shapes, judge_caches
 from gqa_convert.verify.behaviour.replacing import merged_head
-from gqa_convert.verify.geometry import Counts, Geometry
 from gqa_convert.verify.report import Failure
 from tests.helpers.own_files import CASES, make_source, make_source_model
 from tests.helpers.tiny import make_config, make_model
@@ -68,29 +65,6 @@ def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path, changes: di
     assert "12 heads" in next(check.detail for check in report.checks if check.name == "cache heads")
     edit(tmp_path / "out", "transformer.h.1.self_attention.query_key_value.weight", flip(20))
     assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"merged tensors"}
-
-
-def test_the_cache_of_a_copy_is_that_of_the_source() -> None:
-    def layers(heads: int, count: int = 2) -> Caches:
-        cache = SimpleNamespace(
-            layers=[SimpleNamespace(keys=torch.zeros(1, heads, 4, 8), values=torch.zeros(1, heads, 4, 8))] * count
-        )
-        return {"self": cache_shapes(cache)}
-
-    copy = Geometry({"decoder": Counts(12, 2, 2)}, {})
-    assert "2 heads in each" in judge_caches(layers(2), layers(2), copy, "").detail
-    assert "12 heads" in judge_caches(layers(12), layers(12), copy, "").detail
-    merged = Geometry({"decoder": Counts(12, 6, 2)}, {})
-    for ours, theirs, geometry in (
-        (layers(12), layers(2), copy),
-        (layers(6), layers(12), copy),
-        (layers(12, 1), layers(12), copy),
-        (layers(0, 0), layers(12), copy),
-        (layers(12), layers(12), merged),
-        (layers(6), layers(6), merged),
-    ):
-        with pytest.raises(Failure):
-            judge_caches(ours, theirs, geometry, "")
 
 
 # Small and large numbers

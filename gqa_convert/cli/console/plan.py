@@ -9,6 +9,7 @@ from .screen import print_note, stdout_console, styled
 from .tables import Column, show_table
 
 if TYPE_CHECKING:
+    from gqa_convert.conversion.fit.needs import Needs
     from gqa_convert.conversion.plan import Plan
 
 CACHES = {
@@ -48,6 +49,19 @@ def show_plan(plan: "Plan") -> None:
         console.print(f"{label + ':':<17} {text}", soft_wrap=True)
     for warning in plan.warnings:
         print_note(warning)
+
+
+def show_needs(needs: "Needs") -> None:
+    """Print the estimated memory and disk space."""
+    count = needs.device.count(",") + 1
+    place = "" if needs.device.startswith("cpu") else " of the GPU" if count == 1 else " of each GPU"
+    divided = f" on {count} devices" if count > 1 else ""
+    memory = needs.memory_bytes
+    rounded = f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
+    stdout_console().print(
+        f"Estimate: {rounded} of memory{place}, {size(needs.disk_bytes)} of disk ({needs.work}{divided})",
+        soft_wrap=True,
+    )
 
 
 def heads_after(plan: "Plan") -> str:

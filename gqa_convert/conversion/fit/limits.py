@@ -1,4 +1,4 @@
-"""Sizes at which `fit` changes its way of computing; the estimate of a conversion reads them without importing torch."""
+"""Sizes at which `fit` changes its way of computing; the estimate of its needs reads them without importing torch."""
 
 from typing import Any, NamedTuple
 

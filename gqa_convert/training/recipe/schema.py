@@ -259,11 +259,6 @@ class Recipe:
         share = Decimal(repr(self.alpha)) * self.pretraining_tokens
         return int(share.to_integral_value(ROUND_HALF_UP))
 
-    @property
-    def language_model_weight(self) -> float:
-        """The weight of the language-model loss: 1 minus the weight of distillation."""
-        return 1.0 - (self.distillation_weight or 0.0)
-
     def pinned(self, commits: Mapping[str, str]) -> "Recipe":
         """The recipe with the commits of Hub datasets as their revisions.
 

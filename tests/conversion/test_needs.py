@@ -1,0 +1,120 @@
+"""The estimate of what a conversion needs, and the device that it runs on."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gqa_convert
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.cli.console.plan import show_needs
+from gqa_convert.conversion.fit import needs
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.needs import Needs, estimate_needs
+from gqa_convert.conversion.plan import make_plan
+from tests.helpers.command_line import run
+
+MODEL = Path(gqa_convert.__file__).parent / "demo_checkpoint"
+
+
+def estimate(method: str = "fit", **options: Any) -> Needs:
+    source = None if method in ("mean", "factor") else "text.txt"
+    return estimate_needs(make_plan(open_checkpoint(MODEL), 1, method=method), CalibrationOptions(source, **options))
+
+
+def test_more_text_takes_more_memory() -> None:
+    once, twice = estimate(tokens=20_480), estimate(tokens=40_960)
+    assert twice.memory_bytes > once.memory_bytes
+    assert twice.disk_bytes == once.disk_bytes
+
+
+def test_the_last_stage_takes_memory() -> None:
+    trained = estimate(tokens=2048, sequence_length=512, kl_steps=20)
+    layers_alone = estimate(tokens=2048, sequence_length=512, kl_steps=0)
+    assert trained.memory_bytes > 1.1 * layers_alone.memory_bytes
+
+
+def test_inputs_that_do_not_fit_lie_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = estimate(tokens=40_960)
+    monkeypatch.setattr(needs, "available_memory", lambda _: 1 << 20)
+    spilled = estimate(tokens=40_960)
+    assert spilled.disk_bytes == kept.disk_bytes + needs.KEPT_BYTES * 40_960 * 192
+
+
+def test_merged_layers_lie_beside_the_result() -> None:
+    mean, factor = estimate("mean"), estimate("factor")
+    assert mean.tokens is None
+    assert mean.disk_bytes == make_plan(open_checkpoint(MODEL), 1, method="mean").disk_bytes
+    assert factor.disk_bytes > mean.disk_bytes
+
+
+def test_on_one_machine_each_process_loads_the_model() -> None:
+    """A batch of 2,048 tokens has four blocks of 512."""
+    options: dict[str, Any] = {"tokens": 20_480, "sequence_length": 512, "steps": 40, "kl_steps": 20}
+    one, two = (estimate(**options, device=",".join(["cpu"] * count)) for count in (1, 2))
+    assert two.memory_bytes > 1.5 * one.memory_bytes
+    assert two.device == "cpu,cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", "Estimate: 3.1 GiB of memory, 300.0 MB of disk (fit on 24,576 tokens)"),
+        ("cuda:0", "Estimate: 3.1 GiB of memory of the GPU, 300.0 MB of disk (fit on 24,576 tokens)"),
+        (
+            "cuda:0,cuda:1",
+            "Estimate: 3.1 GiB of memory of each GPU, 300.0 MB of disk (fit on 24,576 tokens on 2 devices)",
+        ),
+    ],
+)
+def test_the_line(device: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_needs(
+        Needs(
+            work="fit on 24,576 tokens",
+            layers=30,
+            memory_bytes=round(3.1 * 2**30),
+            disk_bytes=300_000_000,
+            tokens=24_576,
+            device=device,
+        )
+    )
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_plan_says_it() -> None:
+    options = ("--calibration", "text.txt", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
+    shown = run("plan", MODEL, "--groups", "2", *options)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    line = r"Estimate: [\d.]+ (MiB|GiB) of memory, [\d.]+ MB of disk \(fit on 4,096 tokens\)"
+    assert re.fullmatch(line, shown.stdout.splitlines()[-1]), shown.stdout
+    as_json = json.loads(run("plan", MODEL, "--groups", "2", "--json").stdout)
+    assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
+    assert set(as_json["estimate"]) == {"work", "layers", "memory_bytes", "disk_bytes", "tokens", "device"}
+
+
+def test_a_device_without_text() -> None:
+    for command in (("plan", "--method", "factor"), ("inspect",)):
+        refused = run(command[0], MODEL, "--groups", "2", *command[1:], "--device", "cpu")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "--device cpu needs calibration text" in refused.stderr
+    assert run("plan", MODEL, "--groups", "2", "--device", "cpu").returncode == 0  # on the built-in text
+
+
+@pytest.mark.parametrize("command", ["plan", "convert", "inspect"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--calibration", "t.txt", "--device", "cuda:99"), "--device is cuda:99, and"),
+        (("--calibration", "t.txt", "--device", "tpu"), "--device 'tpu' is"),
+        (("--calibration", "t.txt", "--device", "meta"), "--device 'meta' is neither the CPU nor a GPU"),
+    ],
+)
+def test_devices_that_are_not_there(command: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    place = (tmp_path / "out",) if command == "convert" else ()
+    refused = run(command, MODEL, *place, "--groups", "2", *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert words in refused.stderr
+    assert not list(tmp_path.iterdir())
