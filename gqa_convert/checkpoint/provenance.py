@@ -32,7 +32,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """A size of the source and of the result, in bytes."""
+    """A number of the source and of the result: bytes or parameters."""
 
     before: int
     after: int
@@ -98,6 +98,8 @@ class ConversionRecord:
     source_id: str
     """A folder or a Hub id."""
     source_revision: str | None
+    source_fingerprint: str
+    """By which results of the source are known; see `fingerprint`."""
     source_files: Mapping[str, FileRecord]
     model_type: str
     method: str
@@ -112,6 +114,7 @@ class ConversionRecord:
     """Whether an encoder's self-attention was converted too."""
     route: str
     """What loads the result, as `Plan.route` names it."""
+    parameters: BeforeAfter
     cache_bytes: Mapping[str, BeforeAfter]
     """`kv_bytes_per_token` and `cross_kv_bytes_per_encoder_token`."""
     head_order: Mapping[str, list[int]]
@@ -135,6 +138,7 @@ class ConversionRecord:
             "source": {
                 "id": self.source_id,
                 "revision": self.source_revision,
+                "fingerprint": self.source_fingerprint,
                 "files": {name: file.as_json() for name, file in self.source_files.items()},
             },
             "model_type": self.model_type,
@@ -145,6 +149,7 @@ class ConversionRecord:
             "groups": self.groups,
             "encoder": self.encoder,
             "route": self.route,
+            "parameters": asdict(self.parameters),
             **{name: asdict(both) for name, both in self.cache_bytes.items()},
             "head_order": dict(self.head_order),
             "merge_error": dict(self.merge_error),

@@ -9,8 +9,9 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import machine
-from gqa_convert.checkpoint.provenance import CalibrationRecord, ConversionRecord, FileRecord
+from gqa_convert.checkpoint.provenance import BeforeAfter, CalibrationRecord, ConversionRecord, FileRecord
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 
@@ -96,12 +97,14 @@ def record_conversion(
         written: of `list_written`, for the files beside the record.
     """
     checkpoint = plan.checkpoint
+    assert checkpoint.folder is not None
     return ConversionRecord(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=command,
         machine=replace(machine(devices[0]), device=",".join(devices)),
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
+        source_fingerprint=fingerprint(checkpoint.folder),
         source_files={name: FileRecord(checkpoint.sizes[name], digests.get(name)) for name in sorted(checkpoint.sizes)},
         model_type=plan.family.model_type,
         method=plan.effective_method,
@@ -111,6 +114,7 @@ def record_conversion(
         groups=plan.stated_groups,
         encoder=any(layer.attention_kind == "encoder" for layer in plan.layers),
         route=plan.route,
+        parameters=BeforeAfter(plan.parameters_before, plan.parameters_after),
         cache_bytes=plan.cache_bytes(),
         head_order=head_order,
         merge_error=errors,

@@ -1,1 +1,258 @@
-"""The JSON files that the commands write, read back as typed records."""
+"""The files that `evaluate` and `benchmark` write: their keys, reading, writing, and to which checkpoint they belong."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gqa_convert.checkpoint.atomic_files import write_json
+from gqa_convert.checkpoint.formats import choose_weights
+from gqa_convert.checkpoint.index import parse_index
+from gqa_convert.checkpoint.machine import Machine
+from gqa_convert.checkpoint.ownership import RECORD
+from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, OutputError, ReportError
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+"""Samples of each weight file in a fingerprint: two models of one architecture have files of equal names and sizes."""
+
+
+class _Stored(Result, BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    def as_json(self) -> JsonObject:
+        """The object as plain data, with every key; null stands for what was not measured."""
+        return self.model_dump(mode="json")
+
+
+class _Measurement(_Stored):
+    """What every file begins with; see `checkpoint.machine.measurement`, which makes these fields."""
+
+    format_version: Literal[1] = 1
+    created: str
+    command: list[str] | None = None
+    machine: Machine
+
+
+class Difference(_Stored):
+    """How much more a model loses than another on the same text; nats per token and bits per byte."""
+
+    to: str
+    loss: float | None = None
+    standard_error: float | None = None
+    bits_per_byte: float | None = None
+    bits_per_byte_standard_error: float | None = None
+
+
+class ModelScores(_Stored):
+    """One model of an evaluation; losses and divergences in nats per token, null where not measured or not finite."""
+
+    model: str
+    revision: str | None = None
+    fingerprint: str | None = None
+    kv_bytes_per_token: float | None = None
+    dtype: str | None = None
+    loss: float | None = None
+    loss_standard_error: float | None = None
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    bits_per_byte_standard_error: float | None = None
+    tokens: int
+    bytes: int | None = None
+    scored_nan: int = 0
+    difference: Difference | None = None
+    kl: float | None = None
+    kl_standard_error: float | None = None
+    top1_agreement: float | None = None
+    seconds: float | None = None
+    note: str | None = None
+
+
+class ScoredText(_Stored):
+    """The text of an evaluation: its source and the options that it was read with."""
+
+    source: str
+    split: str | None = None
+    name: str | None = None
+    revision: str | None = None
+    text_field: str | None = None
+    source_field: str | None = None
+    target_field: str | None = None
+    tokens_limit: int | None = None
+
+
+class EvaluationFile(_Measurement):
+    """What `evaluate` writes."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    data: ScoredText
+    objective: str
+    context: int | None = None
+    stride: int | None = None
+    dtype: str | None = None
+    seed: int | None = None
+    processes: int = 1
+    reference: ModelScores | None = None
+    results: list[ModelScores]
+
+
+class TimedCell(_Stored):
+    """One number of K/V heads, or a list with that of each layer, at one batch and context; times in ms, sizes in bytes.
+
+    `fingerprint` is null for a version that was made for the timing and has no folder.
+    """
+
+    groups: int | list[int]
+    fingerprint: str | None = None
+    batch: int
+    context: int
+    encoder_tokens: int | None = None
+    decode_ms_per_token: float | None = None
+    decode_ms_low: float | None = None
+    decode_ms_high: float | None = None
+    decode_tokens_per_second: float | None = None
+    prefill_ms: float | None = None
+    sample_ms: float | None = None
+    new_tokens: int | None = None
+    kv_bytes_per_token: float | None = None
+    cross_kv_bytes_per_encoder_token: float | None = None
+    kv_bytes: int | None = None
+    repetitions: int | None = None
+    weight_bytes: int | None = None
+
+
+class BenchmarkFile(_Measurement):
+    """What `benchmark` writes."""
+
+    kind: Literal["benchmark"] = "benchmark"
+    model: str
+    fingerprint: str | None = None
+    model_type: str | None = None
+    layers: int | None = None
+    dtype: str | None = None
+    heads: int | None = None
+    kv_heads: int | list[int] | None = None
+    weights: str | None = None
+    attention: str | None = None
+    cache: str | None = None
+    threads: int | None = None
+    order: str | None = None
+    steps: int | None = None
+    spread: str | None = None
+    plot: str | None = None
+    results: list[TimedCell]
+
+
+_KINDS: dict[str, type[EvaluationFile] | type[BenchmarkFile]] = {"evaluate": EvaluationFile, "benchmark": BenchmarkFile}
+
+
+def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
+    """Read a file that `evaluate` or `benchmark` wrote.
+
+    Raises:
+        ReportError: it can't be read, is no such file, has another format version, or a key has a value of the wrong
+            type.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as problem:
+        raise ReportError(f"{path} can't be read ({problem.strerror}): name a file that evaluate wrote") from None
+    kind = _kind(raw)
+    if kind is None:
+        raise ReportError(f"{path} does not hold results of evaluate or benchmark: name a file that one of them wrote")
+    try:
+        return _KINDS[kind].model_validate_json(raw, strict=True)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    raise ReportError(f"{path} can't be read ({place}: {first['msg']}): write it again with {kind}")
+
+
+def write_result(path: Path, value: EvaluationFile | BenchmarkFile, *, overwrite: bool = False) -> None:
+    """Write results as JSON: the file appears whole or not at all.
+
+    Raises:
+        OutputError: as of `check_result_path`, or the file can't be written.
+        NoSpaceError: the disk is full.
+    """
+    check_result_path(path, value.kind, overwrite=overwrite)
+    try:
+        write_json(path, value.as_json())
+    except OSError as problem:
+        if is_disk_full(problem):
+            raise NoSpaceError(f"the disk or quota of {path} is full: free some space, or name another file") from None
+        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file") from None
+
+
+def check_result_path(path: Path, kind: str, *, overwrite: bool = False) -> None:
+    """Refuse a file that can't be written, before the measurement begins.
+
+    Raises:
+        OutputError: the file exists (without `overwrite`, or with content other than results of this kind), or its
+            folder is missing or can't be written.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder: name a file such as {path / 'results.json'}")
+    if path.exists():
+        raw = path.read_bytes()
+        if raw and _kind(raw) != kind:
+            raise OutputError(f"{path} exists already and does not hold results of {kind}: name a new file")
+        if not overwrite:
+            raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise OutputError(f"the folder {folder} does not exist: make it, or name another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"the folder {folder} can't be written: name a file in another one")
+
+
+def _kind(raw: bytes) -> str | None:
+    """The command that wrote a file with this content, None if none did."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    kind = found.get("kind") if isinstance(found, dict) else None
+    return kind if isinstance(kind, str) and kind in _KINDS else None
+
+
+def fingerprint(folder: Path) -> str:
+    """A SHA-256 by which results of the same checkpoint are known, whatever its folder is called.
+
+    It covers config.json, the record of a conversion, the index of the weights, and each weight file's name, size and
+    some samples of its content; the model card and the tokenizer do not count.
+
+    Raises:
+        GQAConvertError: the folder holds no checkpoint, or a file of it can't be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        weights = choose_weights([path.name for path in folder.iterdir()], str(folder))
+        shards = [weights]
+        for name in ("config.json", RECORD):
+            if (folder / name).exists():
+                digest.update(f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+        if weights.endswith(".json"):
+            index = (folder / weights).read_bytes()
+            digest.update(hashlib.sha256(index).digest())
+            shards = sorted(set(parse_index(index, weights)["weight_map"].values()))
+        for name in shards:
+            digest.update(_sampled(folder / name))
+    except OSError as problem:
+        raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
+    return digest.hexdigest()
+
+
+def _sampled(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(size * number // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

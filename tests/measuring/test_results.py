@@ -1,0 +1,180 @@
+"""The files that `evaluate` and `benchmark` write, and the fingerprint by which results of a checkpoint are known."""
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, OutputError, ReportError, SourceNotFoundError
+from gqa_convert.measuring.results import (
+    BenchmarkFile,
+    EvaluationFile,
+    ModelScores,
+    ScoredText,
+    TimedCell,
+    check_result_path,
+    fingerprint,
+    load_result,
+    write_result,
+)
+from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
+
+
+def evaluation(**scores: Any) -> EvaluationFile:
+    return EvaluationFile(
+        **measurement("evaluate", ["gqa-convert", "evaluate"]).as_json(),
+        data=ScoredText(source="a.txt"),
+        objective="causal",
+        results=[ModelScores(model="m", tokens=7, **scores)],
+    )
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    times = BenchmarkFile(
+        **measurement("benchmark", None).as_json(),
+        model="m",
+        results=[TimedCell(groups=[4, 2], batch=1, context=64, kv_bytes=1920)],
+    )
+    for name, value in (("a.json", evaluation(loss=2.5)), ("b.json", times)):
+        write_result(tmp_path / name, value)
+        assert load_result(tmp_path / name) == value
+        written = json.loads((tmp_path / name).read_text())
+        assert written == value.as_json()
+        assert type(written["machine"]["memory_bytes"]) is int
+    assert json.loads((tmp_path / "a.json").read_text())["results"][0]["kl"] is None
+
+
+def changed(**keys: Any) -> bytes:
+    return json.dumps(evaluation(loss=2.5).as_json() | keys).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "can't be read (No such file"),
+        (b"mine", "does not hold results of evaluate or benchmark"),
+        (b"[]", "does not hold results"),
+        (b"[" * 100_000, "does not hold results"),
+        (b"\xff", "does not hold results"),
+        (b'{"kind": "inspect"}', "does not hold results"),
+        (b'{"kind": ["evaluate"]}', "does not hold results"),
+        (changed(format_version=99), "format_version: Input should be 1"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss: Input should be a valid num"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss: Input should be a fin"),
+        (changed(results=[{"tokens": 7}]), "results.0.model: Field required"),
+        (changed(machine={"device": "cpu"}), "machine.processor"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ReportError) as problem:
+        load_result(tmp_path / "a.json")
+    assert words in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
+    file = tmp_path / "a.json"
+    for mine in (b"mine", b'{"kind": "benchmark"}'):
+        file.write_bytes(mine)
+        with pytest.raises(OutputError, match="does not hold results of evaluate"):
+            write_result(file, evaluation(), overwrite=overwrite)
+        assert file.read_bytes() == mine
+    file.write_bytes(changed())
+    if overwrite:
+        write_result(file, evaluation(loss=1.0), overwrite=True)
+        assert load_result(file).results[0].loss == 1.0  # type: ignore[union-attr]
+    else:
+        with pytest.raises(OutputError, match="replace it with --overwrite"):
+            write_result(file, evaluation())
+        assert file.read_bytes() == changed()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("no/a.json", "does not exist"), (".", "is a folder")])
+def test_paths_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(OutputError, match=words):
+        check_result_path(tmp_path / name, "evaluate")
+
+
+def test_killed_at_any_file_event_and_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_result(file, evaluation())
+    whole, number, code = file.read_bytes(), 0, -signal.SIGKILL
+    while code:
+        number += 1
+
+        def killed(number: int = number) -> None:
+            AtFileEvent(tmp_path, number, die)
+            write_result(file, load_result(file), overwrite=True)
+
+        code, _ = in_child(killed)
+        assert file.read_bytes() == whole
+    assert number > 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)]
+)
+def test_a_disk_that_fails(
+    number: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(expected, match=r"a\.json"):
+        write_result(tmp_path / "a.json", evaluation())
+    assert list(tmp_path.iterdir()) == []
+
+
+def checkpoint(folder: Path, *, sharded: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(bytes(100_000))
+    if sharded:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_fingerprint_is_that_of_the_checkpoint(tmp_path: Path, sharded: bool) -> None:
+    folder = checkpoint(tmp_path / "a" / "model", sharded=sharded)
+    known = fingerprint(folder)
+    assert known == fingerprint(checkpoint(tmp_path / "b", sharded=sharded))
+    (folder / "README.md").write_text("a card")
+    (folder / "pytorch_model.bin").write_bytes(b"weights that transformers would not load")
+    assert fingerprint(folder) == known
+    weights = folder / ("part.safetensors" if sharded else "model.safetensors")
+    found = {known}
+    with weights.open("r+b") as file:
+        file.seek(50_000)
+        file.write(b"trained")
+    found.add(fingerprint(folder))
+    with weights.open("ab") as file:
+        file.write(b"x")
+    found.add(fingerprint(folder))
+    (folder / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 2}')
+    found.add(fingerprint(folder))
+    (folder / "gqa_conversion.json").write_text("{}")
+    found.add(fingerprint(folder))
+    if sharded:
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"b": "part.safetensors"}}')
+        found.add(fingerprint(folder))
+    assert len(found) == 5 + sharded
+
+
+def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        fingerprint(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="No such file"):
+        fingerprint(tmp_path / "missing")
