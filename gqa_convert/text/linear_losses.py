@@ -67,7 +67,7 @@ def linear_loss(
     """
     check_options(weight, temperature, top_k)
     teacher = weighted(teacher, weight)
-    check_shapes(states, labels, teacher, temperature)
+    check_shapes(states, labels, teacher)
     terms = Terms(weight, temperature, top_k, z_loss)
     found = _LinearLoss.apply(
         states,

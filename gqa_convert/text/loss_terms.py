@@ -5,7 +5,6 @@ float64 logits). The gradient is computed in the forward pass, so that each chun
 need not be kept for the backward pass.
 """
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -19,21 +18,6 @@ CHUNK: Final = 1 << 18
 CHUNK_ON_ACCELERATOR: Final = 1 << 24
 
 AnyTeacher = TypeVar("AnyTeacher")
-
-
-@dataclass(frozen=True, slots=True)
-class Compressed:
-    """Next-token distributions, reduced to the k likeliest tokens and the total probability of all others."""
-
-    values: Tensor
-    """[b, L, k], log-probabilities of the k likeliest tokens."""
-    indices: Tensor
-    """[b, L, k], ids of these tokens."""
-    rest: Tensor
-    """[b, L], the total probability of the other tokens."""
-    temperature: float
-    vocabulary: int
-    """The number of tokens over which the probabilities were normalised."""
 
 
 class CombinedLoss(NamedTuple):
@@ -101,19 +85,9 @@ def check_options(weight: float, temperature: float, top_k: int | None) -> None:
         raise OptionError(f"top_k is {top_k}, expected at least 1")
 
 
-def check_shapes(logits: Tensor, labels: Tensor, teacher: Tensor | Compressed | None, temperature: float) -> None:
+def check_shapes(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> None:
     shapes = [logits.shape[:-1], labels.shape]
-    if isinstance(teacher, Compressed):
-        shapes.append(teacher.rest.shape)
-        if teacher.temperature != temperature:
-            raise OptionError(
-                f"the teacher was compressed at temperature {teacher.temperature}, and the loss is taken at {temperature}"
-            )
-        if teacher.vocabulary > logits.shape[-1]:
-            raise OptionError(
-                f"the teacher was compressed over {teacher.vocabulary} tokens, the student has {logits.shape[-1]}"
-            )
-    elif teacher is not None:
+    if teacher is not None:
         shapes.append(teacher.shape[:-1])
     if any(shape != shapes[0] for shape in shapes):
         raise OptionError(
@@ -126,15 +100,13 @@ def exact_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def evaluate(
-    flat: Tensor, labels: Tensor, teacher: Tensor | Compressed | None, terms: Terms, gradient: Tensor | None
-) -> Found:
+def evaluate(flat: Tensor, labels: Tensor, teacher: Tensor | None, terms: Terms, gradient: Tensor | None) -> Found:
     """The parts of the loss of rows of logits, and its gradient.
 
     Args:
         flat: [n, V], logits.
         labels: [n].
-        teacher: its logits [n, V'], or compressed; None if the divergence has no weight.
+        teacher: its logits [n, V']; None if the divergence has no weight.
         terms: of the loss.
         gradient: [n, V], overwritten with the gradient; may be `flat`; None if none is needed.
     """
@@ -188,15 +160,10 @@ def scale_into(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 class _Teacher:
     """The teacher's distributions, with which the student's are compared row by row."""
 
-    def __init__(self, teacher: Tensor | Compressed, vocabulary: int, temperature: float, top_k: int | None) -> None:
+    def __init__(self, teacher: Tensor, vocabulary: int, temperature: float, top_k: int | None) -> None:
         self.temperature, self.top_k = temperature, top_k
-        self.logits: Tensor | None = None
-        if isinstance(teacher, Compressed):
-            self.shared = teacher.vocabulary
-            self.top = (teacher.values.flatten(0, -2), teacher.indices.flatten(0, -2), teacher.rest.reshape(-1, 1))
-        else:
-            self.shared = min(vocabulary, teacher.shape[-1])
-            self.logits = teacher.detach().reshape(-1, teacher.shape[-1])
+        self.shared = min(vocabulary, teacher.shape[-1])
+        self.logits = teacher.detach().reshape(-1, teacher.shape[-1])
 
     def divergence(self, log_q: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """KL [rows, 1], and its gradient [rows, V] with respect to the student's logits divided by the temperature.
@@ -206,8 +173,6 @@ class _Teacher:
             part: the rows to compare.
         """
         q = log_q.exp()
-        if self.logits is None:
-            return _lumped_divergence(log_q, q, *(tensor[part] for tensor in self.top))
         log_p = log_softmax(self.logits[part, : self.shared], self.temperature)
         if self.top_k is not None and self.top_k < self.shared:
             return _lumped_divergence(log_q, q, *lump(log_p, self.top_k))
@@ -220,6 +185,11 @@ class _Teacher:
 def lump(log_p: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest [rows, k] of the log-probabilities [rows, V], their indices, and the total probability [rows, 1] of
     the rest.
+
+    The divergence of the lumped distributions never exceeds the full one, grows with k up to it, and is zero with zero
+    gradient if student and teacher are equal. Renormalising over the k tokens would not have these properties: compared
+    with the student's full distribution, the minimum is at a student without a tail; compared with the student's
+    renormalised distribution, the student's tail could grow unpenalised.
     """
     values, indices = log_p.topk(min(top_k, log_p.shape[-1]), dim=-1)
     return values, indices, log_p.exp().scatter_(1, indices, 0.0).sum(-1, keepdim=True)

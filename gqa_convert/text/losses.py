@@ -1,6 +1,6 @@
 """Losses of uptraining as (sum, count) pairs, which are summed over micro-batches and processes before the division.
 
-Shape legend: b batch, L positions, V vocabulary, n = b * L, k outcomes of a compressed distribution, d hidden_size.
+Shape legend: b batch, L positions, V vocabulary, n = b * L, d hidden_size.
 
 Logits are the largest tensors of a step; `linear_losses` computes the same without ever holding all of them.
 """
@@ -13,14 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from gqa_convert.text.loss_terms import (
     CombinedLoss,
-    Compressed,
     Terms,
     check_options,
     check_shapes,
     combined,
     evaluate,
-    log_softmax,
-    lump,
     rows_at_once,
     scale_into,
     weighted,
@@ -44,7 +41,7 @@ def lm_loss(logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> tuple
 
 def kl_loss(
     student: Tensor,
-    teacher: Tensor | Compressed,
+    teacher: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -55,11 +52,11 @@ def kl_loss(
 
     Args:
         student: [b, L, V], logits.
-        teacher: logits [b, L, V] or the result of `compress`; receives no gradient.
+        teacher: logits [b, L, V]; receives no gradient.
         labels: [b, L]; positions with -100 are ignored.
         temperature: T, which divides both logits.
         top_k: the number of the teacher's likeliest tokens to compare, all others being lumped together; see
-            `compress`.
+            `lump`.
         overwrite: see `combined_loss`.
 
     Returns:
@@ -71,35 +68,10 @@ def kl_loss(
     return loss.sum, loss.count
 
 
-def compress(teacher: Tensor, top_k: int, temperature: float = 1.0, vocabulary: int | None = None) -> Compressed:
-    """The teacher's distributions in compressed form, so that its logits can be freed.
-
-    The tokens outside the k likeliest are lumped into one outcome, whose probability is kept. The divergence of the
-    lumped distributions never exceeds the full one, grows with k up to it, and is zero with zero gradient if student
-    and teacher are equal. Renormalising over the k tokens would not have these properties: compared with the student's
-    full distribution, the minimum is at a student without a tail; compared with the student's renormalised
-    distribution, the student's tail could grow unpenalised.
-
-    Args:
-        teacher: [b, L, V], logits.
-        top_k: k; capped at V.
-        temperature: the temperature of the loss.
-        vocabulary: the size of the student's vocabulary. If the two are padded to different sizes, the shared part is
-            compared.
-    """
-    check_options(0.0, temperature, top_k)
-    shared = min(teacher.shape[-1], vocabulary or teacher.shape[-1])
-    flat = teacher.detach().reshape(-1, teacher.shape[-1])
-    chunks = [lump(log_softmax(part[:, :shared], temperature), top_k) for part in flat.split(rows_at_once(flat))]
-    values, indices, rest = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
-    shape = teacher.shape[:-1]
-    return Compressed(values.view(*shape, -1), indices.view(*shape, -1), rest.view(shape), temperature, shared)
-
-
 def combined_loss(
     logits: Tensor,
     labels: Tensor,
-    teacher: Tensor | Compressed | None = None,
+    teacher: Tensor | None = None,
     *,
     weight: float = 0.0,
     temperature: float = 1.0,
@@ -115,10 +87,10 @@ def combined_loss(
     Args:
         logits: [b, L, V], the student's.
         labels: [b, L], next tokens, or -100 for positions to ignore.
-        teacher: the teacher's logits [b, L, V], or compressed.
+        teacher: the teacher's logits [b, L, V].
         weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
         temperature: the temperature of the divergence.
-        top_k: see `kl_loss`; only for uncompressed teachers.
+        top_k: see `kl_loss`.
         z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a position's logits. T5 and PaLM
             were pretrained with 1e-4, which keeps the logits from drifting.
         overwrite: write the gradient into the memory of the logits, which are lost when this function returns. The loss
@@ -132,7 +104,7 @@ def combined_loss(
     """
     check_options(weight, temperature, top_k)
     teacher = weighted(teacher, weight)
-    check_shapes(logits, labels, teacher, temperature)
+    check_shapes(logits, labels, teacher)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     terms = Terms(weight, temperature, top_k, z_loss)
     return combined(_Loss.apply(logits, labels, teacher, terms, differentiable, overwrite), labels, terms)
@@ -144,7 +116,7 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        teacher: Tensor | Compressed | None,
+        teacher: Tensor | None,
         terms: Terms,
         differentiable: bool,
         overwrite: bool,

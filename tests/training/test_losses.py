@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, OptionError, RecipeError
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.text import loss_terms, losses
-from gqa_convert.text.losses import combined_loss, compress, kl_loss, lm_loss
+from gqa_convert.text.losses import combined_loss, kl_loss, lm_loss
 from gqa_convert.training.teacher import (
     load_teacher,
     round_teacher,
@@ -101,10 +101,6 @@ def test_kl_loss_is_the_plain_formula(temperature: float, top_k: int | None, ove
         return kl_loss(logits, teacher, labels, temperature, top_k, overwrite=overwrite)[0]
 
     assert_same(ours, plain, made())
-    if top_k is not None:
-        compressed = compress(teacher, top_k, temperature)
-        assert compressed.values.shape == compressed.indices.shape == (BATCH, LENGTH, min(top_k, VOCAB))
-        assert_same(lambda x: kl_loss(x, compressed, labels, temperature)[0], plain, made())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -166,11 +162,9 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn(
     dtype: torch.dtype, temperature: float, top_k: int | None
 ) -> None:
     logits, labels = made(dtype), made_labels()
-    for teacher in (logits, *([] if top_k is None else [compress(logits, top_k, temperature)])):
-        options = {} if isinstance(teacher, losses.Compressed) else {"top_k": top_k}
-        value, gradient = value_and_gradient(lambda x: kl_loss(x, teacher, labels, temperature, **options)[0], logits)  # noqa: B023
-        assert abs(value) < 1e-5
-        assert gradient.abs().max() < 1e-6
+    value, gradient = value_and_gradient(lambda x: kl_loss(x, logits, labels, temperature, top_k)[0], logits)
+    assert abs(value) < 1e-5
+    assert gradient.abs().max() < 1e-6
 
 
 def test_kl_never_exceeds_that_of_more_outcomes() -> None:
@@ -198,8 +192,6 @@ def test_padded_vocabularies_are_compared_where_both_have_tokens(top_k: int | No
     labels, teacher = made_labels(), made(vocab=VOCAB + 3, seed=2)
     same = kl_loss(made(), teacher[..., :VOCAB], labels, 2.0, top_k)[0]
     torch.testing.assert_close(kl_loss(made(), teacher, labels, 2.0, top_k)[0], same)
-    if top_k:
-        torch.testing.assert_close(kl_loss(made(), compress(teacher, top_k, 2.0, VOCAB), labels, 2.0)[0], same)
     wide = made(vocab=VOCAB + 3)
 
     def ours(logits: Tensor) -> Tensor:
@@ -285,7 +277,6 @@ def test_the_teacher_gets_no_gradient() -> None:
     teacher = made(seed=2).requires_grad_()
     kl_loss(made().requires_grad_(), teacher, made_labels())[0].backward()
     assert teacher.grad is None
-    assert not compress(teacher, 3).values.requires_grad
 
 
 def test_senseless_options() -> None:
@@ -297,8 +288,6 @@ def test_senseless_options() -> None:
         lambda: kl_loss(logits, logits, labels, top_k=0),
         lambda: lm_loss(logits, labels[:, 1:]),
         lambda: kl_loss(logits, logits[:1], labels),
-        lambda: kl_loss(logits, compress(logits, 3, 2.0), labels),
-        lambda: kl_loss(logits[..., :5], compress(logits, 3), labels),
     ):
         with pytest.raises(OptionError):
             call()
