@@ -1,6 +1,5 @@
 """The files that `evaluate` and `benchmark` write: their keys, reading, writing, and to which checkpoint they belong."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -9,17 +8,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.index import parse_index
+from gqa_convert.checkpoint.fingerprint import fingerprint as fingerprint
 from gqa_convert.checkpoint.machine import Machine
-from gqa_convert.checkpoint.ownership import RECORD
 from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, OutputError, ReportError
-
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
-"""Samples of each weight file in a fingerprint: two models of one architecture have files of equal names and sizes."""
+from gqa_convert.errors import NoSpaceError, OutputError, ReportError
 
 
 class _Stored(Result, BaseModel):
@@ -219,40 +213,3 @@ def _kind(raw: bytes) -> str | None:
         return None
     kind = found.get("kind") if isinstance(found, dict) else None
     return kind if isinstance(kind, str) and kind in _KINDS else None
-
-
-def fingerprint(folder: Path) -> str:
-    """A SHA-256 by which results of the same checkpoint are known, whatever its folder is called.
-
-    It covers config.json, the record of a conversion, the index of the weights, and each weight file's name, size and
-    some samples of its content; the model card and the tokenizer do not count.
-
-    Raises:
-        GQAConvertError: the folder holds no checkpoint, or a file of it can't be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        weights = choose_weights([path.name for path in folder.iterdir()], str(folder))
-        shards = [weights]
-        for name in ("config.json", RECORD):
-            if (folder / name).exists():
-                digest.update(f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest())
-        if weights.endswith(".json"):
-            index = (folder / weights).read_bytes()
-            digest.update(hashlib.sha256(index).digest())
-            shards = sorted(set(parse_index(index, weights)["weight_map"].values()))
-        for name in shards:
-            digest.update(_sampled(folder / name))
-    except OSError as problem:
-        raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
-    return digest.hexdigest()
-
-
-def _sampled(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{path.name} {size}\n".encode())
-    with path.open("rb") as file:
-        for number in range(_SAMPLES):
-            file.seek(size * number // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()
