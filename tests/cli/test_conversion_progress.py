@@ -58,7 +58,9 @@ def fit(screen: conversion_progress.ConversionScreen, clock: list[float]) -> Non
         screen.layer(LAYERS, LAYERS, TrainingProgress(step, 200))
         clock[0] += 1
     kl = Divergence(0.5, 0.25)
-    screen.layer(LAYERS, LAYERS, TrainingRecord(kl_steps=200, kl=kl, requested_steps=None))
+    screen.layer(
+        LAYERS, LAYERS, TrainingRecord(kl_steps=200, kl=kl, requested_steps=None, kl_rank=0, requested_rank=None)
+    )
     for _ in range(10):
         screen.written(100)
 

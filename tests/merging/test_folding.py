@@ -372,22 +372,14 @@ class TestStore:
         with MergedLayers(tmp_path / "out", {"made": 2}, keep=True) as store:
             assert store.record(0) is None
 
-    def test_layers_of_an_older_format_are_discarded(self, tmp_path: Path) -> None:
-        interrupted(tmp_path, lambda store: store.write(0, {"weight": np.ones(3, np.float32)}, RECORD))
-        state = tmp_path / ".out.gqa-merging" / "state.json"
-        stated = json.loads(state.read_text())
-        assert stated.pop("store_format")
-        assert stated == {"made": 1}
-        state.write_text(json.dumps(stated))
-        with MergedLayers(tmp_path / "out", {"made": 1}, keep=True) as store:
-            assert store.record(0) is None
-
     def test_records_are_read_as_they_were_written(self, tmp_path: Path) -> None:
         record = CalibratedRecord(module="a", output=0.25, gap_left=0.5, first_low_frequency_pair=None)
         with MergedLayers(tmp_path / "out", {}, keep=False) as store:
             store.write(0, {"weight": np.ones(3, np.float32)}, record)
             assert store.record(0) == record
-            training = TrainingRecord(kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None)
+            training = TrainingRecord(
+                kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None, kl_rank=0, requested_rank=None
+            )
             store.finish({0: {"weight": np.zeros(3, np.float32)}}, training)
             assert store.finished() == training
             assert store.record(0) == record
