@@ -130,7 +130,7 @@ def test_grouped_source(name: str, groups: int, tmp_path: Path) -> None:
     assert distance(case.logits(converted(case, tmp_path, groups, "factor")), expected) < EXACT
 
 
-TWINS = (
+TWINS = [
     "t5",
     "bart",
     "whisper",
@@ -145,7 +145,7 @@ TWINS = (
     "bloom",
     "falcon",
     "mpt",
-)
+]
 """A model type of each modelling file."""
 
 
