@@ -94,12 +94,6 @@ class MissingExtraError(GQAConvertError):
     """An optional package that the command needs is not installed."""
 
 
-class VerificationError(GQAConvertError):
-    """A converted checkpoint does not match its source."""
-
-    exit_code = 1
-
-
 class InterruptedRunError(GQAConvertError):
     """The user or the system asked the program to stop."""
 

@@ -16,7 +16,7 @@ from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 
 PROVENANCE = RECORD
 FORMAT_VERSION = 1
-"""The format version of the record, which is raised by changes that older versions of this program cannot read."""
+"""The format version of the record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,12 +47,6 @@ def refused(source: Path, out: Path, *words: str, overwrite: bool = True) -> Non
 def replaced(source: Path, out: Path) -> None:
     convert_checkpoint(source, out, 3, method="mean", overwrite=True)
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
-
-
-def edit_record(out: Path, change: Any) -> None:
-    record = json.loads((out / "gqa_conversion.json").read_text())
-    change(record)
-    (out / "gqa_conversion.json").write_text(json.dumps(record))
 
 
 def rewrite(path: Path, content: bytes) -> None:

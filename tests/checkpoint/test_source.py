@@ -505,6 +505,11 @@ class TestRefusals:
     def test_a_file_where_a_folder_belongs(self, single: Path) -> None:
         refused(single / "model.safetensors", SourceNotFoundError, "is a file")
 
+    def test_a_gguf_file(self, single: Path) -> None:
+        (single / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+        for source in (single / "model-Q4_K_M.gguf", "org/model-GGUF/model-Q8_0.gguf"):
+            refused(source, UnsupportedFormatError, "is a GGUF file", "convert the Hugging Face checkpoint")
+
     @pytest.mark.parametrize("target", ["nowhere", "model.safetensors"])
     def test_a_link_to_nothing(self, single: Path, target: str) -> None:
         (single / "model.safetensors").unlink()

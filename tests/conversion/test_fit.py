@@ -44,7 +44,7 @@ from tests.helpers.uptrain_runs import die, in_child
 
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
-CASES = (
+CASES = [
     "llama",
     "qwen2",
     "qwen3",
@@ -66,7 +66,7 @@ CASES = (
     "t5",
     "bart",
     "mbart",
-)
+]
 """Every layout, every kind of position, norms in all places, residual streams of every kind."""
 
 

@@ -47,19 +47,6 @@ def factored(source: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("method", ["mean", "first", "factor"])
-def test_each_layer_is_that_of_the_conversion_with_its_number(method: str, source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "list", COUNTS, method=method)
-    ours = read_weights(tmp_path / "list")
-    for layer, count in enumerate(COUNTS):
-        convert_checkpoint(source, tmp_path / str(count), count, method=method)
-        theirs = read_weights(tmp_path / str(count))
-        for projection in PROJECTIONS:
-            name = f"model.layers.{layer}.self_attn.{projection}.weight"
-            assert ours[name].tobytes() == theirs[name].tobytes(), name
-            assert ours[name].shape == theirs[name].shape
-
-
 def test_layers_are_counted_by_their_numbers(tmp_path: Path) -> None:
     """Not by their order in the files, where layer 10 comes before layer 2."""
     source = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=11)

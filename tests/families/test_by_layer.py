@@ -214,16 +214,23 @@ def test_a_result_is_a_source_again(gemma: Path, tmp_path: Path) -> None:
     assert plan.config["num_key_value_heads"] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "stablelm", "olmo2", "cohere"])
-def test_each_layer_is_that_of_the_conversion_with_its_number(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("llama", "mean"),
+        ("llama", "first"),
+        *((name, "factor") for name in ("llama", "phi3", "stablelm", "olmo2", "cohere")),
+    ],
+)
+def test_each_layer_is_that_of_the_conversion_with_its_number(model_type: str, method: str, tmp_path: Path) -> None:
     """Fused projections, and norms over all heads, per head and in a list."""
     options = {"use_qk_norm": True} if model_type == "cohere" else {}
     options |= {"qk_layernorm": True} if model_type == "stablelm" else {}
     source = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=2, **options)
-    convert_checkpoint(source, tmp_path / "list", [4, 1], method="factor")
+    convert_checkpoint(source, tmp_path / "list", [4, 1], method=method)
     ours = read_weights(tmp_path / "list")
     for layer, count in enumerate([4, 1]):
-        convert_checkpoint(source, tmp_path / str(count), count, method="factor")
+        convert_checkpoint(source, tmp_path / str(count), count, method=method)
         theirs = read_weights(tmp_path / str(count))
         names = {name for name in theirs if f".{layer}.self_attn." in name}
         assert names == {name for name in ours if f".{layer}.self_attn." in name}

@@ -2,6 +2,7 @@
 head is replaced by its group's mean, with a cache and without one."""
 
 import copy
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from gqa_convert.families import engines
 from gqa_convert.families.engines import ENGINES
 from gqa_convert.families.records.wrappers import WRAPPERS
 from gqa_convert.families.table import FAMILIES, REFUSALS, find_family
+from tests.helpers import chatglm
 from tests.helpers.native import CASES, MASK, NATIVE, REPRESENTATIVE, TOKENS, distance, load, logits
 from tests.helpers.tiny import HEADS, kv_views, make_checkpoint, make_config, make_model, merge_in_place
 
@@ -210,6 +212,15 @@ def test_refusals_say_why(model_type: str | None, reason: str) -> None:
     with pytest.raises(UnsupportedFamilyError, match=reason) as caught:
         find_family(model_type)
     assert "\n" not in str(caught.value)
+
+
+def test_the_first_chatglm_is_refused(tmp_path: Path) -> None:
+    chatglm.write_source(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text(
+        json.dumps(chatglm.CONFIG | {"multi_query_attention": False}), encoding="utf-8"
+    )
+    with pytest.raises(UnsupportedFamilyError, match="only ChatGLM2 and later"):
+        make_plan(open_checkpoint(tmp_path / "source"), 3)
 
 
 def test_shared_adapters_are_refused(source: Callable[..., Path]) -> None:

@@ -26,6 +26,7 @@ HEADS = 32
 """Query heads of the models that stand in for Llama-2-7b and Flan-T5 XL, which have as many."""
 
 NOT_RUN = {
+    r"convert_hf_to_gguf\.py": "a program of llama.cpp, which the tests' environment lacks",
     r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
     r"^python3 -m venv|^source ": "likewise",
     r"^(\S*/)?python -m pytest": "this suite",

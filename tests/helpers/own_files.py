@@ -13,15 +13,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.tiny import HEADS, VOCAB, randomise
 
-_NAMES: dict[str, Any] = {
-    "vocab_size": VOCAB,
+_TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_NAMES: dict[str, Any] = _TOKENS | {
     "hidden_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _T5: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -38,41 +35,21 @@ _T5: dict[str, Any] = {
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }
-_BART: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 96,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
-_GPT2: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_positions": 64,
-    "n_embd": 96,
-    "n_layer": 3,
-    "n_head": HEADS,
-    "n_inner": 40,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_BART: dict[str, Any] = (
+    _TOKENS
+    | {"d_model": 96, "max_position_embeddings": 64, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    | dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 40)
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS)
+    | dict.fromkeys(
+        ["dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"], 0.0
+    )
+)
+_GPT2: dict[str, Any] = (
+    _TOKENS
+    | {"n_positions": 64, "n_embd": 96, "n_layer": 3, "n_head": HEADS, "n_inner": 40}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "t5": _T5,
@@ -107,8 +84,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": _NAMES | {"ffn_dim": 40, "word_embed_proj_dim": 96, "dropout": 0.0},
     "biogpt": _NAMES | {"intermediate_size": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "gpt2": _GPT2,
-    "gpt_neo": {
-        "vocab_size": VOCAB,
+    "gpt_neo": _TOKENS
+    | {
         "hidden_size": 96,
         "num_layers": 4,
         "attention_types": [[["global", "local"], 2]],
@@ -116,34 +93,25 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
         "window_size": 4,
         "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     "gptj": _GPT2 | {"rotary_dim": 4},
     "codegen": _GPT2 | {"rotary_dim": 4, "n_ctx": 64},
     "gpt_neox": _NAMES | {"intermediate_size": 40},
     "persimmon": _NAMES | {"intermediate_size": 40},
-    "bloom": {
-        "vocab_size": VOCAB,
+    "bloom": _TOKENS
+    | {
         "hidden_size": 96,
         "n_layer": 3,
         "n_head": HEADS,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     "falcon": _NAMES | {"ffn_hidden_size": 40, "multi_query": False},
-    "mpt": {
-        "vocab_size": VOCAB,
+    "mpt": _TOKENS
+    | {
         "d_model": 96,
         "n_heads": HEADS,
         "n_layers": 2,
         "expansion_ratio": 2,
         "max_seq_len": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "use_cache": True,
     },
 }

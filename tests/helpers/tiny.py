@@ -20,67 +20,34 @@ from gqa_convert.families.table import FAMILIES, Family
 HEADS = 12
 VOCAB = 64
 
-_SIZES: dict[str, Any] = (
-    dict.fromkeys(
-        (
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_num_experts",
-            "num_experts_per_tok",
-            "num_experts_per_token",
-            "moe_k",
-            "moe_topk",
-        ),
-        2,
-    )
-    | dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "expert_ffn_hidden_size",
-            "shared_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "dense_intermediate_size",
-        ),
-        24,
-    )
-    | dict.fromkeys(
-        (
-            "n_group",
-            "topk_group",
-            "num_expert_group",
-            "mamba_n_groups",
-            "mamba_ngroups",
-            "n_groups",
-            "first_k_dense_replace",
-            "num_dense_layers",
-        ),
-        1,
-    )
-    | {
-        "vocab_size": VOCAB,
-        "hidden_size": 96,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "sliding_window": 4,
-        "mamba_n_heads": 4,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-        "chunk_size": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "block_auto_adjust_ff_dim": False,
-    }
-)
+_TWO = """
+    num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok num_experts_per_token moe_k moe_topk
+    linear_num_key_heads num_hidden_layers eos_token_id
+"""
+_ONE = """
+    n_group topk_group num_expert_group mamba_n_groups mamba_ngroups n_groups first_k_dense_replace num_dense_layers
+    bos_token_id
+"""
+_WIDTH_OF_EXPERTS = """
+    moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
+    moe_shared_expert_intermediate_size dense_intermediate_size
+"""
+_EIGHT = "mamba_d_state mamba_chunk_size chunk_size linear_key_head_dim linear_value_head_dim"
+_FOUR = "sliding_window mamba_n_heads linear_num_value_heads"
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 40,
+    "num_attention_heads": HEADS,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "block_auto_adjust_ff_dim": False,
+} | {
+    key: value
+    for keys, value in ((_ONE, 1), (_TWO, 2), (_FOUR, 4), (_EIGHT, 8), (_WIDTH_OF_EXPERTS, 24))
+    for key in keys.split()
+}
 
 _LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 

@@ -3,10 +3,7 @@ that are done.
 """
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from gqa_convert.merging.folding.heads import Heads, LayerTensors
 from gqa_convert.merging.folding.merge import Moments, merge_layer
 from gqa_convert.merging.folding.rotary import rotary_pairs
 from tests.helpers.checkpoints import HEADS, Arrays, digests, llama_arrays, read_weights, same_weights, write_llama
-from tests.helpers.command_line import run_python
+from tests.helpers.command_line import run, run_python
 
 Array = np.ndarray[Any, Any]
 K, R, WIDTH, VALUE, INPUTS, ASKED, OUTPUTS = 6, 2, 10, 7, 23, 19, 9
@@ -227,29 +224,12 @@ class TestNaN:
     def test_exit_code(self, tmp_path: Path) -> None:
         arrays = llama_arrays()
         arrays["model.layers.0.self_attn.o_proj.weight"][0, 0] = np.inf
-        write_llama(tmp_path / "source", arrays=arrays)
-        command = [
-            sys.executable,
-            "-m",
-            "gqa_convert",
-            "convert",
-            "source",
-            "out",
-            "--groups",
-            "3",
-            "--method",
-            "factor",
-            "--quiet",
-        ]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=here())
+        source = write_llama(tmp_path / "source", arrays=arrays)
+        ended = run("convert", source, tmp_path / "out", "--groups", "3", "--method", "factor", "--quiet")
         assert ended.returncode == 2
         assert ended.stderr.count("\n") == 1
         assert "model.layers.0.self_attn.o_proj.weight holds NaN or Inf" in ended.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def here() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 KILLED = """
@@ -278,21 +258,23 @@ RECORD = WeightsRecord(module="a", keys=0.0, values=0.0)
 
 
 class TestStore:
-    @pytest.mark.parametrize(("groups", "made_again"), [(3, 1), (4, 3)])
+    @pytest.mark.parametrize(("groups", "seed", "made_again"), [(3, 0, 1), (4, 0, 3), (3, 1, 3)])
     def test_a_kill_between_layers(
-        self, groups: int, made_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, groups: int, seed: int, made_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The next run goes on where it was killed if it is for the same, and begins anew if not."""
-        source, out = (
-            write_llama(tmp_path / "source", arrays=llama_arrays(layers=3), config={"num_hidden_layers": 3}),
-            tmp_path / "out",
-        )
+        """The next run goes on where it was killed if it is for the same of an unchanged source, and begins anew if
+        not.
+        """
+        source, out, config = tmp_path / "source", tmp_path / "out", {"num_hidden_layers": 3}
+        write_llama(source, arrays=llama_arrays(layers=3), config=config)
         ended = run_python("-c", KILLED, source, out, models=False)
         assert ended.returncode == -signal.SIGKILL
         assert not out.exists()
         assert {path.name for path in (tmp_path / ".out.gqa-merging").glob("layer-*")} == {
             f"layer-0000{n}.safetensors" for n in (0, 1)
         }
+        if seed:
+            write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
         made = []
         original = from_weights.merge_layer
         monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
@@ -301,17 +283,6 @@ class TestStore:
         convert_checkpoint(source, tmp_path / "fresh", groups, method="factor")
         assert digests(out) == digests(tmp_path / "fresh")
         assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "fresh"}
-
-    def test_a_source_that_changed(self, tmp_path: Path) -> None:
-        source, out = (
-            write_llama(tmp_path / "source", arrays=llama_arrays(layers=3), config={"num_hidden_layers": 3}),
-            tmp_path / "out",
-        )
-        run_python("-c", KILLED, source, out, models=False)
-        write_llama(source, arrays=llama_arrays(layers=3, seed=1), config={"num_hidden_layers": 3})
-        convert_checkpoint(source, out, 3, method="factor")
-        convert_checkpoint(source, tmp_path / "fresh", 3, method="factor")
-        assert digests(out) == digests(tmp_path / "fresh")
 
     @pytest.mark.parametrize(
         ("problem", "told"),
@@ -372,22 +343,14 @@ class TestStore:
         with MergedLayers(tmp_path / "out", {"made": 2}, keep=True) as store:
             assert store.record(0) is None
 
-    def test_layers_of_an_older_format_are_discarded(self, tmp_path: Path) -> None:
-        interrupted(tmp_path, lambda store: store.write(0, {"weight": np.ones(3, np.float32)}, RECORD))
-        state = tmp_path / ".out.gqa-merging" / "state.json"
-        stated = json.loads(state.read_text())
-        assert stated.pop("store_format")
-        assert stated == {"made": 1}
-        state.write_text(json.dumps(stated))
-        with MergedLayers(tmp_path / "out", {"made": 1}, keep=True) as store:
-            assert store.record(0) is None
-
     def test_records_are_read_as_they_were_written(self, tmp_path: Path) -> None:
         record = CalibratedRecord(module="a", output=0.25, gap_left=0.5, first_low_frequency_pair=None)
         with MergedLayers(tmp_path / "out", {}, keep=False) as store:
             store.write(0, {"weight": np.ones(3, np.float32)}, record)
             assert store.record(0) == record
-            training = TrainingRecord(kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None)
+            training = TrainingRecord(
+                kl_steps=3, kl=Divergence(0.5, 0.25), requested_steps=None, kl_rank=0, requested_rank=None
+            )
             store.finish({0: {"weight": np.zeros(3, np.float32)}}, training)
             assert store.finished() == training
             assert store.record(0) == record

@@ -233,7 +233,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "stale weights": (stale("model.safetensors"), "files"),
     "stale bin": (stale("pytorch_model.bin"), "files"),
     "stale weights in a folder": (stale("onnx/model.onnx"), "files"),
-    "leftover": (stale(".gqa-convert-unfinished"), "files"),
+    "leftover": (stale(".share-probe"), "files"),
     "truncated shard": (lambda out, _: truncate(out), "files"),
     "empty shard": (shard(0, lambda file: file.write_bytes(b"")), "files"),
     "missing shard": (shard(2, Path.unlink), "files"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
@@ -473,17 +472,3 @@ def test_half_precision(made: Conversions, monkeypatch: pytest.MonkeyPatch) -> N
         report = verify_checkpoint(*made(name, 3))
         assert failed(report) == {}
         assert "in bfloat16" in details(report)["loads"]
-
-
-def test_two_files_of_weights_are_compared(made: Conversions, tmp_path: Path) -> None:
-    """`.bin` sources have columns to read too."""
-    _, source = made("gpt2", 4)
-    old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(load_file(source / "model.safetensors"), old / "pytorch_model.bin")
-    convert_checkpoint(old, tmp_path / "out", 3, method="mean", native=False, max_shard_size=60_000)
-    assert failed(verify_checkpoint(tmp_path / "out", old, logits=False)) == {}
-    file = next(file for file in (tmp_path / "out").glob("*.safetensors") if GPT2 in load_file(file))
-    tensors = load_file(file)
-    tensors[GPT2][5, 100] += 1
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert set(failed(verify_checkpoint(tmp_path / "out", old, logits=False))) == {"merged tensors"}

@@ -397,12 +397,3 @@ def test_half_precision(conversions: Conversions, monkeypatch: pytest.MonkeyPatc
         report = verify_checkpoint(*made(conversions, name))
         assert failed(report) == {}
         assert "float16" in details(report)["loads"]
-
-
-def test_the_loss_of_a_text(conversions: Conversions, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{number % 47}" for number in range(70)))
-    for name in ("neox", "gpt2"):
-        report = verify_checkpoint(*made(conversions, name), text=text)
-        assert report.passed
-        assert report.losses is not None

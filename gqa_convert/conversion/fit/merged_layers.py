@@ -33,8 +33,6 @@ _STATE = "state.json"
 _RECORD = "record"
 _LAYERS = "layers"
 _FINISH = "finish.json"
-_FORMAT = 2
-"""Of the folder; layers in another format are thrown away."""
 
 
 class MergedLayers:
@@ -53,7 +51,7 @@ class MergedLayers:
         real = Path(os.path.realpath(out))
         self.path = real.parent / f".{real.name}.gqa-merging"
         self._out = out
-        self._fingerprint = json.dumps({"store_format": _FORMAT} | dict(fingerprint), sort_keys=True)
+        self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True)
         self._keep = keep
         self._handle: int | None = None
 

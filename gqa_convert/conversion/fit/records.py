@@ -124,9 +124,9 @@ class TrainingRecord(Result):
     kl: Divergence
     requested_steps: int | None
     """`--kl-steps`; None where the user left the choice to the program."""
-    kl_rank: int = 0
+    kl_rank: int
     """Of the changes of query and output projections; 0 where these were trained as they are."""
-    requested_rank: int | None = None
+    requested_rank: int | None
     """`--kl-rank`; None where the user left the choice to the program."""
 
     def as_json(self) -> JsonObject:
@@ -160,13 +160,13 @@ def layer_from_json(data: Mapping[str, Any]) -> LayerRecord:
 def training_from_json(data: Mapping[str, Any]) -> TrainingRecord:
     """A `TrainingRecord` from its JSON."""
     kl = data["kl"]
-    curve = tuple((step, divergence) for step, divergence in kl.get("curve", ()))
+    curve = tuple((step, divergence) for step, divergence in kl["curve"])
     return TrainingRecord(
         kl_steps=data["kl_steps"],
         kl=Divergence(kl["before"], kl["after"], curve),
         requested_steps=data["requested_steps"],
-        kl_rank=data.get("kl_rank", 0),
-        requested_rank=data.get("requested_rank"),
+        kl_rank=data["kl_rank"],
+        requested_rank=data["requested_rank"],
     )
 
 
