@@ -1,172 +1,151 @@
 """`gqa-convert evaluate`."""
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet, Revision
+from .options import Json, token_count
+
+
+def _option(names: str, metavar: str | None, text: str, **more: Any) -> Any:
+    return typer.Option(*names.split(), metavar=metavar, help=text, show_default=False, **more)
+
+
+_hidden = partial(_option, hidden=True)
 
 
 def evaluate(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or Hub ids.", show_default=False)
-    ],
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Checkpoint folders or Hub ids.", show_default=False)
+    ] = None,
     data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            "-d",
-            metavar="TEXT",
-            help="Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
-            show_default=False,
-        ),
-    ],
+        str | None,
+        _option("--data -d", "TEXT", "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset."),
+    ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(
-            "--reference",
-            metavar="MODEL",
-            help="Model to compare with, in loss and in predicted distributions. Default: the first MODEL, in loss only.",
-            show_default=False,
-        ),
+        _option("--reference", "MODEL", "Model to compare with, by KL divergence too. Default: the first, by loss."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            "--tokens",
-            metavar="T",
-            help="Largest number of tokens to score. Default: all of a file, 1,048,576 of a Hub dataset.",
-            show_default=False,
-        ),
+        _option("--tokens", "T", "Most tokens to score. Default: all; 1M of a Hub dataset.", parser=token_count),
     ] = None,
-    context: Annotated[
+    window: Annotated[
         int | None,
-        typer.Option(
-            "--context",
-            metavar="C",
-            help="Tokens per window. Default: the model's context, at most 2,048.",
-            show_default=False,
+        _option(
+            "--window", "T", "Tokens read at once. Default: the model's positions, at most 2k.", parser=token_count
         ),
     ] = None,
+    batch: Annotated[int, _option("--batch", "B", "Windows scored at once. Default: 4.")] = 4,
+    device: Annotated[
+        str | None, _option("--device", "NAME", "cpu, cuda or cuda:1. Default: a GPU if there is one.")
+    ] = None,
+    html: Annotated[
+        Path | None, _option("--html", "PAGE.html", "Page with tables and the plot; needs matplotlib.")
+    ] = None,
+    plot: Annotated[
+        Path | None, _option("--plot", "FILE.png", "Plot of loss against K/V-cache bytes; needs matplotlib.")
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        _option(
+            "--with", "FILE.json", "Earlier results to draw too; repeat it for several. MODEL may be left out then."
+        ),
+    ] = None,
+    output: Annotated[Path | None, _option("--output -o", "FILE.json", "File for the results as JSON.")] = None,
+    overwrite: Annotated[
+        bool, _option("--overwrite", None, "Replace earlier results in the file of --output.")
+    ] = False,
+    as_json: Json = False,
     stride: Annotated[
         int | None,
-        typer.Option(
-            "--stride",
-            metavar="S",
-            help="Tokens between the starts of windows. Default: the context. Half of it gives every token more context, at twice the time.",
-            show_default=False,
-        ),
+        _hidden("--stride", "T", "Tokens between the starts of windows. Default: the window.", parser=token_count),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="B", help="Windows scored at once.")] = 4,
     dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="TYPE",
-            help="auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.",
-        ),
+        str, _hidden("--dtype", "TYPE", "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.")
     ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", metavar="NAME", help="cpu, cuda or cuda:1. Default: a GPU if there is one.", show_default=False
-        ),
-    ] = None,
+    seed: Annotated[int, _hidden("--seed", "S", "Seed for span corruption. Default: 0.")] = 0,
+    revision: Annotated[str | None, _hidden("--revision", "REV", "Branch, tag or commit of models on the Hub.")] = None,
     text_field: Annotated[
-        str,
-        typer.Option(
-            "--text-field", metavar="NAME", help="Field with the text, in JSON lines, Parquet files and datasets."
-        ),
+        str, _hidden("--text-field", "NAME", "Field with the text, in JSON lines, Parquet and datasets. Default: text.")
     ] = "text",
     source_field: Annotated[
-        str | None,
-        typer.Option(
-            "--source-field",
-            metavar="NAME",
-            help="Field with the input of an encoder-decoder, to score pairs.",
-            show_default=False,
-        ),
+        str | None, _hidden("--source-field", "NAME", "Field with the input of an encoder-decoder, to score pairs.")
     ] = None,
     target_field: Annotated[
-        str | None,
-        typer.Option(
-            "--target-field",
-            metavar="NAME",
-            help="Field with the output that an encoder-decoder should write.",
-            show_default=False,
-        ),
+        str | None, _hidden("--target-field", "NAME", "Field with what an encoder-decoder should write.")
     ] = None,
-    data_split: Annotated[str, typer.Option("--data-split", metavar="NAME", help="Split of a Hub dataset.")] = "train",
-    data_name: Annotated[
-        str | None,
-        typer.Option("--data-name", metavar="NAME", help="Configuration of a Hub dataset.", show_default=False),
-    ] = None,
+    data_split: Annotated[str, _hidden("--data-split", "NAME", "Split of a Hub dataset. Default: train.")] = "train",
+    data_name: Annotated[str | None, _hidden("--data-name", "NAME", "Configuration of a Hub dataset.")] = None,
     data_revision: Annotated[
-        str | None,
-        typer.Option(
-            "--data-revision", metavar="REV", help="Branch, tag or commit of a Hub dataset.", show_default=False
-        ),
+        str | None, _hidden("--data-revision", "REV", "Branch, tag or commit of a Hub dataset.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="File for the results as JSON.", show_default=False),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace earlier results in the file of --output.")
-    ] = False,
-    revision: Revision = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed for span corruption.")] = 0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, _hidden("--quiet -q", None, "Print errors only, and the JSON object with --json.")] = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
-    Several models are compared with the first one, or with --reference,
-    by paired differences with standard errors; --reference adds the KL divergence and how often both models predict the
-    same token. Encoder-decoders are scored on span corruption or on pairs of texts. The exit code
-    is 1 if a loss is not finite.
+    Several models are compared with the first one, or with --reference, by paired differences with standard errors;
+    --reference adds the KL divergence and how often both models predict the same token. Encoder-decoders are scored on
+    span corruption or on pairs of texts. The exit code is 1 if a loss is not finite.
 
     Examples:
 
-      gqa-convert evaluate ./Llama-2-7b ./Llama-2-7b-gqa8 --data test.txt
-      gqa-convert evaluate ./Llama-2-7b-gqa8 --reference ./Llama-2-7b --data test.jsonl --stride 1024 -o results.json
-      gqa-convert evaluate ./bart-gqa4 --data pairs.jsonl --source-field article --target-field summary
-      torchrun --nproc_per_node 8 -m gqa_convert evaluate ./Llama-2-7b-gqa8 --data test.txt
+      gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt --html losses.html
+      gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
+      gqa-convert evaluate --with gqa8.json --with gqa4.json --plot losses.png
     """
     from gqa_convert.cli.console.evaluation import show_evaluation
     from gqa_convert.cli.console.progress import stage_progress
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.measuring.evaluate.run import Settings, failed
-    from gqa_convert.measuring.evaluate.run import evaluate as run
+    from gqa_convert.cli.console.screen import print_json, stdout_console
+    from gqa_convert.measuring.evaluation.page import check_drawings, draw
+    from gqa_convert.measuring.evaluation.run import EvaluationOptions, failed
+    from gqa_convert.measuring.evaluation.run import evaluate as run
     from gqa_convert.text.sources import Source
 
+    if not models and earlier and data is None:
+        draw(check_drawings(html, plot, earlier), html, plot)
+        if as_json:
+            print_json({"html": html and str(html), "plot": plot and str(plot)})
+        return
+    if not models:
+        raise OptionError("there is no MODEL: name at least one, or files of results with --with")
+    if data is None:
+        raise OptionError("--data is missing: name the text to score")
     if (source_field is None) != (target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
-    pairs = None if source_field is None or target_field is None else (source_field, target_field)
-    settings = Settings(context, stride, tokens, batch, dtype, device, seed, pairs)
+    options = EvaluationOptions(
+        reference=reference,
+        revision=revision,
+        window=window,
+        stride=stride,
+        tokens=tokens,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        pairs=None if source_field is None or target_field is None else (source_field, target_field),
+        output=output,
+        overwrite=overwrite,
+        html=html,
+        plot=plot,
+        earlier=earlier or (),
+    )
     text = Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
     with stage_progress(quiet=quiet) as step:
-        results = run(
-            models,
-            text,
-            settings,
-            reference=reference,
-            revision=revision,
-            output=output,
-            overwrite=overwrite,
-            command=["gqa-convert", *sys.argv[1:]],
-            progress=step,
-        )
+        results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=step)
     if results is None:  # only the main process has the results
         return
     if as_json:
         print_json(results.as_json())
     elif not quiet:
-        show_evaluation(results, output)
+        show_evaluation(results)
+        for path in filter(None, (output, html, plot)):
+            stdout_console().print(f"written  {path}", soft_wrap=True)
     if broken := failed(results):
         sys.stderr.write(
             f"gqa-convert: NaN or infinite loss of {', '.join(broken)}: see scored_nan in the JSON results\n"

@@ -1,6 +1,7 @@
 """Pictures drawn with matplotlib: checks before long work, and recognition of files that this program drew."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +10,38 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full
 from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError
 
 FORMATS = (".png", ".svg", ".pdf")
-_DRAWN_BY = "drawn by gqa-convert"
+DRAWN_BY = "drawn by gqa-convert"
+"""The mark by which a file that this program drew is known."""
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before the long work.
+def check_picture(path: Path, option: str = "--plot", formats: Sequence[str] = FORMATS) -> None:
+    """Refuse a picture, or a page with one, that could not be drawn, before the long work.
 
     Raises:
         OptionError: the suffix of the file is unknown, or its folder is missing.
         OutputError: the file exists, and this program did not draw it.
         MissingExtraError: matplotlib is not installed.
     """
-    if path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() not in formats:
         raise OptionError(
-            f"--plot {path} ends in {path.suffix or 'nothing'!r}: name a file that ends in one of {', '.join(FORMATS)}"
+            f"{option} {path} ends in {path.suffix or 'nothing'!r}: name a file that ends in one of {', '.join(formats)}"
         )
     if not path.parent.is_dir():
-        raise OptionError(f"--plot {path}: there is no folder {path.parent}, make it first")
+        raise OptionError(f"{option} {path}: there is no folder {path.parent}, make it first")
     if path.exists() and not is_our_picture(path):
-        raise OutputError(f"--plot {path} exists and gqa-convert did not draw it: name another file")
+        raise OutputError(f"{option} {path} exists and gqa-convert did not draw it: name another file")
     try:
         import matplotlib as mpl  # noqa: F401
     except ImportError:
         raise MissingExtraError(
-            "matplotlib is not installed, which --plot needs: pip install 'gqa-convert[plot]'"
+            f"matplotlib is not installed, which {option} needs: pip install 'gqa-convert[plot]'"
         ) from None
 
 
 def is_our_picture(path: Path) -> bool:
     """Whether `save_picture` wrote a file."""
     try:
-        return _DRAWN_BY.encode() in path.read_bytes()
+        return DRAWN_BY.encode() in path.read_bytes()
     except OSError:
         return False
 
@@ -54,9 +56,19 @@ def save_picture(figure: Any, path: Path) -> None:
     """
     kind = path.suffix[1:].lower()
     picture = io.BytesIO()
-    figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": _DRAWN_BY})
+    figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": DRAWN_BY})
+    write_drawing(path, picture.getvalue())
+
+
+def write_drawing(path: Path, content: bytes) -> None:
+    """Write what was drawn, marked with `DRAWN_BY`: the file appears whole or not at all.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        OutputError: the file can't be written.
+    """
     try:
-        write_whole(path, picture.getvalue())
+        write_whole(path, content)
     except OSError as problem:
         if is_disk_full(problem):
             raise NoSpaceError(

@@ -50,7 +50,7 @@ NOT_EXECUTED = {"trl": "trains with TRL, which the tests' environment lacks"}
 INSTEAD: dict[str, dict[str, str]] = {
     "convert": {"--calibration-tokens": "240", "--calibration-length": "40", "--fit-steps": "2", "--kl-steps": "1"},
     "inspect": {"--calibration-tokens": "300"},
-    "evaluate": {"--tokens": "400", "--context": "32"},
+    "evaluate": {"--tokens": "400", "--window": "32"},
     "benchmark": {
         "--batch": "1",
         "--context": "16",

@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert.errors import OptionError
-from gqa_convert.measuring.evaluate.examples import span_material
-from gqa_convert.measuring.evaluate.run import Settings, evaluate
+from gqa_convert.measuring.evaluation.examples import span_material
+from gqa_convert.measuring.evaluation.models import find_models
+from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.text.documents import Piece
-from gqa_convert.text.scoring import forward
-from gqa_convert.text.scoring.forward import score
 from gqa_convert.text.scoring.texts import byte_ends, encode, text_material
 from gqa_convert.text.scoring.windows import cut_windows, longest_first
 from gqa_convert.text.sources import Source
@@ -42,10 +40,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(home: Path, *names: str, data: str, reference: str | None = None, **settings: Any) -> dict[str, Any]:
     models = [str(home / name) for name in names]
-    given = Settings(**({"device": "cpu"} | settings))
-    return evaluate(
-        models, Source(str(home / data)), given, reference=None if reference is None else str(home / reference)
-    ).as_json()
+    against = None if reference is None else str(home / reference)
+    options = EvaluationOptions(**({"device": "cpu", "reference": against} | settings))
+    return evaluate(models, Source(str(home / data)), options).as_json()
 
 
 def tokens_of(text: str) -> list[int]:
@@ -88,7 +85,7 @@ def test_strided_windows_against_a_loop_over_tokens(home: Path, context: int, st
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([read])).logits[0, -1].double()
         total -= float(logits.log_softmax(-1)[ids[place]])
-    report = run(home, "one", data="long.txt", context=context, stride=stride, batch=3)
+    report = run(home, "one", data="long.txt", window=context, stride=stride, batch=3)
     assert report["results"][0]["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
     assert (report["context"], report["stride"]) == (context, stride)
     assert report["results"][0]["bytes"] == len((TEXT * 4).encode())
@@ -115,9 +112,9 @@ def test_without_a_beginning_token_the_first_one_is_not_scored(home: Path, tmp_p
     tokenizer.bos_token = None
     causal(tmp_path / "model", tokenizer=tokenizer)
     ids = tokens_of(TEXT[:60])[1:]
-    (result,) = evaluate([str(tmp_path / "model")], Source(str(home / "short.txt")), Settings(device="cpu")).as_json()[
-        "results"
-    ]
+    (result,) = evaluate(
+        [str(tmp_path / "model")], Source(str(home / "short.txt")), EvaluationOptions(device="cpu")
+    ).as_json()["results"]
     assert result["loss"] == pytest.approx(whole_loss(model_of(tmp_path / "model"), ids), rel=1e-6)
     assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60 - len(tokenizer.decode(ids[:1])))
 
@@ -227,26 +224,19 @@ def test_divergence_and_differences_from_a_reference(home: Path) -> None:
     assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
 
 
-def test_the_reference_is_scored_in_the_first_models_pass(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the numbers that it has alone; alone too if it can't be compared with that model."""
+def test_models_have_the_figures_that_they_have_alone(home: Path, tmp_path: Path) -> None:
+    """Also the reference, whether it can be compared with the first model or not."""
     own = ("loss", "loss_standard_error", "perplexity", "bits_per_byte", "bits_per_byte_standard_error", "tokens")
     constant(tmp_path / "letters", "abc", list(np.log([0.6, 0.3, 0.1])))
     constant(tmp_path / "same letters", "abc", list(np.log([0.5, 0.3, 0.2])))
     constant(tmp_path / "pairs", [a + b for a in "abc" for b in "abc"], [0.0] * 9)
     (tmp_path / "text.txt").write_text("abcabbac" * 20)
-    for folder, data, reference, models, passes in (
-        (home, "rows.jsonl", "one", ("two", "one"), 2),
-        (tmp_path, "text.txt", "letters", ("same letters", "pairs"), 2),
-        (tmp_path, "text.txt", "letters", ("pairs", "same letters"), 3),
+    for folder, data, reference, models in (
+        (home, "rows.jsonl", "one", ("two", "one")),
+        (tmp_path, "text.txt", "letters", ("pairs", "same letters")),
     ):
         alone = run(folder, reference, data=data)["results"][0]
-        with monkeypatch.context() as patch:
-            counted = mock.Mock(wraps=score)
-            patch.setattr(forward, "score", counted)
-            report = run(folder, *models, data=data, reference=reference)
-        assert counted.call_count == passes
+        report = run(folder, *models, data=data, reference=reference)
         assert [report["reference"][key] for key in own] == [alone[key] for key in own]
         separate = [run(folder, model, data=data, reference=reference)["results"][0] for model in models]
         for each in (*separate, *report["results"]):
@@ -291,7 +281,7 @@ def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(
     demo_tokenizer().save_pretrained(tmp_path / "wide")
     for name, reference in ((tmp_path / "wide", home / "one"), (home / "one", tmp_path / "wide")):
         report = evaluate(
-            [str(name)], Source(str(home / "long.txt")), Settings(device="cpu"), reference=str(reference)
+            [str(name)], Source(str(home / "long.txt")), EvaluationOptions(device="cpu", reference=str(reference))
         ).as_json()
         (result,) = report["results"]
         assert result["note"] is None
@@ -303,12 +293,13 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     t5(tmp_path / "t5")
     words = [f"w{number}" for number in np.random.default_rng(0).integers(0, 500, 400)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    report = run(tmp_path, "t5", data="text.txt", context=40, batch=3, seed=5)
+    report = run(tmp_path, "t5", data="text.txt", window=40, batch=3, seed=5)
     tokenizer, model = (
         AutoTokenizer.from_pretrained(tmp_path / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
     )
-    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=5)
+    (candidate,) = find_models([str(tmp_path / "t5")], None)
+    made = span_material([Piece(" ".join(words))], candidate, length=40, batch=1, seed=5)
     total = 0.0
     restored: dict[int, list[str]] = {}
     for number in range(len(made.batches)):
@@ -332,7 +323,7 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     text = [word for place in sorted(restored) for word in restored[place]]
     assert text == words[: len(text)]
     assert len(text) > 300
-    assert run(tmp_path, "t5", data="text.txt", context=40, seed=6)["results"][0]["loss"] != result["loss"]
+    assert run(tmp_path, "t5", data="text.txt", window=40, seed=6)["results"][0]["loss"] != result["loss"]
 
 
 def _filled_in(read: list[str], written: list[str]) -> list[str]:
@@ -388,7 +379,7 @@ def test_mbarts_decoder_begins_with_the_last_token_of_the_target(tmp_path: Path)
         count += made["labels"].numel()
     (result,) = report["results"]
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
-    cut = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), context=3)["results"][0]
+    cut = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"), window=3)["results"][0]
     assert cut["tokens"] == sum(min(3, len(target.split()) + 2) for _, target in pairs)
 
 
@@ -406,7 +397,7 @@ def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None
     rows = [{"a": "w1 " * 30, "b": "w2"}, {"a": "w1", "b": "w2"}]
     write_rows(tmp_path / "pairs.jsonl", rows)
     (result,) = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))["results"]
-    assert result["note"] == "1 pairs were cut to 20 tokens"
+    assert result["note"] == "1 pairs were cut to the window"
 
 
 def test_a_limit_of_tokens_ends_all_models_texts_at_the_same_place(home: Path) -> None:
@@ -424,7 +415,7 @@ def test_parquet_is_read_like_lines(home: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (expected,) = run(home, "one", data="rows.jsonl")["results"]
-    (result,) = evaluate([str(home / "one")], Source(str(tmp_path / "rows.parquet")), Settings(device="cpu")).as_json()[
-        "results"
-    ]
+    (result,) = evaluate(
+        [str(home / "one")], Source(str(tmp_path / "rows.parquet")), EvaluationOptions(device="cpu")
+    ).as_json()["results"]
     assert result["loss"] == expected["loss"]

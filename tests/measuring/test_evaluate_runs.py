@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.cli.console.evaluation import show_evaluation
-from gqa_convert.errors import OutputError
-from gqa_convert.measuring.evaluate.results import write_results
-from gqa_convert.measuring.results.schemas import EvaluationFile, ModelScores
+from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 from tests.helpers.ranks import Job
@@ -65,7 +64,7 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     assert err == ""
     code, out, err = ask("two", "one", "--data", "text.txt", "--output", tmp_path / "again.json")
     assert (code, err) == (0, "")
-    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "Differences are from two", "again.json"):
+    for words in (f"{one['loss']:.4f}", f"{one['bits_per_byte']:.4f}", "differences of one are from two", "again.json"):
         assert words in out
     assert (home / "one" / "config.json").is_file()
 
@@ -86,21 +85,6 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     assert json.loads(file.read_text())["kind"] == "evaluate"
 
 
-def test_a_file_that_came_into_being_meanwhile_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("mine")
-    with pytest.raises(OutputError, match="exists already"):
-        write_results(tmp_path / "results.json", EvaluationFile(), overwrite=False)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "mine")]
-
-
-def test_nothing_half_written_is_left(tmp_path: Path) -> None:
-    scores = ModelScores(model="m").model_copy(update={"loss": float("nan")})
-    results = EvaluationFile(results=(scores,))
-    with pytest.raises(ValueError, match="Out of range"):
-        write_results(tmp_path / "results.json", results, overwrite=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -112,9 +96,9 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("one/config.json", "--data", "text.txt"), "is a file"),
         (("untold", "--data", "text.txt"), "no tokenizer"),
         (("one", "--data", "text.txt", "--stride", "0"), "--stride is 0, expected 1 to 48"),
-        (("one", "--data", "text.txt", "--context", "9", "--stride", "10"), "--stride is 10, expected 1 to 9"),
-        (("one", "--data", "text.txt", "--context", "49"), "--context is 49, and one has positions for 48"),
-        (("one", "--data", "text.txt", "--context", "0"), "--context is 0"),
+        (("one", "--data", "text.txt", "--window", "9", "--stride", "10"), "--stride is 10, expected 1 to 9"),
+        (("one", "--data", "text.txt", "--window", "49"), "--window is 49, and one has positions for 48"),
+        (("one", "--data", "text.txt", "--window", "0"), "--window is 0"),
         (("one", "--data", "text.txt", "--tokens", "0"), "--tokens is 0"),
         (("one", "--data", "text.txt", "--tokens", "many"), "--tokens"),
         (("one", "--data", "text.txt", "--batch", "0"), "--batch is 0"),
@@ -130,8 +114,8 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
         (("t5", "--data", "text.txt", "--stride", "3"), "--stride is for causal models"),
         (("t5", "--data", "rows.jsonl"), "name more text"),
-        (("t5", "--data", "text.txt", "--context", "2"), "--context leaves room for only 2 tokens of text"),
-        (("t5", "--data", "text.txt", "--context", "5000"), "--context"),
+        (("t5", "--data", "text.txt", "--window", "2"), "--window leaves room for only 2 tokens of text"),
+        (("t5", "--data", "text.txt", "--window", "5000"), "--window"),
         (("bart", "--data", "text.txt"), "--source-field"),
         (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "are for encoder-decoders"),
         (("t5", "--data", "rows.jsonl", "--source-field", "a"), "need each other"),
@@ -243,34 +227,16 @@ def test_a_mistake_ends_both_processes_with_one_line(home: Path, tmp_path: Path)
 
 
 def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
-    entry = {
-        "model": "a[/red]b",
-        "loss": None,
-        "loss_standard_error": None,
-        "perplexity": None,
-        "bits_per_byte": None,
-        "tokens": 9,
-        "bytes": 12,
-        "scored_nan": 3,
-        "difference": None,
-        "kl": None,
-        "kl_standard_error": None,
-        "top1_agreement": None,
-        "note": "not of c[/bold]d",
-    }
-    told = {
-        "reference": None,
-        "results": [entry],
-        "data": {"source": "x[/b]"},
-        "objective": "causal",
-        "context": 5,
-        "stride": 5,
-    }
-    show_evaluation(EvaluationFile.model_validate(told), None)
+    scores = ModelScores(model="a[/red]b", tokens=9, bytes=12, scored_nan=3, note="not of c[/bold]d")
+    file = EvaluationFile(
+        **measurement("evaluate", None).as_json(),
+        data=ScoredText(source="x[/b]"),
+        objective="causal",
+        context=5,
+        stride=5,
+        results=[scores],
+    )
+    show_evaluation(file)
     shown = capsys.readouterr().out
-    for words in (
-        "finite loss: a[/red]b",
-        "a[/red]b: not of c[/bold]d",
-        "of x[/b], windows",
-    ):
+    for words in ("3 of 9 tokens have no finite loss: red]b", "red]b: not of c[/bold]d", "of x[/b], windows"):
         assert words in shown

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.errors import NoSpaceError, OutputError
-from gqa_convert.measuring.evaluate.results import check_output, write_results
 from gqa_convert.measuring.pictures import save_picture
-from gqa_convert.measuring.results.schemas import EvaluationFile
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
 
@@ -23,16 +21,11 @@ class Figure:
         file.write(b"a picture")
 
 
-def results(folder: Path) -> None:
-    check_output(folder / "results.json", overwrite=True)
-    write_results(folder / "results.json", EvaluationFile(kind="evaluate"), overwrite=True)
-
-
 def picture(folder: Path) -> None:
     save_picture(Figure(), folder / "a.png")
 
 
-@pytest.mark.parametrize("write", [results, picture])
+@pytest.mark.parametrize("write", [picture])
 def test_killed_at_any_file_event_and_run_again(write: Callable[[Path], None], tmp_path: Path) -> None:
     write(tmp_path)
     (name,) = (path.name for path in tmp_path.iterdir())
@@ -52,7 +45,7 @@ def test_killed_at_any_file_event_and_run_again(write: Callable[[Path], None], t
     assert number > 2
 
 
-@pytest.mark.parametrize("write", [results, picture])
+@pytest.mark.parametrize("write", [picture])
 @pytest.mark.parametrize(
     ("number", "expected"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)]
 )

@@ -68,7 +68,7 @@ class ModelScores(_Stored):
 
 
 class ScoredText(_Stored):
-    """The text of an evaluation: its source and the options that it was read with."""
+    """The text of an evaluation: its source, the options that it was read with, and a hash of what was read."""
 
     source: str
     split: str | None = None
@@ -78,6 +78,7 @@ class ScoredText(_Stored):
     source_field: str | None = None
     target_field: str | None = None
     tokens_limit: int | None = None
+    sha256: str | None = None
 
 
 class EvaluationFile(_Measurement):
@@ -93,6 +94,10 @@ class EvaluationFile(_Measurement):
     processes: int = 1
     reference: ModelScores | None = None
     results: list[ModelScores]
+
+    def entries(self) -> list[ModelScores]:
+        """Those of all models, the reference first."""
+        return self.results if self.reference is None else [self.reference, *self.results]
 
 
 class TimedCell(_Stored):

@@ -1,0 +1,171 @@
+"""Means over a text, differences of models on the same text, and their standard errors.
+
+Tokens of a text depend on one another, so standard errors are computed over blocks of it (`Material.blocks`), as for a
+ratio of sums: with x_j the sum over block j, s_j its size and R = sum x / sum s, the variance of R is m / (m - 1) * sum
+(x_j - R s_j)^2 / (sum s)^2 (Cochran 1977, "Sampling Techniques", section 2.11, for large populations). A difference of
+two models is paired: block by block.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gqa_convert.measuring.evaluation.models import Candidate
+from gqa_convert.measuring.results import Difference, ModelScores
+from gqa_convert.text.scoring.forward import Scores
+from gqa_convert.text.scoring.material import Material
+
+Doubles = npt.NDArray[np.float64]
+_LARGEST = 700.0
+"""Nats whose exponential is still a finite float."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A ratio of sums over blocks.
+
+    Attributes:
+        value: its value, None where it is not defined.
+        deviations: the contribution of each block to the error, [m]; NaN for blocks in which nothing is scored.
+    """
+
+    value: float | None
+    deviations: Doubles
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the value; None for fewer than two blocks with scores."""
+        known = self.deviations[~np.isnan(self.deviations)]
+        count = len(known)
+        return math.sqrt(count / (count - 1) * float(np.square(known).sum())) if count > 1 else None
+
+    def minus(self, other: "Mean") -> "Mean":
+        """The paired difference from a mean over the same blocks."""
+        if self.value is None or other.value is None:
+            return UNDEFINED
+        return Mean(self.value - other.value, self.deviations - other.deviations)
+
+
+UNDEFINED = Mean(None, np.empty(0))
+
+
+def mean(sums: Doubles, sizes: Doubles) -> Mean:
+    """The ratio of two sums over blocks: [m] and [m]."""
+    value = float(sums.sum() / sizes.sum())
+    is_scored = (sizes > 0) | (sums != 0)
+    return Mean(value, np.where(is_scored, sums - value * sizes, np.nan) / sizes.sum())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's scores on its material.
+
+    Attributes:
+        candidate: the model.
+        dtype: of its computation.
+        material: what was scored.
+        scores: of the model on the material.
+        seconds: that scoring took.
+        problem: why its predictions can't be compared with another model's token by token, None if they can.
+    """
+
+    candidate: Candidate
+    dtype: str
+    material: Material
+    scores: Scores
+    seconds: float
+    problem: str | None = None
+
+    @property
+    def not_finite(self) -> int:
+        """The number of tokens whose loss is not finite."""
+        return int((~np.isfinite(self.scores.loss)).sum())
+
+    def loss(self) -> Mean:
+        """The mean loss in nats per token."""
+        if self.not_finite:
+            return UNDEFINED
+        return mean(self.material.by_block(self.scores.loss), self.material.by_block(self.material.scored))
+
+    def bits_per_byte(self) -> Mean:
+        """Bits per byte of text, not defined where tokens stand for no bytes."""
+        sizes = self.material.sizes
+        if self.not_finite or sizes is None or not self.material.byte_count:
+            return UNDEFINED
+        return mean(self.material.by_block(self.scores.loss), self.material.by_block(sizes * math.log(2)))
+
+    def from_reference(self, values: npt.NDArray[np.float32] | None) -> Mean:
+        """The mean over tokens of a score that compares them with the reference; not defined without one."""
+        kl = self.scores.kl
+        if values is None or kl is None or self.not_finite or not np.isfinite(kl).all():
+            return UNDEFINED
+        return mean(self.material.by_block(values), self.material.by_block(self.material.scored))
+
+
+def incomparable(candidate: Candidate, material: Material, other: Measured) -> str | None:
+    """The reason why two models' predictions can't be compared token by token, None if they can."""
+    theirs = {number: token for token, number in other.candidate.tokenizer.get_vocab().items()}
+    ours = candidate.tokenizer.get_vocab()
+    if any(theirs.get(number, token) != token for token, number in ours.items()):
+        return f"its tokenizer is not that of {other.candidate.name}"
+    if material.fingerprint != other.material.fingerprint:
+        return f"its tokens of the text are not those of {other.candidate.name}"
+    return None
+
+
+def difference(measured: Measured, other: Measured) -> Difference:
+    """How much more a model loses than another on the same text, with paired standard errors.
+
+    Nats per token are compared where both models have the same tokens, bits per byte where they have the same blocks.
+    """
+    loss = bits = UNDEFINED
+    if measured.problem is None:
+        loss = measured.loss().minus(other.loss())
+    if measured.material.block_count == other.material.block_count:
+        bits = measured.bits_per_byte().minus(other.bits_per_byte())
+    return Difference(
+        to=other.candidate.name,
+        loss=loss.value,
+        standard_error=loss.error,
+        bits_per_byte=bits.value,
+        bits_per_byte_standard_error=bits.error,
+    )
+
+
+def model_scores(measured: Measured, other: Measured | None = None) -> ModelScores:
+    """A model's entry in the results: its losses, and its differences from another model."""
+    candidate, material, scores = measured.candidate, measured.material, measured.scores
+    loss, bits, kl = measured.loss(), measured.bits_per_byte(), measured.from_reference(scores.kl)
+    return ModelScores(
+        model=candidate.name,
+        revision=candidate.revision,
+        fingerprint=candidate.fingerprint,
+        kv_bytes_per_token=candidate.kv_bytes_per_token,
+        dtype=measured.dtype,
+        loss=loss.value,
+        loss_standard_error=loss.error,
+        perplexity=math.exp(loss.value) if loss.value is not None and loss.value < _LARGEST else None,
+        bits_per_byte=bits.value,
+        bits_per_byte_standard_error=bits.error,
+        tokens=material.tokens,
+        bytes=material.byte_count,
+        scored_nan=measured.not_finite,
+        difference=None if other is None else difference(measured, other),
+        kl=kl.value,
+        kl_standard_error=kl.error,
+        top1_agreement=measured.from_reference(scores.agrees).value,
+        seconds=measured.seconds,
+        note=_note(measured),
+    )
+
+
+def _note(measured: Measured) -> str | None:
+    notes = []
+    if measured.problem:
+        how = "not compared" if measured.material.sizes is None else "compared by bits per byte alone"
+        notes.append(f"{how}, since {measured.problem}")
+    if measured.material.truncated:
+        notes.append(f"{measured.material.truncated} pairs were cut to the window")
+    return "; ".join(notes) or None

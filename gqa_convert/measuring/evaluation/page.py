@@ -1,0 +1,151 @@
+"""A page or a picture of several results: a table for each text, and loss against K/V-cache bytes."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.errors import OptionError, ReportError
+from gqa_convert.measuring.evaluation.table import columns, notes, short_names, title
+from gqa_convert.measuring.pictures import DRAWN_BY, check_picture, save_picture, write_drawing
+from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, load_result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Files = Sequence[EvaluationFile | BenchmarkFile]
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """A text, what was measured on it, once for each model, the cells of its table by their headings, and notes."""
+
+    title: str
+    entries: list[ModelScores]
+    columns: dict[str, list[str]]
+    notes: list[str]
+
+
+def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]) -> Files:
+    """Refuse drawings that can't be made, and read the files of earlier results.
+
+    Raises:
+        GQAConvertError: one of its subclasses for each mistake.
+    """
+    if html is not None:
+        check_picture(html, "--html", (".html",))
+    if plot is not None:
+        check_picture(plot)
+    if earlier and html is None and plot is None:
+        raise OptionError("--with names results to draw: name a page with --html or a picture with --plot")
+    return [load_result(path) for path in earlier]
+
+
+def draw(files: Files, html: Path | None, plot: Path | None) -> None:
+    """Draw results as a page, a picture, or both.
+
+    Args:
+        files: of `evaluate`, and of `benchmark` for times beside the losses.
+        html: the page, None for none.
+        plot: the picture, None for none.
+
+    Raises:
+        ReportError: no file has losses.
+        OutputError, NoSpaceError: a file can't be written.
+    """
+    if html is None and plot is None:
+        return
+    texts = measured_texts(files)
+    figure = _figure(texts)
+    if plot is not None:
+        save_picture(figure, plot)
+    if html is not None:
+        write_drawing(html, _page(texts, figure).encode())
+
+
+def measured_texts(files: Files) -> list[MeasuredText]:
+    """Results by the text that they were measured on. Entries with the same fingerprint belong to the same model.
+
+    Raises:
+        ReportError: no file has losses.
+    """
+    found: dict[object, MeasuredText] = {}
+    models: dict[object, dict[object, ModelScores]] = {}
+    for file in files:
+        if not isinstance(file, EvaluationFile):
+            continue
+        seed = file.seed if file.objective == "spans" else None
+        text = (file.data.sha256 or file.data, file.objective, file.context, file.stride, seed)
+        entries = models.setdefault(text, {})
+        for each in file.entries():
+            model = (each.fingerprint or id(each), each.dtype)
+            if each.difference or model not in entries:
+                entries[model] = each
+        found[text] = _measured_text(title(file), list(entries.values()), files)
+    if not found:
+        raise ReportError("none of the files holds results of evaluate: name one with --with, or a MODEL")
+    return list(found.values())
+
+
+def _measured_text(heading: str, entries: list[ModelScores], files: Files) -> MeasuredText:
+    names = short_names(entries)
+    cells = columns(entries, names)
+    rows = {each.fingerprint: row for row, each in enumerate(entries) if each.fingerprint}
+    for file in files:
+        for cell in file.results if isinstance(file, BenchmarkFile) else ():
+            if cell.fingerprint not in rows or cell.decode_ms_per_token is None:
+                continue
+            where = f"batch {cell.batch}, {file.dtype} on {file.machine.processor}"
+            times = cells.setdefault(f"ms/token at {cell.context:,} tokens, {where}", [""] * len(entries))
+            times[rows[cell.fingerprint]] = f"{cell.decode_ms_per_token:.2f}"
+    return MeasuredText(heading, entries, cells, notes(entries, names))
+
+
+def _figure(texts: Sequence[MeasuredText]) -> "Figure":
+    """Loss against K/V-cache bytes per token; bits per byte where the models of a text count its tokens differently."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    by_token = all(len({each.tokens for each in text.entries}) == 1 for text in texts)
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    ticks: dict[float, str] = {}
+    for text in texts:
+        points = []
+        for each, name in zip(text.entries, text.columns["model"], strict=True):
+            value = each.loss if by_token else each.bits_per_byte
+            if each.kv_bytes_per_token and value is not None:
+                points.append((each.kv_bytes_per_token, value))
+                ticks[each.kv_bytes_per_token] = size(each.kv_bytes_per_token)
+                axes.annotate(name, points[-1], (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
+        if points:
+            label = text.title.replace("$", r"\$")
+            axes.plot(*zip(*points, strict=True), "o", label=f"on {label}")
+    if ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.minorticks_off()
+        axes.margins(x=0.15, y=0.15)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
+    else:
+        axes.text(0.5, 0.5, "no model has both a loss and a known K/V cache", ha="center")
+    axes.set_xlabel("K/V cache per token")
+    axes.set_ylabel("loss (nats per token)" if by_token else "bits per byte")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _page(texts: Sequence[MeasuredText], figure: "Figure") -> str:
+    """A page that needs no other file: names are escaped, and the picture is part of it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    svg = drawn.getvalue()
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html").render(texts=texts, svg=svg[svg.index("<svg") :], mark=DRAWN_BY)

@@ -1,0 +1,92 @@
+"""The rows of a table of losses, for a terminal and for a page."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.measuring.results import Difference, EvaluationFile, ModelScores
+
+
+def title(results: EvaluationFile) -> str:
+    """What was scored, in one line."""
+    read = {
+        "causal": f"windows of {results.context} tokens, stride {results.stride}",
+        "spans": f"span corruption, {results.context} encoder tokens",
+        "pairs": "pairs of texts",
+    }
+    first = results.entries()[0]
+    nbytes = "" if first.bytes is None else f" ({first.bytes:,} bytes)"
+    how = read.get(results.objective, results.objective)
+    return f"{first.tokens:,} tokens{nbytes} of {results.data.source}, {how}"
+
+
+def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
+    """For the name of each model, and of those compared with, the fewest of its last parts that no other name ends in."""
+    names = [each.model for each in entries]
+    names += [each.difference.to for each in entries if each.difference]
+    parts = {name: Path(name).parts or (name,) for name in names}
+    found = {}
+    for name, own in parts.items():
+        count = 1
+        while count < len(own) and _holders(own[-count:], parts.values()) > 1:
+            count += 1
+        found[name] = str(Path(*own[-count:]))
+    return found
+
+
+def _holders(end: tuple[str, ...], names: Iterable[tuple[str, ...]]) -> int:
+    return sum(name[-len(end) :] == end for name in names)
+
+
+def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:
+    """The cells of each column by its heading, without the columns that have nothing in them.
+
+    Args:
+        entries: a row each.
+        names: what each model is called.
+    """
+    found: dict[str, list[str]] = {}
+    for row, each in enumerate(entries):
+        cells = {
+            "model": names[each.model],
+            "K/V per token": size(each.kv_bytes_per_token) if each.kv_bytes_per_token else "",
+            "loss": "NaN" if each.scored_nan else _with_error(each.loss, each.loss_standard_error),
+            "perplexity": _number(each.perplexity, ".4g"),
+            "bits/byte": _number(each.bits_per_byte, ".4f"),
+            "difference": _difference(each.difference),
+            "KL": _with_error(each.kl, each.kl_standard_error),
+            "same top-1": _number(each.top1_agreement, ".2%"),
+        }
+        for heading, cell in cells.items():
+            found.setdefault(heading, [""] * len(entries))[row] = cell
+    return {heading: cells for heading, cells in found.items() if any(cells)}
+
+
+def _difference(other: Difference | None) -> str:
+    if other is None:
+        return ""
+    if other.loss is None and other.bits_per_byte is not None:
+        return _with_error(other.bits_per_byte, other.bits_per_byte_standard_error, "+") + " bits/byte"
+    return _with_error(other.loss, other.standard_error, "+")
+
+
+def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    return _number(value, f"{sign}.4f") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def notes(entries: Sequence[ModelScores], names: dict[str, str]) -> list[str]:
+    """What differences are from, and what there is to say about single models."""
+    found = []
+    for target in dict.fromkeys(each.difference.to for each in entries if each.difference):
+        compared = [names[each.model] for each in entries if each.difference and each.difference.to == target]
+        found.append(f"differences of {', '.join(compared)} are from {names[target]}, paired over the same text")
+    for each in entries:
+        if each.scored_nan:
+            found.append(f"{each.scored_nan:,} of {each.tokens:,} tokens have no finite loss: {names[each.model]}")
+        if each.note:
+            found.append(f"{names[each.model]}: {each.note}")
+    return found
