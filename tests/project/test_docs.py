@@ -4,7 +4,6 @@ parsed, and tests/helpers/document_workplace.py says why it is not run."""
 import ast
 import contextlib
 import re
-import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -328,34 +327,3 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
             )
     assert pages["method.html"].count("<math") > 20
     assert "<code>config.json</code> is missing or no JSON object" in pages["api.html"]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "panels", "labels"),
-    [
-        ("benchmarks.quality.figure", "loss-against-cache", 4, ("7,680 B", "1,920 B", "640 B")),
-    ],
-)
-def test_the_readmes_figures_show_the_measurements(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    module: str,
-    name: str,
-    panels: int,
-    labels: tuple[str, ...],
-) -> None:
-    """Both variants are drawn anew, with a panel for each model or cell and a mark for each measurement."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["figure", "--folder", str(tmp_path)])
-    runpy.run_module(module, run_name="__main__")
-    assert capfd.readouterr().err == ""
-    readme = (ROOT / "README.md").read_text()
-    for theme in ("light", "dark"):
-        drawn = (tmp_path / f"{name}-{theme}.svg").read_text()
-        kept = ROOT / "docs" / "results" / f"{name}-{theme}.svg"
-        assert str(kept.relative_to(ROOT)) in readme
-        assert drawn.count('<g id="axes_') == panels
-        for label in labels:
-            assert label in drawn
-            assert label in kept.read_text()

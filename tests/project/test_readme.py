@@ -3,9 +3,13 @@
 import ast
 import json
 import re
+import runpy
+import statistics
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from gqa_convert.families.table import FAMILIES, RESTATED
 
@@ -13,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PART_OF = {"jinja2": "markupsafe", "pydantic": "pydantic_core", "transformers": "tokenizers"}
 """Packages that another one requires and has in its interface."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REAL = json.loads((ROOT / "docs" / "results" / "real.json").read_text(encoding="utf-8"))
 
 
 def test_ci_runs_the_readmes_test_command_to_the_letter() -> None:
@@ -79,15 +84,65 @@ def test_the_number_of_families() -> None:
         assert words in README, f"README.md states another number of types: it must say '{words}'"
 
 
+def real_losses(method: str) -> list[str]:
+    """On prose, code and chat, as the README writes them; averaged over seeds."""
+    if method == "source":
+        scores = [REAL["models"]["smollm2"]["scores"]]
+    else:
+        scores = [cell for cell in REAL["cells"] if cell["method"] == method]
+    kinds = ("prose", "code", "chat")
+    return [f"{statistics.mean(each['loss'][kind]['512']['loss'] for each in scores):.2f}" for kind in kinds]
+
+
+def needles(method: str) -> list[str]:
+    """The shares found in texts of 512 and of 4,096 tokens; empty where they were not measured."""
+    scores = [REAL["models"]["smollm2"]["scores"]]
+    if method != "source":
+        scores = [cell for cell in REAL["cells"] if cell["method"] == method]
+    if "needle" not in scores[0]:
+        return ["", ""]
+    return [f"{statistics.mean(each['needle'][length]['found'] for each in scores):.0%}" for length in ("512", "4096")]
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        ("source", "source"),
+        ("`--method mean`", "mean"),
+        ("`convert` without text", "default"),
+        ("`fit`, closed forms only (`--fit-steps 0 --kl-steps 0`)", "fit-closed"),
+        ("`fit` without its last stage (`--kl-steps 0`)", "fit-gradient"),
+        ("`fit`, the default with `--calibration`", "fit"),
+    ],
+)
+def test_the_table_states_what_was_measured(row: str, method: str) -> None:
+    lines = [line.replace("*", "") for line in README.splitlines() if line.startswith("|")]
+    (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(f"| {row} |")]
+    assert cells[3:] == [*real_losses(method), *needles(method)]
+
+
 def test_the_first_sentence_states_what_was_measured() -> None:
-    """The range over all models, at a quarter of the K/V heads, of the share of mean pooling's loss that `fit` avoids."""
-    measured = json.loads((ROOT / "docs" / "results" / "quality.json").read_text(encoding="utf-8"))
-    quarter = {"demo": 3, "qwen2": 4, "gpt2": 3, "t5": 3}
-    shares = [
-        100 * cell["gap_closed"]
-        for cell in measured["cells"]
-        if cell["method"] == "fit" and quarter[cell["model"]] == cell["groups"]
-    ]
-    assert len(shares) == len(quarter) == len(measured["models"])
+    source, fitted, mean = (real_losses(method)[0] for method in ("source", "fit", "mean"))
     for page in (README, (ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
-        assert f"avoids {min(shares):.0f} to {max(shares):.0f}% of the" in page.split("<picture>")[0]
+        first = " ".join(page.split("<picture>")[0].split())
+        assert f"rises from {source} to {fitted} nats per token" in first
+        assert f"raises it to {mean}." in first
+
+
+def test_the_plot_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both variants are drawn anew, and those that the README shows have the same labels."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["readme_plot", str(tmp_path)])
+    runpy.run_module("benchmarks.real.readme_plot", run_name="__main__")
+    labels = [loss for method in ("mean", "default", "fit") for loss in real_losses(method)]
+    labels += [f"source {loss}" for loss in real_losses("source")] + ["23,040 B", "7,680 B"]
+    for theme in ("light", "dark"):
+        kept = ROOT / "docs" / "results" / f"real-loss-{theme}.svg"
+        assert str(kept.relative_to(ROOT)) in README
+        for drawn in (kept, tmp_path / kept.name):
+            text = drawn.read_text(encoding="utf-8")
+            assert [label for label in labels if label not in text] == []
+
+
+def test_it_stays_short() -> None:
+    assert len(README.splitlines()) <= 150
