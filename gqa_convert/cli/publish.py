@@ -1,25 +1,25 @@
 """`gqa-convert publish`."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gqa_convert.checkpoint.byte_sizes import size
+
 from .options import Json, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gqa_convert.hub.publishing import Publication
 
 
 def publish(
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder written by convert or uptrain.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder written by convert or uptrain.")],
     repo_id: Annotated[
-        str,
-        typer.Option(
-            "--repo-id",
-            metavar="ORG/NAME",
-            help="Repository on the Hub; created if it does not exist.",
-            show_default=False,
-        ),
+        str, typer.Option(metavar="ORG/NAME", help="Repository on the Hub; created if it does not exist.")
     ],
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     dry_run: Annotated[
@@ -29,63 +29,31 @@ def publish(
     results: Annotated[
         list[Path] | None,
         typer.Option(
-            "--results",
-            "-r",
-            metavar="PATH",
-            help="JSON of evaluate or benchmark, or a folder with it, for the card; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    evaluated_as: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--evaluated-as",
-            metavar="NAME",
-            help="Name of OUT in the results, if it was moved after they were measured; repeatable.",
-            show_default=False,
+            "--results", "-r", metavar="FILE", help="JSON of evaluate, benchmark or lm_eval for the card; repeatable."
         ),
     ] = None,
     base_model: Annotated[
         str | None,
         typer.Option(
-            "--base-model",
-            metavar="ORG/NAME",
-            help="Source model on the Hub. Default: the one that the conversion recorded.",
-            show_default=False,
+            metavar="ORG/NAME", help="Source model on the Hub. Default: the one that the conversion recorded."
         ),
     ] = None,
     licence: Annotated[
         str | None,
         typer.Option(
-            "--license",
-            metavar="ID",
-            help="Licence of the result, for example apache-2.0. Default: that in the README.md of the source.",
-            show_default=False,
+            "--license", metavar="ID", help="Licence of the result. Default: that in the README.md of the source."
         ),
     ] = None,
     dataset: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dataset",
-            metavar="ORG/NAME",
-            help="Hub dataset on which OUT was trained; repeatable.",
-            show_default=False,
-        ),
+        list[str] | None, typer.Option(metavar="ORG/NAME", help="Hub dataset on which OUT was trained; repeatable.")
     ] = None,
     overwrite_card: Annotated[
         bool,
-        typer.Option(
-            "--overwrite-card", help="Rename an existing README.md that publish did not write, and write the card."
-        ),
+        typer.Option("--overwrite-card", help="Rename a README.md that publish did not write, and write the card."),
     ] = False,
     revision: Annotated[
         str | None,
-        typer.Option(
-            "--revision",
-            metavar="BRANCH",
-            help="Branch to upload to; created if it does not exist. Default: main.",
-            show_default=False,
-        ),
+        typer.Option(metavar="BRANCH", help="Branch to upload to; created if it does not exist. Default: main."),
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     as_json: Json = False,
@@ -94,35 +62,68 @@ def publish(
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
 
     You must be logged in (hf auth login). The card states only what OUT records and what the results measured. All
-    files are checked before anything is written, and compared by hash after the upload. The same command resumes an
-    interrupted upload. Nothing on the Hub is deleted.
+    files are checked and listed before anything is sent, and compared by hash after the upload. The same command
+    resumes an interrupted upload. Nothing on the Hub is deleted.
 
     Examples:
 
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
-      gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results runs/evaluate.json
+      gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0 --create-pr
     """
-    from functools import partial
+    from huggingface_hub.utils import disable_progress_bars
 
-    from gqa_convert.cli.console.progress import byte_progress
-    from gqa_convert.cli.console.publication import show_arrival, show_checked
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.publishing.publish import Options, publish
-    from gqa_convert.publishing.remote import Place
+    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console
+    from gqa_convert.hub.options import PublishOptions
+    from gqa_convert.hub.publishing import publish
 
-    options = Options(
-        tuple(results or ()), tuple(evaluated_as or ()), base_model, licence, tuple(dataset or ()), overwrite_card
+    if quiet or not sys.stderr.isatty():
+        disable_progress_bars()
+
+    def show_checked(publication: "Publication") -> None:
+        if not quiet and not (as_json and dry_run):
+            _show_files(publication, stdout_console() if dry_run else stderr_console())
+
+    options = PublishOptions(
+        repo_id,
+        revision,
+        private,
+        create_pr,
+        results=tuple(results or ()),
+        base_model=base_model,
+        license=licence,
+        datasets=tuple(dataset or ()),
+        overwrite_card=overwrite_card,
     )
-    made = publish(
-        out,
-        Place(repo_id, revision, private, create_pr),
-        options,
-        dry_run=dry_run,
-        reading=partial(byte_progress, "hashing", quiet=quiet),
-        on_checked=lambda checked: None if quiet or (as_json and dry_run) else show_checked(checked),
-    )
+    with stage_progress(quiet=quiet) as on_progress:
+        published = publish(out, options, dry_run=dry_run, on_progress=on_progress, on_checked=show_checked)
     if as_json:
-        print_json(made.as_json())
+        print_json(published.as_json())
     elif not quiet:
-        show_arrival(made)
+        verb = "would be published" if dry_run else "published"
+        stdout_console().print(f"{verb} at {published.pull_request or published.url}", soft_wrap=True)
+
+
+def _show_files(publication: "Publication", console: "Console") -> None:
+    """Print what is sent, and where."""
+    from .console.screen import print_note
+
+    verb = "would send" if publication.dry_run else "sending"
+    for file in publication.files:
+        note = ", replaces another file" if file.path in (publication.replaced or ()) else ""
+        line = f"{verb}  {file.path}, {size(file.bytes)}, sha256 {file.sha256[:16]}{note}"
+        console.print(_printable(line), soft_wrap=True)
+    total = size(sum(file.bytes for file in publication.files))
+    console.print(f"total    {len(publication.files)} files, {total}", soft_wrap=True)
+    default = "public, unless it exists and is private or its organisation makes repositories private"
+    visibility = {True: "private", False: "public", None: default}[publication.private]
+    console.print(f"to       {publication.url}, {visibility}", soft_wrap=True)
+    for warning in publication.warnings:
+        print_note(_printable(warning), console)
+    console.print(f"card     {publication.card}", soft_wrap=True)
+
+
+def _printable(line: str) -> str:
+    """A line whose unprintable characters, which file names may hold, are replaced."""
+    return "".join(char if char.isprintable() else "?" for char in line)

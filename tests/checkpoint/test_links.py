@@ -12,8 +12,8 @@ import pytest
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import PublishError
-from gqa_convert.publishing.publish import publish
-from gqa_convert.publishing.remote import Place
+from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.publishing import publish
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import same_weights, write_llama
@@ -120,7 +120,7 @@ def test_publish_does_not_send_what_a_link_shows(
     link(out, outside)
     (out / name).unlink(missing_ok=True)
     (out / "notes.txt").rename(out / name)
-    sent = publish(out, Place("me/gqa-3"), dry_run=True)
+    sent = publish(out, PublishOptions("me/gqa-3"), dry_run=True)
     assert name not in {each.path for each in sent.files}
     warning = next(each for each in sent.warnings if each.startswith("not sent, as links that lead out"))
     assert name in warning
@@ -133,7 +133,7 @@ def test_publish_does_not_send_a_linked_folder(source: Path, outside: Path, tmp_
     convert_checkpoint(source, out, 3, method="mean")
     shutil.rmtree(out / "notes")
     link_to_folder(out, outside)
-    sent = publish(out, Place("me/gqa-3"), dry_run=True)
+    sent = publish(out, PublishOptions("me/gqa-3"), dry_run=True)
     assert "notes/key" not in {each.path for each in sent.files}
     assert "not sent, as links that lead out of the folder: notes/" in sent.warnings
 
@@ -147,7 +147,7 @@ def test_publish_refuses_weights_and_records_that_lie_elsewhere(
     shutil.move(out / name, outside / name)
     (out / name).symlink_to(outside / name)
     with pytest.raises(PublishError, match=f"{name} is a link that leads out of the folder"):
-        publish(out, Place("me/gqa-3"), dry_run=True)
+        publish(out, PublishOptions("me/gqa-3"), dry_run=True)
 
 
 def test_links_within_the_folder_are_followed(source: Path, tmp_path: Path) -> None:

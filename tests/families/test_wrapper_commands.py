@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.loading import load_model, outline_model
-from gqa_convert.publishing import card, metadata
+from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.publishing import publish
 from gqa_convert.serving.checking import check_serving
 from gqa_convert.training.teacher import shared_vocabulary
 from gqa_convert.verify.behaviour import comparison
@@ -99,10 +97,11 @@ def test_engines_are_refused_for_what_they_lack(source: Callable[[str], Path]) -
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])
 def test_the_card_names_the_class_and_the_task(model_type: str, source: Callable[[str], Path]) -> None:
-    checkpoint = open_checkpoint(converted(source(model_type)))
-    facts: Any = SimpleNamespace(plan=make_plan(checkpoint, 3), checkpoint=checkpoint)
-    assert card._auto_class(facts) == "AutoModelForImageTextToText"
-    assert metadata.pipeline_tag(facts, {}) == "image-text-to-text"
+    out = converted(source(model_type))
+    publish(out, PublishOptions("me/gqa-3"), dry_run=True)
+    text = (out / "README.md").read_text()
+    assert "AutoModelForImageTextToText.from_pretrained(" in text
+    assert "pipeline_tag: image-text-to-text" in text
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "paligemma"])

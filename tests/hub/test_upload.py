@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.publishing.remote import own_token
+from gqa_convert.hub.repository import own_token
 from tests.helpers.checkpoints import digests, write_llama
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub

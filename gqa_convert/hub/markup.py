@@ -1,0 +1,134 @@
+"""Markdown from names and texts of files that may hold anything: nothing in them becomes markup.
+
+`ModelCard.from_template` of huggingface_hub renders undefined names as nothing and escapes no value; `render` does both.
+"""
+
+import html
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.byte_sizes import size
+
+_LONGEST = 600
+FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
+"""The folders of an absolute path: a published card must not reveal them."""
+_MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
+_MOST_DECIMALS = 5
+
+
+class Markdown(str):
+    """Text that is Markdown already and must not be escaped again."""
+
+    __slots__ = ()
+
+
+def render(template: Path, card: object) -> str:
+    """Render a template of jinja2 that reads `card`; values that are not `Markdown` are escaped.
+
+    Raises:
+        jinja2.UndefinedError: the template reads a name or an attribute that does not exist.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined, finalize=_escaped, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    tools = (code, fenced, shell, cell, number, significant, with_error, size, in_words, Markdown)
+    environment.filters |= {tool.__name__: tool for tool in tools}
+    return environment.from_string(template.read_text(encoding="utf-8")).render(card=card)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(value, Markdown):
+        return plain(value)
+    return value
+
+
+def code(text: str) -> Markdown:
+    """The text as a code span on one line, in which nothing is markup."""
+    line = one_line(text)
+    fence = "`" * (_longest_run(line) + 1)
+    pad = " " if line != line.strip(" `") or not line else ""
+    return Markdown(f"{fence}{pad}{line}{pad}{fence}")
+
+
+def plain(text: str) -> Markdown:
+    """The text as running text on one line, in which nothing is markup."""
+    return Markdown(_MARKUP.sub(r"\\\1", html.escape(one_line(text), quote=False)))
+
+
+def fenced(text: str, language: str) -> Markdown:
+    """The text as a code block whose fence is longer than every run of backticks in it."""
+    text = without_folders(text)
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return Markdown(f"{fence}{language}\n{text}\n{fence}")
+
+
+def shell(command: Sequence[str]) -> str:
+    """A command as a shell takes it."""
+    return shlex.join(map(printable, command))
+
+
+def one_line(text: str) -> str:
+    """The text without folders of absolute paths, with unprintable characters escaped, and cut where it is too long."""
+    text = without_folders(text)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """The text with every unprintable character escaped: names from files may hold control characters."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def without_folders(text: str) -> str:
+    """The text with every absolute path reduced to its last name."""
+    return FOLDERS.sub("", text)
+
+
+def cell(text: str) -> Markdown:
+    """The text as a code span in a cell of a table, which a bar would end. A bar after an odd number of backslashes is
+    escaped already.
+    """
+    return Markdown(re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", code(text)))
+
+
+def number(value: float | None) -> str:
+    """A number without decimals, or an empty string for None."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """A number with so many significant digits, or an empty string for None; whole digits are never dropped."""
+    return "" if value is None else f"{value:,.{_decimals(value, digits)}f}"
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    """A number and its standard error, each where it is known, both as far as two digits of the error reach."""
+    if value is None or not error:
+        return significant(value)
+    decimals = _decimals(error, 2)
+    return f"{value:,.{decimals}f} ± {error:.{decimals}f}"
+
+
+def in_words(kv_heads: int | list[int]) -> str:
+    """The K/V heads of a layer, or of layers that differ: "4", or "1 to 8 (mean 3.25)"."""
+    if isinstance(kv_heads, int):
+        return str(kv_heads)
+    mean = sum(kv_heads) / len(kv_heads)
+    return f"{min(kv_heads)} to {max(kv_heads)} (mean {mean:.3g})"
+
+
+def _decimals(value: float, digits: int) -> int:
+    if not value or not math.isfinite(value):
+        return digits - 1
+    return min(_MOST_DECIMALS, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def _longest_run(text: str) -> int:
+    runs = re.findall(r"`+", text)
+    return max(map(len, runs), default=0)

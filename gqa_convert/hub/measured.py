@@ -1,0 +1,175 @@
+"""The results of evaluate, benchmark and lm-eval that a card states: those whose fingerprint is the checkpoint's."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.errors import ReportError
+from gqa_convert.hub.converted import Converted
+from gqa_convert.hub.markup import in_words
+from gqa_convert.measuring.results import (
+    BenchmarkFile,
+    Difference,
+    EvaluationFile,
+    ModelScores,
+    TimedCell,
+    load_result,
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An evaluation of the checkpoint, and of its source where that was scored on the same text.
+
+    Attributes:
+        text: what was scored and how, in words.
+    """
+
+    file: EvaluationFile
+    text: str
+    ours: ModelScores
+    source: ModelScores | None
+
+    @property
+    def paired(self) -> Difference | None:
+        """The difference to the source over the same tokens, None where another model was compared with."""
+        difference = self.ours.difference
+        if difference is None or difference.loss is None or self.source is None:
+            return None
+        return difference if difference.to == self.source.model else None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A benchmark at the K/V heads of the checkpoint and of its source.
+
+    Attributes:
+        speedups: the source's time of a decode step over the checkpoint's, by batch and context.
+    """
+
+    file: BenchmarkFile
+    cells: list[TimedCell]
+    speedups: dict[tuple[int, int], float]
+
+
+class TaskFile(BaseModel):
+    """What `lm_eval --output_path` writes: `{"results": {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}}`."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    lm_eval_version: str
+    model_name: str
+    results: dict[str, dict[str, float | str | None]]
+    shots: dict[str, int] = Field(alias="n-shot")
+
+    def rows(self) -> list[tuple[str, str, float, float | None]]:
+        """Task, metric, value and standard error of every figure."""
+        found = []
+        for task, metrics in self.results.items():
+            for metric, value in metrics.items():
+                error = metrics.get(metric.replace(",", "_stderr,"))
+                if "," in metric and "_stderr," not in metric and isinstance(value, float):
+                    found.append((task, metric, value, error if isinstance(error, float) else None))
+        return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All results that a card states, in the order in which they were given; warnings on files that are left out."""
+
+    scored: list[Scored] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
+    tasks: list[TaskFile] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_measured(paths: Sequence[Path], model: Converted, repo_id: str) -> Measured:
+    """Read files of results, and keep those of a checkpoint; of several evaluations on one text, the newest.
+
+    Raises:
+        ReportError: a file can't be read, or holds no results.
+    """
+    measured = Measured()
+    for path in paths:
+        file = _read_tasks(path) or load_result(path)
+        if isinstance(file, EvaluationFile):
+            belongs = _add_evaluation(measured, file, model)
+        elif isinstance(file, BenchmarkFile):
+            belongs = _add_benchmark(measured, file, model)
+        else:
+            belongs = _add_tasks(measured, file, model, repo_id)
+        if not belongs:
+            measured.warnings.append(
+                f"{path} is left out: it measured other models than {model.folder} as it is now with {in_words(model.record.groups)} K/V heads; "
+                "measure again"
+            )
+    return measured
+
+
+def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) -> bool:
+    scores = {score.fingerprint: score for score in (file.reference, *file.results) if score}
+    ours = scores.get(model.fingerprint)
+    if ours is None:
+        return False
+    options = file.data.model_dump(exclude_none=True) | {"context": file.context, "stride": file.stride}
+    words = [options.pop("source"), file.objective]
+    words += [
+        f"{key.replace('_', ' ')} {value}" for key, value in options.items() if value not in (None, "train", "text")
+    ]
+    scored = Scored(file, ", ".join(words), ours, scores.get(model.first.source.fingerprint))
+    for place, other in enumerate(measured.scored):
+        if other.text == scored.text:
+            older, newer = sorted((other, scored), key=lambda each: each.file.created)
+            measured.scored[place] = newer
+            measured.warnings.append(
+                f"the evaluation of {older.file.created} on {file.data.source} is left out: that of {newer.file.created} is newer"
+            )
+            return True
+    measured.scored.append(scored)
+    return True
+
+
+def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) -> bool:
+    known = (model.fingerprint, model.first.source.fingerprint)
+    ours, source = model.record.groups, model.first.source_kv_heads
+    timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
+    cells = [cell for cell in timed if cell.groups in (ours, source)]
+    times = {(cell.batch, cell.context, cell.groups == ours): cell.decode_ms_per_token for cell in cells}
+    speedups = {}
+    for (batch, context, is_ours), time in times.items():
+        before = times.get((batch, context, False))
+        if is_ours and time and before:
+            speedups[batch, context] = before / time
+    if any(cell.groups == ours for cell in cells):
+        measured.timed.append(Timed(file, cells, speedups))
+        return True
+    return False
+
+
+def _read_tasks(path: Path) -> TaskFile | None:
+    """The content of a file of lm-eval, None for any other file.
+
+    Raises:
+        ReportError: the file is lm-eval's and can't be understood.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        return TaskFile.model_validate(content) if "lm_eval_version" in content else None
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+        raise ReportError(f"{path} can't be read ({first['loc']}: {first['msg']}): run lm_eval again") from None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _add_tasks(measured: Measured, file: TaskFile, model: Converted, repo_id: str) -> bool:
+    folder = local_path(file.model_name)
+    if file.model_name == repo_id or (folder.is_dir() and fingerprint(folder) == model.fingerprint):
+        measured.tasks.append(file)
+        return True
+    return False

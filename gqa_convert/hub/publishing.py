@@ -1,0 +1,118 @@
+"""Publishes a checkpoint: checks everything, writes the card, uploads, and compares the files on the Hub."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gqa_convert.checkpoint.ownership import some
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.signed_card import CARD
+from gqa_convert.hub.card import make_card
+from gqa_convert.hub.converted import Converted, open_converted
+from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
+from gqa_convert.hub.markup import FOLDERS, in_words
+from gqa_convert.hub.options import PublishOptions, check_options
+from gqa_convert.hub.readme import write_card
+from gqa_convert.hub.repository import Repository, own_token, url_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication(Result):
+    """What `publish` sent, or would send.
+
+    Attributes:
+        repo_id, url, revision: the place on the Hub.
+        private: None where a new repository is as its organisation has it, or where that was not looked up.
+        commit, pull_request: on the Hub; None in a dry run and before the upload.
+        files: what is sent.
+        replaced: paths whose content on the Hub differs; None in a dry run.
+        card: the file of the model card.
+        warnings: sentences for the publisher.
+        dry_run: whether nothing is sent.
+    """
+
+    repo_id: str
+    url: str
+    revision: str | None
+    private: bool | None
+    commit: str | None = None
+    pull_request: str | None = None
+    files: list[HashedFile]
+    replaced: list[str] | None
+    card: str
+    warnings: list[str]
+    dry_run: bool
+
+
+def publish(
+    out: str | Path,
+    options: PublishOptions,
+    *,
+    dry_run: bool = False,
+    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    on_checked: Callable[[Publication], None] = lambda publication: None,
+) -> Publication:
+    """Publish a converted checkpoint on the Hub.
+
+    Args:
+        out: the folder that convert or uptrain wrote.
+        options: where it goes, and what the folder does not say.
+        dry_run: write the card and send nothing; no network is used.
+        on_progress: called with the name of a stage, the number of files that are read, and of all.
+        on_checked: called with what will be sent before anything is.
+
+    Raises:
+        GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
+    """
+    check_options(options)
+    model = open_converted(local_path(out))
+    card, warnings = make_card(model, options)
+    token = own_token()
+    refuse_token("the model card", card.content.encode(), token)
+    repository = None if dry_run else Repository(options, token)
+    private = True if options.private else None
+    if repository is not None:
+        private = repository.read()
+        warnings += repository.check_weights([*model.files, CARD])
+        warnings += repository.check_card(card)
+    files = []
+    for number, name in enumerate(model.files):
+        on_progress("hashing", number, len(model.files))
+        files.append(hash_file(model.folder, name, token))
+    warnings += find_changes(model, files)
+    written = write_card(model, card.content)
+    files.append(hash_file(model.folder, CARD, token))
+    publication = Publication(
+        repo_id=options.repo_id,
+        url=url_of(options.repo_id),
+        revision=options.revision,
+        private=private,
+        files=sorted(files, key=lambda file: file.path),
+        replaced=repository.find_replaced(files) if repository else None,
+        warnings=[*warnings, *_left_out(model)],
+        card=str(written),
+        dry_run=dry_run,
+    )
+    on_checked(publication)
+    if repository is None:
+        return publication
+    message = f"Upload a conversion to {in_words(model.record.groups)} K/V heads per layer"
+    commit = repository.upload(model.folder, files, message)
+    return replace(publication, commit=commit.oid, pull_request=commit.pr_url)
+
+
+def _left_out(model: Converted) -> list[str]:
+    """Warnings about files that stay, and about folders of this machine in the record."""
+    warnings = []
+    local = FOLDERS.search((model.folder / PROVENANCE).read_text(encoding="utf-8"))
+    if local:
+        warnings.append(
+            f"{PROVENANCE} is published too and names folders of this machine such as {local[0]}; the card does not"
+        )
+    if model.checkpoint.links_out:
+        warnings.append(f"not sent, as links that lead out of the folder: {some(list(model.checkpoint.links_out))}")
+    if model.untracked:
+        warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(list(model.untracked))}")
+    return warnings

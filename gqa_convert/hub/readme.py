@@ -1,0 +1,113 @@
+"""OUT/README.md: who wrote it, what its front matter states, and how a card replaces it."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.atomic_files import atomic_file
+from gqa_convert.checkpoint.ownership import set_aside
+from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
+from gqa_convert.errors import OutputError, PublishError
+from gqa_convert.hub.converted import Converted
+from gqa_convert.hub.licenses import Words
+from gqa_convert.hub.markup import one_line
+
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+"""Keys of the source's front matter that hold for the result too."""
+
+
+def read_readme(folder: Path) -> str | None:
+    """The text of OUT/README.md, None if there is none.
+
+    Raises:
+        PublishError: the file is no text.
+    """
+    path = folder / CARD
+    if not path.is_symlink() and not path.exists():
+        return None
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as problem:
+        raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
+
+
+def is_users(model: Converted, text: str) -> bool:
+    """Whether a user wrote or edited a README: it did not come with the source, and is no card as `publish` wrote it."""
+    return not is_our_card(text) and not _came_with_source(model, text)
+
+
+def check_replaceable(model: Converted, text: str | None) -> None:
+    """Refuse to replace a README of the user's.
+
+    Raises:
+        PublishError: a user wrote or edited it.
+    """
+    if text is not None and is_users(model, text):
+        edited = "a card that was edited since publish wrote it"
+        kind = edited if MARKER.search(text) else "neither the source's README nor a card of publish"
+        raise PublishError(f"{model.folder / CARD} is {kind}: move it away, or rename it with --overwrite-card")
+
+
+def _came_with_source(model: Converted, text: str) -> bool:
+    written = model.record.written.get(CARD)
+    return written is not None and written.sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+def stated_by_source(model: Converted, text: str | None) -> Words:
+    """Licence, languages and task that the source states, in its README or in the comment of the card that replaced
+    it.
+    """
+    import yaml
+    from huggingface_hub import ModelCard
+
+    found: dict[str, Any] = {}
+    try:
+        if text and (match := MARKER.search(text)):
+            found = json.loads(match[1])
+        elif text and text.lstrip("\ufeff").startswith("---") and _came_with_source(model, text):
+            found = ModelCard(text.lstrip("\ufeff"), ignore_metadata_errors=True).data.to_dict()
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
+        return {}
+    words = {key: _words(found.get(key)) for key in _INHERITED}
+    return {key: value for key, value in words.items() if value}
+
+
+def _words(value: object) -> str | list[str]:
+    if isinstance(value, list):
+        return [word for each in value if isinstance(word := _words(each), str) and word]
+    if value is False:
+        return "no"  # YAML takes Norwegian for False
+    return one_line(value.strip()) if isinstance(value, str) else ""
+
+
+def sign(front: str, body: str, stated: Words) -> str:
+    """A card with a signature in a comment between front matter and body. The comment also keeps what the source
+    states, since the card replaces the only file that did.
+    """
+    return signed(front, json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e"), body)
+
+
+def write_card(model: Converted, card: str) -> Path:
+    """Write the card in one step; a README of the user's is renamed first.
+
+    Raises:
+        OutputError: the card can't be written.
+    """
+    path = model.folder / CARD
+    try:
+        text = read_readme(model.folder)
+        if text == card and not path.is_symlink():
+            return path
+        with atomic_file(path) as file:
+            file.write(card.encode())
+            file.flush()
+            os.fsync(file.fileno())  # a full disk must not leave the folder without either README
+            if text is not None and is_users(model, text):
+                set_aside(path)
+    except OSError as problem:
+        raise OutputError(
+            f"{path} can't be written ({problem.strerror or problem}): make the folder writable"
+        ) from None
+    return path

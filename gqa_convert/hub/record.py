@@ -1,0 +1,112 @@
+"""`gqa_conversion.json`, as far as a model card states it. The names of the fields are the keys in the file."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gqa_convert.checkpoint.machine import Machine
+from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.errors import PublishError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class BeforeAfter(_Part):
+    """A number of the source and of the result."""
+
+    before: float
+    after: float
+
+
+class WrittenFile(_Part):
+    """A file that convert or uptrain wrote; the hash is unknown of weights that were streamed without `--hash`."""
+
+    bytes: int
+    sha256: str | None = None
+
+
+class Source(_Part):
+    """What was converted: a folder, or a Hub id and its commit."""
+
+    id: str
+    revision: str | None
+    fingerprint: str
+
+
+class Calibration(_Part):
+    """The calibration text in words, and the divergence from the source on held-out parts of it, in nats per token."""
+
+    text: str
+    kl: BeforeAfter | None
+
+
+class Training(_Part):
+    """An uptraining run: its recipe with all keys and the commits of Hub datasets, and losses on the recipe's evaluation
+    text in nats per token (`start`, `final`, `source`) with the share of the gap to the source that closed.
+    """
+
+    command: list[str] | None
+    machine: Machine
+    tokens: int
+    recipe: dict[str, Any]
+    evaluation: dict[str, float | None] | None
+    adapters: str | None = None
+
+
+class ConversionRecord(_Part):
+    """A conversion and the uptraining runs after it."""
+
+    command: list[str] | None
+    machine: Machine
+    source: Source
+    model_type: str
+    route: str
+    method: str
+    calibration: Calibration | None
+    heads: int
+    source_kv_heads: int
+    groups: int | list[int]
+    encoder: bool
+    parameters: BeforeAfter
+    kv_bytes_per_token: BeforeAfter | None = None
+    cross_kv_bytes_per_encoder_token: BeforeAfter | None = None
+    merge_error: dict[str, float]
+    uptraining: list[Training] = []
+    previous: "ConversionRecord | None"
+    written: dict[str, WrittenFile]
+
+    @property
+    def errors_by_kind(self) -> dict[str, list[float]]:
+        """Relative merge errors by the last word of the tensors' names, of biases by the last two."""
+        kinds: dict[str, list[float]] = {}
+        for name, value in sorted(self.merge_error.items()):
+            words = name.removesuffix(".weight").split(".")
+            kind = ".".join(words[-2:] if words[-1] == "bias" else words[-1:])
+            kinds.setdefault(kind, []).append(value)
+        return kinds
+
+
+def read_records(folder: Path) -> tuple[ConversionRecord, ...]:
+    """The records of the conversions that made a checkpoint, oldest first.
+
+    Raises:
+        PublishError: there is no record, or it is no record of a conversion.
+    """
+    path = folder / PROVENANCE
+    try:
+        newest = ConversionRecord.model_validate_json(path.read_bytes(), strict=True)
+    except OSError:
+        raise PublishError(
+            f"{folder} has no {PROVENANCE} that can be read: name a folder that convert or uptrain wrote"
+        ) from None
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise PublishError(f"{path} is not the record of a conversion ({key}: {first['msg']}): convert again") from None
+    records = [newest]
+    while records[0].previous is not None:
+        records.insert(0, records[0].previous)
+    return tuple(records)

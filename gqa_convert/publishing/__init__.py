@@ -1,1 +1,0 @@
-"""Publishes a converted checkpoint on the Hub: its model card, made from recorded facts alone, and its upload."""

@@ -1,0 +1,558 @@
+"""Model cards: every fact in them is one of the files', and nothing is lost or let in by the way."""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.signed_card import is_our_card
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import GQAConvertError, OptionError, PublishError
+from gqa_convert.hub.markup import significant
+from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.publishing import publish
+from gqa_convert.training.recipe import make_recipe
+from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.uptrain_runs import die, in_child
+
+REPO = "me/gqa-3"
+COMMAND = ["gqa-convert", "convert", "org/model", "out folder", "--groups", "3"]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("card")
+    source = write_llama(base / "source")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# The source's own card\n")
+    convert_checkpoint(source, base / "out", 3, method="mean", hash_weights=True, command=COMMAND)
+    return base / "out"
+
+
+@pytest.fixture
+def out(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "gqa-3")
+
+
+def record(out: Path, **changes: Any) -> dict[str, Any]:
+    """Change the record of the conversion."""
+    path = out / "gqa_conversion.json"
+    content: dict[str, Any] = json.loads(path.read_bytes()) | changes
+    path.write_text(json.dumps(content))
+    return content
+
+
+def from_hub(out: Path, name: str = "org/model", revision: str | None = COMMIT) -> dict[str, Any]:
+    source = json.loads((out / "gqa_conversion.json").read_bytes())["source"]
+    return record(out, source=source | {"id": name, "revision": revision})
+
+
+def source_readme(out: Path, text: str) -> None:
+    """As if the source had had another README, which the conversion copied."""
+    written = json.loads((out / "gqa_conversion.json").read_bytes())["written"]
+    written["README.md"] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    record(out, written=written)
+    (out / "README.md").write_bytes(text.encode())
+
+
+def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str, Any], list[str]]:
+    """The card, its front matter and the warnings; the Hub's own reader finds the same front matter, and gives it back
+    unchanged.
+    """
+    made = publish(out, PublishOptions(repo_id, **options), dry_run=True)
+    text = (out / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(text.split("---\n")[1])
+    read = ModelCard(text)
+    assert read.data.to_dict() == front
+    assert yaml.safe_load(ModelCard(str(read)).data.to_yaml()) == front
+    assert text == read.content
+    return text, front, list(made.warnings)
+
+
+def uptrained(out: Path, **changes: Any) -> None:
+    recipe = make_recipe(
+        {
+            "model": "out",
+            "output": "runs/up",
+            "tokens": 65536,
+            "teacher": "org/model",
+            "distillation_weight": 0.75,
+            "learning_rate": 3e-4,
+            "data": [{"source": "org/corpus", "name": "en"}, {"source": "texts/extra"}],
+        }
+    ).resolved()
+    training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]).as_json() | {
+        "processes": 1,
+        "tokens": 65536,
+        "changes": [],
+        "recipe": recipe,
+        "evaluation": {"start": 3.125, "source": 2.5, "final": 2.625, "recovered_share": 0.8},
+    }
+    record(out, uptraining=[training | changes], uptraining_tokens=65536)
+
+
+def test_a_native_one(out: Path) -> None:
+    from_hub(out)
+    text, front, warnings = card(out)
+    assert front == {
+        "base_model": "org/model",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "language": ["en", "de"],
+        "license": "apache-2.0",
+        "tags": ["gqa-convert", "grouped-query-attention"],
+    }
+    content = json.loads((out / "gqa_conversion.json").read_bytes())
+    before, after = 2 * 2 * HEADS * WIDTH * 4, 2 * 2 * 3 * WIDTH * 4
+    keys = [value for name, value in content["merge_error"].items() if "k_proj" in name]
+    python = content["machine"]["versions"]["python"]
+    for words in (
+        "# gqa-3\n",
+        f"[org/model](https://huggingface.co/org/model) at revision `{COMMIT}`, converted to grouped-query attention: 3 key/value heads per layer in place of 12, not uptrained.",
+        f"- **K/V cache: {size(after)} per token, 25.0% of the source's {size(before)}.**",
+        "- **Loss: not measured.**",
+        "| K/V heads per layer | 12 | 3 |",
+        f"| K/V-cache bytes per token | {before:,} | {after:,} |",
+        f"| parameters | {content['parameters']['before']:,} | {content['parameters']['after']:,} |",
+        'AutoModelForCausalLM.from_pretrained("me/gqa-3")',
+        'tokenizer = AutoTokenizer.from_pretrained("me/gqa-3")',
+        "No custom code is needed. Software that has classes for it: llama.cpp, transformers, vLLM.",
+        "```sh\nvllm serve me/gqa-3\n```",
+        "llama-server -m gqa-3.gguf\n```",
+        "**Conversion** from 12 K/V heads per layer to 3, method `mean`: the K/V heads of a group were replaced by their mean",
+        "No calibration text was used.",
+        "gqa-convert convert org/model 'out folder' --groups 3",
+        f"| `k_proj` | 2 | {min(keys):.4f} | {sum(keys) / 2:.4f} | {max(keys):.4f} |",
+        "Loss and tasks: not measured.",
+        "Decode speed: not measured.",
+        "- Its quality was not measured",
+        "- It was not uptrained",
+        f"python {python}",
+    ):
+        assert words in text
+    assert "trust_remote_code" not in text
+    assert "It was fitted" not in text
+    assert "not recorded" not in text
+    assert warnings == []
+
+
+def test_a_fitted_one(tmp_path: Path) -> None:
+    from tests.helpers.evaluate_models import causal
+
+    words = tmp_path / "calibration words.txt"
+    words.write_text("def add(left, right):\n    return left + right\n" * 400)
+    made = causal(tmp_path / "source")
+    groups = json.loads((made / "config.json").read_bytes())["num_key_value_heads"] // 2
+    out = tmp_path / "fitted"
+    convert_checkpoint(made, out, groups, calibration=str(words), calibration_tokens=480, fit_steps=2, kl_steps=2)
+    text, _, warnings = card(out)
+    content = json.loads((out / "gqa_conversion.json").read_bytes())
+    assert "method `fit`" in text
+    assert "It was fitted to the texts named above" in text
+    assert "Calibration text: `480 tokens of calibration words.txt: " in text
+    divergence = content["calibration"]["kl"]
+    assert f"diverged from the source's by {significant(divergence['after'])} nats per token" in text
+    assert (f"{significant(divergence['before'])} before all layers were trained" in text) == (
+        divergence["after"] < divergence["before"]
+    )
+    assert "1 of 1 commands were not recorded: the work was started from Python." in text
+    assert "A local checkpoint (`source`), converted" in text
+    assert "torch" in text.split("Versions: ")[1]
+    assert any("--base-model" in each for each in warnings)
+    assert any("no licence" in each for each in warnings)
+
+
+def test_one_with_code_of_its_own(tmp_path: Path) -> None:
+    from tests.helpers.own_files import make_source
+
+    source = make_source("t5", tmp_path / "source")
+    (source / "preprocessor_config.json").write_text("{}")
+    convert_checkpoint(source, tmp_path / "out", 4, method="first")
+    text, front, _ = card(tmp_path / "out", license="apache-2.0")
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
+    assert 'processor = AutoProcessor.from_pretrained("me/gqa-3", trust_remote_code=True)' in text
+    assert (
+        "The classes of this type in transformers cannot hold fewer K/V heads, so the model comes with its own code (`gqa_t5.py`). Read"
+        in text
+    )
+    assert "The model is an encoder-decoder; the encoder is unchanged." in text
+    assert "K/V-cache bytes per encoder token" in text
+    assert "pipeline_tag" not in front
+    (tmp_path / "out" / "gqa_t5.py").unlink()
+    with pytest.raises(PublishError, match=r"lacks gqa_t5\.py"):
+        card(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("modeling_files_registered")
+def test_one_whose_layers_differ(tmp_path: Path) -> None:
+    sizes = {"head_dim": 8, "intermediate_size": 256, "num_hidden_layers": 4}
+    make_checkpoint("llama", tmp_path / "source", **sizes)
+    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 4, 3, 1], method="mean")
+    text, _, _ = card(tmp_path / "list", "me/list")
+    assert "from 12 K/V heads per layer to 12, 4, 3, 1 by layer, method `mean`" in text
+    assert "| K/V heads per layer | 12 | 1 to 12 (mean 5) |" in text
+    head_bytes = 2 * 8 * 4
+    assert f"| {48 * head_bytes:,} | {20 * head_bytes:,} |" in text
+    assert "vllm serve me/list --trust-remote-code\n" in text
+    assert "transformers has no class whose layers differ" in text
+    assert "split the K/V heads of every layer: 1; with copied K/V heads (vLLM) also 12." in text
+    record(tmp_path / "list", groups=[12, 4, 1, 1])
+    with pytest.raises(PublishError, match=r"says N = \[12, 4, 1, 1\], which the weights contradict"):
+        card(tmp_path / "list")
+
+
+def test_an_uptrained_one(out: Path) -> None:
+    from_hub(out)
+    uptrained(out, adapters="LoRA of rank 8")
+    text, front, _ = card(out)
+    assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
+    assert "**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`), `texts/extra`.\n" in text
+    assert "- **Loss after uptraining: 2.625 nats per token** where the source's is 2.500, on the held-out text" in text
+    assert "learning\\_rate `0.0003`" in text
+    assert "teacher `org/model`" in text
+    assert (
+        "3.125 at the start, 2.625 at the end, 2.500 for the source (nats per token); 80.0% of the gap closed." in text
+    )
+    assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
+    assert "quality was not measured" not in text
+    assert "It was fitted" in text
+    assert "It was not uptrained" not in text
+    assert front["datasets"] == ["org/corpus"]
+    assert front["tags"][-1] == "uptrained"
+    _, front, _ = card(out, datasets=("texts/extra",))
+    assert front["datasets"] == ["texts/extra", "org/corpus"]
+    with pytest.raises(OptionError, match="--dataset"):
+        card(out, datasets=("/home/me/texts",))
+
+
+@pytest.mark.parametrize(
+    ("front", "repo_id", "said", "warned"),
+    [
+        ("license: mit", REPO, "`mit`, that of the source", ""),
+        ("license: llama2", REPO, "`llama2`", "acceptable use policy"),
+        ("license: llama3", "me/gqa-3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
+        ("license: llama3", "me/Llama-3-8B-gqa", "**Built with Meta Llama 3**", "acceptable use policy"),
+        ("license: llama3.1", "me/gqa-3", "**Built with Llama**", "must begin with 'Llama'"),
+        ("license: gemma", REPO, "`gemma`", "passed on"),
+        ("license: cc-by-nc-4.0", REPO, "`cc-by-nc-4.0`", "non-commercial"),
+        ("license: cc-by-nc-sa-4.0", REPO, "`cc-by-nc-sa-4.0`", "non-commercial use only and under the same licence"),
+        ("license: cc-by-nc-nd-4.0", REPO, "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
+        ("license: cc-by-sa-4.0", REPO, "`cc-by-sa-4.0`", "same licence"),
+        ("license: bigscience-bloom-rail-1.0", REPO, "`bigscience-bloom-rail-1.0`", "restrictions"),
+        (
+            "license: other\nlicense_name: odd\nlicense_link: LICENSE",
+            REPO,
+            "(name `odd`, terms at `LICENSE`), that",
+            "read it",
+        ),
+        ("license: something-new", REPO, "`something-new`", "does not know its terms"),
+        ("license: [mit, gemma]", REPO, "`mit`, `gemma`", "licence gemma"),
+        ("language: en", REPO, "Not known", "no licence is known"),
+        ("license: [", REPO, "Not known", "no licence is known"),
+        ("license: {a: b}", REPO, "Not known", "no licence is known"),
+    ],
+)
+def test_licences(out: Path, front: str, repo_id: str, said: str, warned: str) -> None:
+    from_hub(out)
+    source_readme(out, f"---\n{front}\n---\n# Source\n")
+    text, found, warnings = card(out, repo_id)
+    assert said in text
+    assert warned in " ".join(warnings)
+    assert bool(warned) == bool(warnings)
+    assert card(out, repo_id)[1].get("license") == found.get("license")  # from our own card now
+    if repo_id == "me/Llama-3-8B-gqa":
+        assert "must begin" not in " ".join(warnings)
+
+
+def test_a_licence_that_is_given(out: Path) -> None:
+    from_hub(out)
+    text, front, warnings = card(out, license="MIT")
+    assert front["license"] == "mit"
+    assert "`mit`, as its publisher states." in text
+    assert "replaces apache-2.0" in " ".join(warnings)
+    assert card(out, license="MIT") == (text, front, warnings)
+    text, front, _ = card(out)  # what the source states has not been forgotten
+    assert (front["license"], front["language"]) == ("apache-2.0", ["en", "de"])
+    assert "`apache-2.0`, that of the source" in text
+    assert card(out, license="apache-2.0")[0] == text
+    with pytest.raises(OptionError, match="is not a licence"):
+        card(out, license="my own: one")
+
+
+def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
+    source_readme(
+        out, '\ufeff---\nlicense: llama2\nlanguage: [no, en]\npipeline_tag: fill-mask\nlicense_name: "--><b>"\n---\n'
+    )
+    _, front, _ = card(out)
+    assert (front["language"], front["pipeline_tag"]) == (["no", "en"], "fill-mask")
+    written = (out / "README.md").read_text()
+    for before, after in (('"license": "llama2"', '"license": "mit"'), ("\nlicense: llama2", "\nlicense: mit")):
+        assert before in written
+        (out / "README.md").write_text(written.replace(before, after))
+        with pytest.raises(PublishError, match="edited"):
+            card(out)
+    assert card(out, overwrite_card=True)[1]["license"] == "llama2"
+    (out / "README.md").write_text("---\nlicense: mit\n---\nMy own.\n")
+    assert "license" not in card(out, overwrite_card=True)[1]
+    marker = f"<!-- written by gqa-convert publish from a source that states {{[}}, sha256 {'0' * 64} -->\n"
+    source_readme(out, f"---\nlicense: mit\n---\n{marker}")
+    assert "license" not in card(out)[1]
+
+
+def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> None:
+    def sent() -> set[str]:
+        return {each.path for each in publish(out, PublishOptions(REPO), dry_run=True).files}
+
+    before = sent()
+    assert before == {each.name for each in out.iterdir()}
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    (out / "linked").symlink_to(tmp_path / "outside")
+    for name in ("tokens.txt", "LICENSE"):
+        (out / name).symlink_to(tmp_path / "outside" / "secret")
+    (out / "runs").mkdir()
+    for name in (
+        ".env",
+        "id_rsa",
+        "optimizer.pt",
+        "state.pkl",
+        "runs/config.json",
+        "runs/LICENSE",
+        "LICENSE.txt",
+        "NOTICE",
+    ):
+        (out / name).write_text("{}")
+    assert sent() == before | {"LICENSE.txt", "NOTICE"}
+    warnings = card(out)[2]
+    assert "not sent, as links that lead out of the folder: LICENSE, linked/, tokens.txt" in warnings
+    assert any(each.endswith("id_rsa, optimizer.pt, runs/LICENSE and 2 more") for each in warnings)
+
+
+def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
+    home = "/home/jane/secret plans"
+    words = ["uptrain", f"{home}/r.yaml", "teacher=/home/jane/model", "--x=~jane/y/z", "data=[{source: /home/jane/t}]"]
+    uptrained(out, command=words)
+    content = from_hub(out, "/home/jane/models/llama/", None)
+    content["uptraining"][0]["recipe"] |= {"teacher": "/home/jane/model", "data": [{"source": "/home/jane/texts"}]}
+    command = ["gqa-convert", "convert", "/home/jane/models/llama/", "org/name", "../up", "https://huggingface.co/a/b"]
+    text_record = {"text": "9 tokens of /home/jane/c.txt: 1", "kl": None}
+    record(out, uptraining=content["uptraining"], calibration=text_record, command=command)
+    text, _, warnings = card(out)
+    assert "jane" not in text
+    assert "gqa-convert convert llama/ org/name ../up https://huggingface.co/a/b" in text
+    assert "teacher=model" in text
+    assert any("gqa_conversion.json" in each and "/home/jane/" in each for each in warnings)
+
+
+def test_files_that_are_not_what_they_were(out: Path) -> None:
+    from_hub(out)
+    (out / "tokenizer.json").write_text('{"version": "2.0"}')
+    assert card(out)[2] == ["changed since the conversion: tokenizer.json"]
+    record(out, route="translated", model_type="gpt_neox")
+    assert "rewritten from `gpt_neox` to `llama`" in card(out)[0]
+
+
+def test_access_tokens_are_not_published(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hidden_act")
+    with pytest.raises(PublishError, match=r"config\.json holds an access token"):
+        card(out)  # a token of another form is known if it is the user's
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    record(out, command=["hf_" + "Qw7" * 12])
+    with pytest.raises(PublishError, match=r"the model card holds an access token"):
+        card(out)
+    assert "not sent" not in (out / "README.md").read_text()
+
+
+def test_weights_that_changed_are_not_published(out: Path) -> None:
+    path = out / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    before = digests(out, ignore=())
+    with pytest.raises(
+        PublishError, match=r"model\.safetensors has SHA-256 \w+ where \w+ was written: it has changed since"
+    ):
+        card(out)
+    assert digests(out, ignore=()) == before
+    written = json.loads((out / "gqa_conversion.json").read_bytes())["written"]
+    del written["model.safetensors"]["sha256"]
+    record(out, written=written)
+    assert any("model.safetensors: their hashes were not recorded" in note for note in card(out)[2])
+    del written["model.safetensors"]
+    record(out, written=written)
+    with pytest.raises(PublishError, match=r"model\.safetensors was written by neither convert nor uptrain"):
+        card(out)
+
+
+def test_what_was_merged_once_stays_merged(out: Path) -> None:
+    content = record(out, merge_error={"a.k_proj.bias": 0.5, "a.v_proj.bias": 0.25, "a.k_proj.weight": 0.125})
+    assert "| `k_proj.bias` | 1 | 0.5000 |" in card(out)[0]
+    record(out, previous=content, method="copy")
+    text = card(out)[0]
+    assert text.count("**Conversion**") == 2
+    assert "from 3 K/V heads per layer to 3, method `copy`" in text
+    assert "Merging heads changes what the model computes." in text
+    assert "It was not uptrained after the conversion." in text
+    record(out, previous=content | {"method": "repeat"}, method="copy")
+    assert "Merging heads" not in card(out)[0]
+
+
+def test_the_base_model_is_what_is_known(out: Path) -> None:
+    _, front, warnings = card(out)
+    assert "base_model" not in front
+    assert any("--base-model" in each for each in warnings)
+    given, front, warnings = card(out, base_model="org/other")
+    assert front["base_model"] == "org/other"
+    assert "[org/other](https://huggingface.co/org/other), converted" in given
+    assert not any("--base-model" in each for each in warnings)
+    earlier = from_hub(out, "org/first")
+    from_hub(out, "./looks/like", None)
+    assert "base_model" not in card(out)[1]
+    record(out, previous=earlier)
+    assert card(out)[1]["base_model"] == "org/first"
+    from_hub(out, "org/nearer")
+    assert card(out)[1]["base_model"] == "org/nearer"
+    assert "replaces org/nearer" in " ".join(card(out, base_model="org/other")[2])
+    for name in ("no id: at all", "", "org/", "/home/me/model"):
+        with pytest.raises(OptionError, match="--base-model"):
+            card(out, base_model=name)
+
+
+HOSTILE = "`|x|` </div><script>alert(1)</script>\n---\nlicense: mit\n---\n# Heading\n```\n[a](javascript:b) \u202e![i](http://e) ${{7*7}} {{ x }}"
+
+
+def test_names_stay_names(out: Path) -> None:
+    content = record(out, method=HOSTILE, command=["gqa-convert", HOSTILE])
+    machine = content["machine"] | {"versions": {HOSTILE: HOSTILE}}
+    from_hub(out, HOSTILE)
+    record(out, machine=machine, merge_error={f"{HOSTILE}.k": 0.5}, calibration={"text": HOSTILE, "kl": None})
+    uptrained(out, command=[HOSTILE], adapters=HOSTILE)
+    words = f"license_name: {json.dumps(HOSTILE)}\nlanguage: {json.dumps(HOSTILE[:15])}\npipeline_tag: |\n  a\n  b\n"
+    source_readme(out, f"---\nlicense: other\n{words}---\n")
+    text, front, _ = card(out)
+    assert front["license"] == "other"
+    body = re.sub(r"\A<!-- written [^<>\n]* -->\n", "", text.split("---\n", 2)[2])
+    assert text.count("\n# ") == 1
+    assert "\u202e" not in body
+    outside = re.sub(r"(?ms)^(`{3,})[^`\n]*\n.*?^\1$", "", body)  # without code blocks, then without code spans
+    outside = re.sub(r"(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)", "", outside)
+    assert not re.search(r"(?<!\\)<", outside)
+    assert not re.search(r"(?<!\\)!\[|(?<!\\)\[(?!org/)", outside)
+    rows = [line for line in body.splitlines() if line.startswith("| ")]
+    for row, after in itertools.pairwise(rows):
+        if set(after) <= set("|-: "):
+            assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", after))
+
+
+def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
+    (out / "README.md").write_text("# Mine\n")
+    before = digests(out, ignore=())
+    with pytest.raises(PublishError, match=r"neither the source's README nor a card of publish.*--overwrite-card"):
+        card(out)
+    assert digests(out, ignore=()) == before
+    card(out, overwrite_card=True)
+    text = (out / "README.md").read_text()
+    assert is_our_card(text)
+    assert (out / "README.md.old").read_text() == "# Mine\n"
+    (out / "README.md.old").unlink()
+    (out / "README.md").write_text(text + "\nMy own words.\n")
+    with pytest.raises(PublishError, match="edited"):
+        card(out)
+    (out / "README.md").unlink()
+    card(out)
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to("nowhere")
+    with pytest.raises(GQAConvertError, match=r"README\.md"):
+        card(out)
+
+
+def test_the_same_card_twice(out: Path) -> None:
+    from_hub(out)
+    first = card(out)
+    status = (out / "README.md").stat()
+    assert card(out) == first
+    assert (out / "README.md").stat().st_mtime_ns == status.st_mtime_ns
+
+
+def test_a_killed_publish_leaves_nothing_that_stays(out: Path) -> None:
+    def killed() -> None:
+        os.fsync = lambda handle: die()  # type: ignore[assignment]  # in the child only
+        publish(out, PublishOptions(REPO), dry_run=True)
+
+    before = {path.name for path in out.iterdir()}
+    assert in_child(killed) == (-signal.SIGKILL, "")
+    assert {path.name for path in out.iterdir()} != before
+    card(out)
+    assert {path.name for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (PublishOptions("gqa-3"), "org/name"),
+        (PublishOptions("a/b/c"), "org/name"),
+        (PublishOptions("me/gqa--3"), "org/name"),
+        (PublishOptions('me/"); import os #'), "org/name"),
+        (PublishOptions(REPO, revision='x")'), "--revision"),
+        (PublishOptions(REPO, revision="a/../b/.."), "--revision"),
+        (PublishOptions(REPO, revision="x", create_pr=True), "--create-pr"),
+    ],
+)
+def test_places_that_there_are_not(out: Path, options: PublishOptions, match: str) -> None:
+    before = digests(out, ignore=())
+    with pytest.raises(PublishError, match=match):
+        publish(out, options, dry_run=True)
+    assert digests(out, ignore=()) == before
+
+
+def test_what_is_no_converted_checkpoint(out: Path, tmp_path: Path) -> None:
+    def refused(folder: Path, match: str, kind: type[GQAConvertError] = PublishError) -> None:
+        before = digests(folder, ignore=()) if folder.is_dir() else None
+        with pytest.raises(kind, match=match):
+            publish(folder, PublishOptions(REPO), dry_run=True)
+        assert before is None or digests(folder, ignore=()) == before
+
+    refused(tmp_path / "nothing", "not there")
+    refused(out / "config.json", "a file")
+    refused(write_llama(tmp_path / "plain"), "has no gqa_conversion")
+    content = record(out)
+    for groups in (4, 6):
+        record(out, groups=groups)
+        refused(out, f"N = {groups}, which the weights contradict")
+    record(out, groups=True)
+    refused(out, "is not the record of a conversion .groups")
+    (out / "gqa_conversion.json").write_text('{"tokens": 3}')
+    refused(out, "not the record")
+    (out / "gqa_conversion.json").write_text(json.dumps(content))
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(weights[:-4])
+    refused(out, "model.safetensors", GQAConvertError)
+
+
+def test_a_folder_that_can_t_be_written(out: Path) -> None:
+    """Root is held to the folder's mode by giving up the capability that overrides it."""
+    held = ["setpriv", "--bounding-set", "-dac_override"] if os.geteuid() == 0 else []
+    command = [*held, sys.executable, "-m", "gqa_convert", "publish", str(out), "--repo-id", REPO, "--dry-run"]
+    before = digests(out)
+    out.chmod(0o500)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        out.chmod(0o700)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].endswith("make the folder writable")
+    assert digests(out) == before

@@ -1,0 +1,296 @@
+"""Which results a card states: those of the checkpoint as it is, the newest on each text, and differences that are paired."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.machine import Machine
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import ReportError
+from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.publishing import publish
+from gqa_convert.measuring.results import (
+    BenchmarkFile,
+    Difference,
+    EvaluationFile,
+    ModelScores,
+    ScoredText,
+    TimedCell,
+    write_result,
+)
+from tests.helpers.checkpoints import write_llama
+
+MACHINE = Machine(
+    device="cpu",
+    processor="Example Processor 9",
+    cores=4,
+    memory_bytes=16_000_000_000,
+    system="Linux 6.1",
+    versions={"torch": "2.13.0"},
+)
+HEAD: dict[str, Any] = {
+    "created": "2026-05-04T03:02:01Z",
+    "machine": MACHINE,
+    "command": ["gqa-convert", "evaluate", "a b"],
+}
+PAIRED = Difference(to="source", loss=0.125, standard_error=0.0078)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    convert_checkpoint(write_llama(folder / "source"), folder / "out", 3, method="mean")
+    convert_checkpoint(folder / "source", folder / "another", 4, method="mean")
+    return folder
+
+
+def score(folder: Path, loss: float | None = 2.5, **more: Any) -> ModelScores:
+    values: dict[str, Any] = {
+        "model": folder.name,
+        "fingerprint": fingerprint(folder),
+        "loss": loss,
+        "loss_standard_error": 0.0625,
+        "perplexity": 7.5,
+        "bits_per_byte": 1.25,
+        "tokens": 4096,
+    }
+    return ModelScores(**values | more)
+
+
+def evaluation(path: Path, *scores: ModelScores, text: str = "held out.txt", **more: Any) -> Path:
+    data = more.pop("data", ScoredText(source=text, split="train", text_field="text"))
+    values: dict[str, Any] = HEAD | {"data": data, "objective": "causal", "context": 512, "stride": 256} | more
+    write_result(path, EvaluationFile(**values, results=list(scores)), overwrite=True)
+    return path
+
+
+def benchmark(path: Path, model: Path, times: dict[int, float], **more: Any) -> Path:
+    cells = [
+        TimedCell(
+            groups=groups,
+            batch=2,
+            context=context,
+            decode_ms_per_token=time * context / 512,
+            decode_ms_low=1.5,
+            decode_ms_high=99.5,
+        )
+        for groups, time in times.items()
+        for context in (512, 1024)
+    ]
+    values: dict[str, Any] = HEAD | {
+        "model": model.name,
+        "fingerprint": fingerprint(model),
+        "dtype": "float32",
+        "weights": "own",
+    }
+    write_result(path, BenchmarkFile(**values | more, results=cells), overwrite=True)
+    return path
+
+
+def card(out: Path, *results: Path) -> tuple[str, list[dict[str, Any]], list[str]]:
+    """The card, the results in its metadata, and the warnings that speak of results."""
+    made = publish(out, PublishOptions("me/gqa-3", results=results, license="mit"), dry_run=True)
+    text = (out / "README.md").read_text()
+    index = yaml.safe_load(text.split("---\n")[1]).get("model-index", [{"results": []}])
+    return text, index[0]["results"], [each for each in made.warnings if "left out" in each]
+
+
+def headline(text: str) -> str:
+    return text.split("gqa-convert made this model")[0]
+
+
+def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
+    out, source = base / "out", base / "source"
+    ours = score(
+        out, 3.125, difference=PAIRED, kl=0.0625, kl_standard_error=0.0039, top1_agreement=0.875, note="see this"
+    )
+    reference = score(source)
+    file = evaluation(tmp_path / "e.json", reference, ours, score(base / "another", 9.75), reference=reference)
+    text, index, warnings = card(out, file)
+    assert warnings == []
+    assert (
+        "- **Loss: 0.1250 ± 0.0078 above the source's 2.500 nats per token**, on `held out.txt, causal, context 512, stride 256`."
+        in text
+    )
+    assert "| source | 2.500 ± 0.062 | 7.500 | 1.250 | 4,096 |" in text
+    assert "| this model | 3.125 ± 0.062 | 7.500 | 1.250 | 4,096 |" in text
+    assert "Paired difference in loss to the source: 0.1250 ± 0.0078 nats per token." in text
+    assert (
+        "KL divergence from the source: 0.0625 ± 0.0039 nats per token; both have the same first choice for 87.5% of the tokens."
+        in text
+    )
+    assert "Note of the evaluation: see this" in text
+    assert "9.75" not in text
+    assert "gqa-convert evaluate 'a b'" in text
+    assert "Measured on: cpu; Example Processor 9; 4 cores; 16.0 GB; Linux 6.1; torch 2.13.0." in text
+    assert "Loss and tasks: not measured" not in text
+    assert "quality was not measured" not in text
+    name = "held out.txt, causal, context 512, stride 256"
+    assert index == [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": name, "type": "text", "config": name},
+            "metrics": [
+                {"type": "loss", "value": 3.125, "name": "loss, nats per token"},
+                {"type": "perplexity", "value": 7.5, "name": "perplexity per token"},
+                {"type": "bits_per_byte", "value": 1.25, "name": "bits per byte"},
+                {"type": "kl", "value": 0.0625, "name": "KL divergence from the reference, nats per token"},
+            ],
+        }
+    ]
+
+
+def test_a_third_reference_gives_no_difference_to_the_source(base: Path, tmp_path: Path) -> None:
+    third = Difference(to="another", loss=-0.75, standard_error=0.031)
+    file = evaluation(
+        tmp_path / "e.json",
+        score(base / "source", difference=third),
+        score(base / "out", 3.125, difference=third, kl=0.5),
+        reference=score(base / "another"),
+    )
+    text, _, _ = card(base / "out", file)
+    assert "**Loss: 3.125 ± 0.062 nats per token**" in headline(text)
+    assert "difference to the source's was not measured on the same tokens" in headline(text)
+    assert "0.625" not in text
+    assert "Paired difference in loss to `another`: -0.750 ± 0.031 nats per token." in text
+    assert "KL divergence from `another`: 0.5000 nats per token." in text
+
+
+def test_a_loss_below_the_sources(base: Path, tmp_path: Path) -> None:
+    better = PAIRED.model_copy(update={"loss": -0.125})
+    text, _, _ = card(
+        base / "out", evaluation(tmp_path / "e.json", score(base / "source"), score(base / "out", difference=better))
+    )
+    assert "Loss: 0.1250 ± 0.0078 below the source's" in text
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_newest_of_several_results_on_a_text_counts(base: Path, tmp_path: Path, order: tuple[int, int]) -> None:
+    files = [
+        evaluation(tmp_path / "old.json", score(base / "out", 4.5), created="2026-05-01T00:00:00Z"),
+        evaluation(tmp_path / "new.json", score(base / "out", 3.5), created="2026-05-02T00:00:00Z"),
+    ]
+    text, index, warnings = card(base / "out", *(files[place] for place in order))
+    assert "3.500" in headline(text)
+    assert "4.500" not in text
+    assert len(index) == 1
+    assert warnings == [
+        "the evaluation of 2026-05-01T00:00:00Z on held out.txt is left out: that of 2026-05-02T00:00:00Z is newer"
+    ]
+
+
+def test_each_text_is_stated_in_the_order_given(base: Path, tmp_path: Path) -> None:
+    files = [evaluation(tmp_path / f"{name}.json", score(base / "out"), text=name) for name in ("zebra.txt", "ant.txt")]
+    text, index, _ = card(base / "out", *files)
+    assert headline(text).index("zebra.txt") < headline(text).index("ant.txt")
+    assert [entry["dataset"]["name"].split(",")[0] for entry in index] == ["zebra.txt", "ant.txt"]
+
+
+def test_a_hub_dataset_keeps_its_id(base: Path, tmp_path: Path) -> None:
+    data = ScoredText(source="org/corpus", name="en", split="test", revision="0" * 40, tokens_limit=4096)
+    _, index, _ = card(base / "out", evaluation(tmp_path / "e.json", score(base / "out"), data=data))
+    dataset = index[0]["dataset"]
+    assert dataset.pop("name").startswith("org/corpus, causal, split test, name en, ")
+    assert dataset == {"type": "org/corpus", "config": "en", "split": "test", "revision": "0" * 40}
+
+
+def test_losses_that_are_not_finite(base: Path, tmp_path: Path) -> None:
+    text, index, _ = card(base / "out", evaluation(tmp_path / "e.json", score(base / "out", None, scored_nan=17)))
+    assert "17 losses were not finite." in text
+    assert "- **Loss: not measured.**" in text
+    assert "loss" not in [metric["type"] for metric in index[0]["metrics"]]
+
+
+def test_results_of_other_checkpoints_stay_out(base: Path, tmp_path: Path) -> None:
+    """A folder of the same name is another checkpoint, and so is the same folder after a new conversion."""
+    strange = shutil.copytree(base / "another", tmp_path / "elsewhere" / "out")
+    moved = shutil.copytree(base / "out", tmp_path / "moved")
+    file = evaluation(tmp_path / "e.json", score(strange))
+    text, index, warnings = card(moved, file)
+    assert index == []
+    assert "Loss and tasks: not measured." in text
+    assert warnings[0].startswith(f"{file} is left out: it measured other models than {moved} as it is now")
+    evaluation(file, score(base / "out"))
+    assert card(moved, file)[1] != []
+    record = json.loads((moved / "gqa_conversion.json").read_bytes())
+    (moved / "gqa_conversion.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00Z"}))
+    assert card(moved, file)[1] == []
+
+
+@pytest.mark.parametrize("timed", ["source", "out"])
+def test_times_of_the_model_and_its_source(base: Path, tmp_path: Path, timed: str) -> None:
+    file = benchmark(tmp_path / "b.json", base / timed, {12: 10.0, 4: 6.0, 3: 5.0})
+    text, _, warnings = card(base / "out", file)
+    assert warnings == []
+    assert "- **Decode step: 2.00 times as fast as the source's** on cpu; Example Processor 9." in headline(text)
+    assert f"Decode time of `{timed}` (float32, own weights):" in text
+    assert "| 12 | 2 | 512 | 10.00 | 1.500 | 99.50 |  |  |" in text
+    assert "| 3 | 2 | 1,024 | 10.00 | 1.500 | 99.50 |  | 2.00 |" in text
+    assert "| 4 | 2 |" not in text
+    assert "Decode speed: not measured" not in text
+
+
+def test_times_that_say_nothing_of_the_model(base: Path, tmp_path: Path) -> None:
+    for file in (
+        benchmark(tmp_path / "b.json", base / "another", {12: 10.0, 3: 5.0}),
+        benchmark(tmp_path / "c.json", base / "source", {12: 10.0, 4: 5.0}),
+    ):
+        text, _, warnings = card(base / "out", file)
+        assert "Decode speed: not measured." in text
+        assert len(warnings) == 1
+    text, _, _ = card(base / "out", benchmark(tmp_path / "d.json", base / "out", {3: 5.0}))
+    assert "Decode step" not in headline(text)
+    assert "| 3 | 2 | 512 | 5.000 |" in text
+
+
+def lm_eval(path: Path, model: str, **more: Any) -> Path:
+    metrics = {
+        "alias": "piqa",
+        "acc,none": 0.625,
+        "acc_stderr,none": 0.0125,
+        "exact_match,strict": 1,
+        "exact_match_stderr,strict": "N/A",
+    }
+    content = {
+        "lm_eval_version": "0.4.9",
+        "model_name": model,
+        "n-shot": {"piqa": 5},
+        "results": {"piqa": metrics},
+    } | more
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_tasks_of_lm_eval(base: Path, tmp_path: Path) -> None:
+    text, index, warnings = card(base / "out", lm_eval(tmp_path / "tasks.json", str(base / "out")))
+    assert warnings == []
+    assert "Tasks of lm-eval 0.4.9:" in text
+    assert "| `piqa` | `acc,none` | 5 | 0.625 ± 0.013 |" in text
+    assert "| `piqa` | `exact_match,strict` | 5 | 1.000 |" in text
+    assert index[0]["dataset"]["type"] == "piqa"
+    assert [(metric["type"], metric["value"]) for metric in index[0]["metrics"]] == [
+        ("acc", 0.625),
+        ("exact_match", 1.0),
+    ]
+    assert "quality was not measured" not in text
+    assert card(base / "out", lm_eval(tmp_path / "tasks.json", "me/gqa-3"))[2] == []
+    for other in ("somewhere/else", str(base / "another")):
+        assert len(card(base / "out", lm_eval(tmp_path / "tasks.json", other))[2]) == 1
+
+
+def test_files_that_hold_no_results(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.txt").write_text("[]")
+    for file, words in (
+        (tmp_path / "nothing.json", "can't be read"),
+        (tmp_path / "folder", "can't be read"),
+        (tmp_path / "text.txt", "does not hold results"),
+        (lm_eval(tmp_path / "tasks.json", "m", results=[]), r"tasks\.json can't be read .*results"),
+    ):
+        with pytest.raises(ReportError, match=words):
+            card(base / "out", file)
