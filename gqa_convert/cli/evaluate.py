@@ -103,7 +103,7 @@ def evaluate(
     from gqa_convert.cli.console.progress import stage_progress
     from gqa_convert.cli.console.screen import print_json, stdout_console
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
-    from gqa_convert.measuring.evaluation.run import EvaluationOptions, failed
+    from gqa_convert.measuring.evaluation.run import EvaluationOptions
     from gqa_convert.measuring.evaluation.run import evaluate as run
     from gqa_convert.text.sources import Source
 
@@ -116,8 +116,6 @@ def evaluate(
         raise OptionError("there is no MODEL: name at least one, or files of results with --with")
     if data is None:
         raise OptionError("--data is missing: name the text to score")
-    if (source_field is None) != (target_field is None):
-        raise OptionError("--source-field and --target-field need each other: give both or neither")
     options = EvaluationOptions(
         reference=reference,
         revision=revision,
@@ -128,14 +126,21 @@ def evaluate(
         dtype=dtype,
         device=device,
         seed=seed,
-        pairs=None if source_field is None or target_field is None else (source_field, target_field),
         output=output,
         overwrite=overwrite,
         html=html,
         plot=plot,
         earlier=earlier or (),
     )
-    text = Source(data, text_field=text_field, split=data_split, name=data_name, revision=data_revision)
+    text = Source(
+        data,
+        text_field=text_field,
+        split=data_split,
+        name=data_name,
+        revision=data_revision,
+        source_field=source_field,
+        target_field=target_field,
+    )
     with stage_progress(quiet=quiet) as step:
         results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=step)
     if results is None:  # only the main process has the results
@@ -146,7 +151,8 @@ def evaluate(
         show_evaluation(results)
         for path in filter(None, (output, html, plot)):
             stdout_console().print(f"written  {path}", soft_wrap=True)
-    if broken := failed(results):
+    broken = [each.model for each in results.entries() if each.scored_nan]
+    if broken:
         sys.stderr.write(
             f"gqa-convert: NaN or infinite loss of {', '.join(broken)}: see scored_nan in the JSON results\n"
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import DataError
 from gqa_convert.measuring.evaluation.examples import span_material
 from gqa_convert.measuring.evaluation.models import find_models
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
@@ -41,8 +41,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(home: Path, *names: str, data: str, reference: str | None = None, **settings: Any) -> dict[str, Any]:
     models = [str(home / name) for name in names]
     against = None if reference is None else str(home / reference)
+    source, target = settings.pop("pairs", (None, None))
     options = EvaluationOptions(**({"device": "cpu", "reference": against} | settings))
-    return evaluate(models, Source(str(home / data)), options).as_json()
+    return evaluate(models, Source(str(home / data), source_field=source, target_field=target), options).as_json()
 
 
 def tokens_of(text: str) -> list[int]:
@@ -388,7 +389,7 @@ def test_tokenizers_that_mark_languages_are_refused(tmp_path: Path) -> None:
 
     model(tmp_path / "model", "mbart", language_tokenizer())
     write_pairs(tmp_path / "pairs.jsonl", 6)
-    with pytest.raises(OptionError, match=r"model: the tokenizer marks the language of every text"):
+    with pytest.raises(DataError, match=r"the tokenizer marks the language of every text"):
         run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))
 
 

@@ -12,17 +12,9 @@ from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError, OptionError
+from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
 from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.loading import (
-    TASKS,
-    auto_class,
-    check_complete,
-    check_language_model,
-    explained,
-    is_encoder_decoder,
-    load_model,
-)
 from gqa_convert.families.table import family_of
 from gqa_convert.measuring.results import fingerprint
 from gqa_convert.text.calibration import usable_tokenizer
@@ -76,8 +68,8 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         checkpoint = open_checkpoint(name, revision=wanted, download=True)
         folder, config = checkpoint.folder, checkpoint.config
         assert folder is not None
-        check_language_model(name, config, _HEAD)
-        if is_encoder_decoder(config) and auto_class(config) == TASKS[2]:
+        loading.check_language_model(name, config, _HEAD)
+        if loading.is_encoder_decoder(config) and loading.auto_class(config) == loading.TASKS[2]:
             raise OptionError(f"{name} has audio input, and evaluate scores models with text input: leave it out")
         tokenizer, cache = usable_tokenizer(folder), _kv_bytes_per_token(checkpoint)
         known = fingerprint(folder)
@@ -105,27 +97,25 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         pairs: whether pairs of texts were named.
 
     Raises:
-        OptionError: the models have no objective in common, or a tokenizer marks the languages of pairs.
+        OptionError: the models have no objective in common.
+        DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
-    seq2seq = is_encoder_decoder(models[0].config)
+    first = models[0]
+    seq2seq = loading.is_encoder_decoder(first.config)
     for model in models:
-        if is_encoder_decoder(model.config) != seq2seq:
-            raise OptionError(
-                f"{models[0].name} and {model.name} can't be compared: only one of them is an encoder-decoder; evaluate them apart"
+        problem = None
+        if loading.is_encoder_decoder(model.config) != seq2seq:
+            problem = (
+                f"can't be compared with {first.name}: only one of them is an encoder-decoder; evaluate them apart"
             )
-        if pairs and not seq2seq:
-            raise OptionError(
-                f"--source-field and --target-field are for encoder-decoders, and {model.name} is a decoder: use --text-field, or leave them out"
-            )
-        if seq2seq and not pairs and not has_sentinels(model.tokenizer):
-            raise OptionError(
-                f"{model.name} has no sentinel tokens for span corruption: name pairs of texts with --source-field and --target-field"
-            )
-        if pairs:
-            try:
-                refuse_languages(model.tokenizer)
-            except DataError as problem:
-                raise OptionError(f"{model.name}: {problem}") from None
+        elif pairs and not seq2seq:
+            problem = "is a decoder, and --source-field and --target-field are for encoder-decoders: leave them out"
+        elif pairs:
+            refuse_languages(model.tokenizer)
+        elif seq2seq and not has_sentinels(model.tokenizer):
+            problem = "has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
+        if problem:
+            raise OptionError(f"{model.name} {problem}")
     if pairs:
         return PAIRS
     return SPANS if seq2seq else CAUSAL
@@ -142,26 +132,19 @@ def common_window(
     longest = SPAN_LENGTH if objective == SPANS else LONGEST
     for model in models:
         positions = stated_positions(model.config)
-        if positions is None:
-            continue
-        if window is not None and window > positions:
+        if positions is not None and (window or 0) > positions:
             raise OptionError(f"--window is {window}, and {model.name} has positions for {positions} tokens: lower it")
-        longest = min(longest, positions)
-    chosen = longest if window is None else window
-    if chosen < 1:
-        raise OptionError(f"--window is {chosen}, expected a number above 0")
-    if objective != CAUSAL:
-        if stride is not None:
-            raise OptionError(
-                "--stride is for causal models, whose windows overlap, and these are encoder-decoders: leave it out"
-            )
-        return chosen, None
-    step = chosen if stride is None else stride
-    if not 1 <= step <= chosen:
-        raise OptionError(
-            f"--stride is {step}, expected 1 to {chosen}, the window: tokens between two windows would not be scored"
-        )
-    return chosen, step
+        longest = min(longest, positions or longest)
+    window = longest if window is None else window
+    if window < 1:
+        raise OptionError(f"--window is {window}, expected a number above 0")
+    if objective == CAUSAL:
+        stride = window if stride is None else stride
+        if not 1 <= stride <= window:
+            raise OptionError(f"--stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
+    elif stride is not None:
+        raise OptionError("--stride is for windows of causal models, and these are encoder-decoders: leave it out")
+    return window, stride
 
 
 def load(candidate: Candidate, dtype: str, device: str) -> Any:
@@ -178,9 +161,9 @@ def load(candidate: Candidate, dtype: str, device: str) -> Any:
         DeviceMemoryError: the memory does not suffice.
     """
     own = "float32" if device.startswith("cpu") else "auto"
-    with memory_explained(candidate.name), explained(candidate.name):
-        model, missing = load_model(candidate.folder, own if dtype == "auto" else dtype)
-        check_complete(candidate.name, candidate.folder, model, missing, _HEAD)
+    with memory_explained(candidate.name), loading.explained(candidate.name):
+        model, missing = loading.load_model(candidate.folder, own if dtype == "auto" else dtype)
+        loading.check_complete(candidate.name, candidate.folder, model, missing, _HEAD)
         return model.requires_grad_(False).to(device)
 
 

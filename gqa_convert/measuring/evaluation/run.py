@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +16,8 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.measuring.evaluation.models import (
-    PAIRS,
-    SPANS,
-    Candidate,
-    check_tokens,
-    common_objective,
-    common_window,
-    find_models,
-    load,
-    memory_explained,
-)
+from gqa_convert.measuring.evaluation import models as found_models
+from gqa_convert.measuring.evaluation.models import PAIRS, SPANS, Candidate
 from gqa_convert.measuring.evaluation.page import check_drawings, draw
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, check_result_path, write_result
 from gqa_convert.text.sources import Source
@@ -51,13 +42,12 @@ class EvaluationOptions:
         window: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
             span corruption.
         stride: tokens between windows; None for the window.
-        tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1,048,576 tokens of a Hub
+        tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
         dtype: see `models.load`.
         device: the first GPU by default, or a GPU for each of several processes; the CPU where there is none.
         seed: of span corruption.
-        pairs: the fields of source and target, for pairs.
         output: a JSON file for the results.
         overwrite: replace that file.
         html: a page to draw.
@@ -74,7 +64,6 @@ class EvaluationOptions:
     dtype: str = "auto"
     device: str | None = None
     seed: int = 0
-    pairs: tuple[str, str] | None = None
     output: Path | None = None
     overwrite: bool = False
     html: Path | None = None
@@ -106,34 +95,36 @@ def evaluate(
         GQAConvertError: one of its subclasses for models, text, options or a launch that can't be evaluated.
     """
     options = options or EvaluationOptions()
-    _check(models, options)
-    names = [*models, *([options.reference] if options.reference else [])]
+    _check(models, data, options)
+    names = [*([options.reference] if options.reference else []), *models]
     with warnings.catch_warnings(), taking_part(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
         processes = _join(options.device)
+        if not processes.is_main_process:
+            progress = _no_progress
         run = _Run(options, processes, progress)
         with together(processes):
             earlier = check_drawings(options.html, options.plot, options.earlier)
             if options.output is not None:
                 check_result_path(options.output, "evaluate", overwrite=options.overwrite)
-            run.find(names)
+            run.find(names, data)
             text = run.read(data) if processes.is_main_process else None
         run.text = gathered(processes, text)[0]
-        reference, results = run.score_models()
+        scores = run.score_models()
         with together(processes):
             if not processes.is_main_process:
                 return None
             found = EvaluationFile(
                 **measurement("evaluate", command, str(processes.device)).as_json(),
-                data=_describe(data, options, run.text),
+                data=_described(data, options, run.text),
                 objective=run.objective,
                 context=run.window,
                 stride=run.stride,
                 dtype=options.dtype,
                 seed=options.seed,
                 processes=processes.num_processes,
-                reference=reference,
-                results=results,
+                reference=scores.pop(0) if options.reference else None,
+                results=scores,
             )
             if options.output is not None:
                 write_result(options.output, found, overwrite=options.overwrite)
@@ -141,19 +132,20 @@ def evaluate(
             return found
 
 
-def failed(results: EvaluationFile) -> list[str]:
-    """The models with losses that are not finite."""
-    return [each.model for each in results.entries() if each.scored_nan]
-
-
-def _check(models: Sequence[str], options: EvaluationOptions) -> None:
+def _check(models: Sequence[str], data: Source, options: EvaluationOptions) -> None:
     if not models:
         raise OptionError("there is no MODEL: name at least one")
+    if (data.source_field is None) != (data.target_field is None):
+        raise OptionError("--source-field and --target-field need each other: give both or neither")
     for option, value in (("--tokens", options.tokens), ("--batch", options.batch)):
         if value is not None and value < 1:
             raise OptionError(f"{option} is {value}, expected a number above 0")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass
 
 
 def _join(device: str | None) -> Any:
@@ -163,32 +155,21 @@ def _join(device: str | None) -> Any:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=chosen)
     if device not in (None, "cpu", "cuda"):
-        raise OptionError(
-            f"--device is {device}, and several processes would share it: leave it out, and each process gets a separate GPU"
-        )
+        raise OptionError(f"--device is {device}, which several processes would share: leave it out, for a GPU each")
     return join(cpu=chosen == "cpu")
 
 
-def _describe(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
-    source_field, target_field = options.pairs or (None, None)
+def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
     digest = hashlib.sha256()
     for part in text:
         digest.update(repr(tuple(part)).encode())
-    return ScoredText(
-        source=data.source,
-        split=data.split,
-        name=data.name,
-        revision=data.revision,
-        text_field=None if options.pairs else data.text_field,
-        source_field=source_field,
-        target_field=target_field,
-        tokens_limit=options.tokens,
-        sha256=digest.hexdigest(),
-    )
+    field = None if data.holds_pairs else data.text_field
+    read = {"text_field": field, "tokens_limit": options.tokens, "sha256": digest.hexdigest()}
+    return ScoredText.model_validate(asdict(data) | read)
 
 
 class _Run:
-    """One run, on this process."""
+    """One run, on this process. The reference, if there is one, is the first model."""
 
     models: Sequence[Candidate]
     objective: str
@@ -197,49 +178,43 @@ class _Run:
     text: Any
 
     def __init__(self, options: EvaluationOptions, processes: Any, progress: Progress) -> None:
-        self.options, self.processes, self._progress = options, processes, progress
+        self.options, self.processes, self.progress = options, processes, progress
 
-    def show(self, stage: str, done: int, total: int) -> None:
-        if self.processes.is_main_process:
-            self._progress(stage, done, total)
-
-    def find(self, names: Sequence[str]) -> None:
+    def find(self, names: Sequence[str], data: Source) -> None:
         """Check everything that can be checked before a model is loaded."""
         options = self.options
-        self.models = find_models(names, options.revision)
-        self.objective = common_objective(self.models, pairs=options.pairs is not None)
-        self.window, self.stride = common_window(self.models, self.objective, options.window, options.stride)
+        self.models = found_models.find_models(names, options.revision)
+        self.objective = found_models.common_objective(self.models, pairs=data.holds_pairs)
+        self.window, self.stride = found_models.common_window(
+            self.models, self.objective, options.window, options.stride
+        )
 
     def read(self, data: Source) -> Any:
         """The text, which is the same for all models."""
         from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 
-        show = partial(self.show, "reading")
-        if self.options.pairs is not None:
-            return read_pairs(data, self.options.pairs, self.options.tokens, show)
-        return read_pieces(data, self.models[0].tokenizer, self.options.tokens, show)
+        show = partial(self.progress, "reading")
+        if data.source_field and data.target_field:
+            return read_pairs(data, (data.source_field, data.target_field), self.options.tokens, show)
+        counting = self.models[1 if self.options.reference else 0].tokenizer
+        return read_pieces(data, counting, self.options.tokens, show)
 
-    def score_models(self) -> tuple[ModelScores | None, list[ModelScores]]:
-        """The scores of the reference, which is the last model, and of one model after the other."""
+    def score_models(self) -> list[ModelScores]:
+        """The scores of one model after the other; all are compared with the first."""
         from gqa_convert.measuring.evaluation.comparison import model_scores
 
-        reference: Candidate | None = None
-        reference_model = reference_scores = other = None
-        models = self.models
-        if self.options.reference is not None:
-            *models, reference = self.models
-            reference_model = self._load(reference)
-            other = self._score(reference, reference_model)
-            reference_scores = model_scores(other)
-        results = []
-        for candidate in models:
-            is_reference = reference is not None and candidate.folder.samefile(reference.folder)
-            model = reference_model if is_reference else self._load(candidate)
-            measured = self._score(candidate, model, other, reference_model)
-            results.append(model_scores(measured, other))
-            other = other or measured
+        first = reference = None
+        found = []
+        for candidate in self.models:
+            is_reference = reference is not None and candidate.folder.samefile(self.models[0].folder)
+            model = reference if is_reference else self._load(candidate)
+            measured = self._score(candidate, model, first, reference)
+            found.append(model_scores(measured, first))
+            if first is None:
+                first = measured
+                reference = model if self.options.reference else None
             del model
-        return reference_scores, results
+        return found
 
     def _load(self, candidate: Candidate) -> Any:
         import torch
@@ -248,18 +223,16 @@ class _Run:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         with together(self.processes):
-            return load(candidate, self.options.dtype, str(self.processes.device))
+            return found_models.load(candidate, self.options.dtype, str(self.processes.device))
 
-    def _score(
-        self, candidate: Candidate, model: Any, other: "Measured | None" = None, reference_model: Any = None
-    ) -> "Measured":
+    def _score(self, candidate: Candidate, model: Any, first: "Measured | None", reference: Any) -> "Measured":
         """A model's scores.
 
         Args:
             candidate: the model.
             model: the same, loaded.
-            other: scores of the model that it is compared with.
-            reference_model: that model, loaded, if its distributions are compared.
+            first: scores of the model that it is compared with.
+            reference: that model, loaded, if its distributions are compared.
         """
         from gqa_convert.measuring.evaluation.comparison import Measured, incomparable
         from gqa_convert.text.scoring.forward import Scores, score
@@ -269,13 +242,13 @@ class _Run:
         def advance(scored: int) -> None:
             nonlocal done
             done = min(material.tokens, done + scored * processes.num_processes)
-            self.show(f"scoring {candidate.name}", done, material.tokens)
+            self.progress(f"scoring {candidate.name}", done, material.tokens)
 
-        with together(processes), memory_explained(candidate.name):
+        with together(processes), found_models.memory_explained(candidate.name):
             material = self._material(candidate)
-            check_tokens(candidate, model, int(material.ids.max()))
-            problem = None if other is None else incomparable(candidate, material, other)
-            beside = None if problem else reference_model
+            found_models.check_tokens(candidate, model, int(material.ids.max()))
+            problem = None if first is None else incomparable(candidate, material, first)
+            beside = None if problem else reference
             own = range(processes.process_index, len(material.batches), processes.num_processes)
             began = time.monotonic()
             scores = score(model, material.batches, len(material.ids), numbers=own, reference=beside, progress=advance)
@@ -290,12 +263,11 @@ class _Run:
         from gqa_convert.measuring.evaluation.examples import pair_material, span_material
         from gqa_convert.text.scoring.texts import text_material
 
-        batch, show = self.options.batch, partial(self.show, f"tokenising for {candidate.name}")
+        length, batch = self.window, self.options.batch
+        show = partial(self.progress, f"tokenising for {candidate.name}")
         if self.objective == SPANS:
-            return span_material(self.text, candidate, length=self.window, batch=batch, seed=self.options.seed)
+            return span_material(self.text, candidate, length=length, batch=batch, seed=self.options.seed)
         if self.objective == PAIRS:
-            return pair_material(self.text, candidate, length=self.window, batch=batch, progress=show)
-        stride = self.stride or self.window
-        return text_material(
-            self.text, candidate.tokenizer, context=self.window, stride=stride, batch=batch, progress=show
-        )
+            return pair_material(self.text, candidate, length=length, batch=batch, progress=show)
+        stride, tokenizer = self.stride or length, candidate.tokenizer
+        return text_material(self.text, tokenizer, context=length, stride=stride, batch=batch, progress=show)

@@ -1,6 +1,6 @@
 """The rows of a table of losses, for a terminal and for a page."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gqa_convert.checkpoint.byte_sizes import size
@@ -21,21 +21,15 @@ def title(results: EvaluationFile) -> str:
 
 
 def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
-    """For the name of each model, and of those compared with, the fewest of its last parts that no other name ends in."""
-    names = [each.model for each in entries]
-    names += [each.difference.to for each in entries if each.difference]
+    """The names of models, and of those compared with, by as many of their last parts as tell all of them apart."""
+    names = {each.model for each in entries} | {each.difference.to for each in entries if each.difference}
     parts = {name: Path(name).parts or (name,) for name in names}
-    found = {}
-    for name, own in parts.items():
-        count = 1
-        while count < len(own) and _holders(own[-count:], parts.values()) > 1:
-            count += 1
-        found[name] = str(Path(*own[-count:]))
-    return found
-
-
-def _holders(end: tuple[str, ...], names: Iterable[tuple[str, ...]]) -> int:
-    return sum(name[-len(end) :] == end for name in names)
+    short: dict[str, str] = {}
+    for count in range(1, max(map(len, parts.values())) + 1):
+        short = {name: str(Path(*own[-count:])) for name, own in parts.items()}
+        if len(set(short.values())) == len(names):
+            break
+    return short
 
 
 def columns(entries: Sequence[ModelScores], names: dict[str, str]) -> dict[str, list[str]]:

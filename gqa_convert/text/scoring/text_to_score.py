@@ -14,7 +14,7 @@ from gqa_convert.text.sources import Source, open_source
 from gqa_convert.text.text_files import FileText
 from gqa_convert.text.token_files import default_cache
 
-STREAM_TOKENS = 1 << 20
+STREAM_TOKENS = 1_000_000
 """The default number of tokens read from a Hub dataset, because some datasets never end."""
 
 Progress = Callable[[int, int], None]
@@ -28,7 +28,7 @@ def read_pieces(
     Args:
         source: a file, a folder, a pattern, a Hub dataset or `python-stdlib`.
         tokenizer: the tokenizer that counts the tokens.
-        tokens: the most tokens to read; by default all of a file, and 1,048,576 of a Hub dataset.
+        tokens: the most tokens to read; by default all of a file, and 1M of a Hub dataset.
         progress: called with the bytes or tokens read and their total.
 
     Raises:

@@ -1,0 +1,240 @@
+"""Pages and plots of results: which results belong together, what they are called, and what may be in their names."""
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.errors import MissingExtraError, OptionError, OutputError, ReportError
+from gqa_convert.measuring.evaluation.page import check_drawings, draw, measured_texts
+from gqa_convert.measuring.evaluation.table import notes, short_names
+from gqa_convert.measuring.results import (
+    BenchmarkFile,
+    Difference,
+    EvaluationFile,
+    ModelScores,
+    ScoredText,
+    TimedCell,
+    write_result,
+)
+from tests.helpers.evaluate_models import causal, command_line
+
+
+def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0, **more: Any) -> ModelScores:
+    known = {"tokens": 9, "kv_bytes_per_token": 4096, "bits_per_byte": 1.25} | more
+    return ModelScores(model=model, fingerprint=fingerprint, loss=loss, **known)
+
+
+def evaluation(*results: ModelScores, text: str = "a.txt", **more: Any) -> EvaluationFile:
+    known = {"objective": "causal", "context": 64, "stride": 64, "data": ScoredText(source=text, sha256=text)} | more
+    return EvaluationFile(**measurement("evaluate", None).as_json(), results=list(results), **known)
+
+
+def cells(*rows: TimedCell) -> BenchmarkFile:
+    head = measurement("benchmark", None).as_json()
+    head["machine"]["processor"] = "Example 9"
+    return BenchmarkFile(**head, model="m", dtype="float32", results=list(rows))
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["/a/b/llama", "/a/b/llama-gqa4"], ["llama", "llama-gqa4"]),
+        (["meta/llama", "mine/llama"], ["meta/llama", "mine/llama"]),
+        (["llama", "mine/llama"], ["llama", "mine/llama"]),
+        ([".", "mine/llama"], [".", "llama"]),
+        (["one/llama"], ["llama"]),
+        (["./llama", "llama"], ["llama", "llama"]),
+    ],
+)
+def test_names_are_as_long_as_tells_them_apart(names: list[str], short: list[str]) -> None:
+    found = short_names([scores(name) for name in names])
+    assert [found[name] for name in names] == short
+
+
+def test_results_of_one_checkpoint_belong_together_whatever_it_is_called() -> None:
+    """And those of two checkpoints do not, though they are called alike."""
+    difference = Difference(to="m", loss=0.5, standard_error=0.125)
+    first = evaluation(
+        scores("m", "1"), scores("out", "2", 2.5, difference=difference), scores("x", "4", dtype="float32")
+    )
+    again = evaluation(scores("moved", "2", 2.5), scores("out", "3", 3.0), scores("x", "4", dtype="bfloat16"))
+    (text,) = measured_texts([first, again])
+    assert [(each.model, each.loss) for each in text.entries] == [
+        ("m", 2.0),
+        ("out", 2.5),
+        ("x", 2.0),
+        ("out", 3.0),
+        ("x", 2.0),
+    ]
+    assert text.columns["difference"] == ["", "+0.5000 ± 0.1250", "", "", ""]
+    assert text.columns["K/V per token"] == ["4.1 kB"] * 5
+    unknown = evaluation(scores("m"), scores("m"))
+    assert len(measured_texts([unknown])[0].entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "tables"),
+    [
+        ({}, 1),
+        ({"seed": 3}, 1),
+        ({"text": "b.txt"}, 2),
+        ({"context": 32}, 2),
+        ({"stride": 32}, 2),
+        ({"data": ScoredText(source="a.txt", sha256="other")}, 2),
+    ],
+)
+def test_a_table_for_each_text(other: dict[str, Any], tables: int) -> None:
+    texts = measured_texts([evaluation(scores("m", "1")), evaluation(scores("n", "2"), **other)])
+    assert [len(text.entries) for text in texts] == ([2] if tables == 1 else [1, 1])
+
+
+def test_spans_of_two_seeds_are_two_texts() -> None:
+    files = [evaluation(scores("m", "1"), objective="spans", seed=seed) for seed in (0, 1)]
+    assert len(measured_texts(files)) == 2
+
+
+def test_times_stand_beside_the_checkpoint_that_was_timed() -> None:
+    times = cells(
+        TimedCell(groups=12, fingerprint="1", batch=1, context=4096, decode_ms_per_token=7.25),
+        TimedCell(groups=4, fingerprint=None, batch=1, context=4096, decode_ms_per_token=3.0),
+        TimedCell(groups=3, fingerprint="2", batch=1, context=4096),
+    )
+    (text,) = measured_texts([times, evaluation(scores("m", "1"), scores("n", "2"), scores("o"))])
+    heading = "ms/token at 4,096 tokens, batch 1, float32 on Example 9"
+    assert text.columns[heading] == ["7.25", "", ""]
+
+
+def test_differences_in_bits_per_byte_say_so() -> None:
+    entry = scores("b", "2", difference=Difference(to="a", bits_per_byte=0.25, bits_per_byte_standard_error=0.5))
+    (text,) = measured_texts([evaluation(scores("a", "1"), entry)])
+    assert text.columns["difference"] == ["", "+0.2500 ± 0.5000 bits/byte"]
+    assert notes(text.entries, {"a": "a", "b": "b"}) == ["differences of b are from a, paired over the same text"]
+
+
+class Cells(HTMLParser):
+    """The cells of the tables of a page, and whether it has anything that runs or is loaded."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.tags: set[str] = set()
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self._inside = tag == "td"
+        assert not any(name in ("src", "onload", "onerror") for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.cells.append(data)
+
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
+        self._inside = False
+
+
+def test_names_are_escaped_and_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    name = "<script>$x_{$<img src=a onerror=b>--&"
+    broken = scores("nan", "3", None, scored_nan=4, note="<b>")
+    draw([evaluation(scores(name, "1"), broken, text=name)], tmp_path / "a.html", tmp_path / "a.svg")
+    page = (tmp_path / "a.html").read_text()
+    found = Cells(page)
+    assert name in found.cells
+    assert "NaN" in found.cells
+    assert "4 of 9 tokens have no finite loss: nan" in page
+    assert "nan: &lt;b&gt;" in page
+    assert "svg" in found.tags
+    assert not found.tags & {"script", "img", "b", "link", "iframe"}
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def drawn(figure_of: list[EvaluationFile], folder: Path) -> str:
+    draw(figure_of, None, folder / "a.svg")
+    return (folder / "a.svg").read_text()
+
+
+def test_the_plot_has_bits_per_byte_where_tokens_differ(tmp_path: Path) -> None:
+    assert "loss (nats per token)" in drawn([evaluation(scores("a", "1"), scores("b", "2"))], tmp_path)
+    assert "bits per byte" in drawn([evaluation(scores("a", "1"), scores("b", "2", tokens=5))], tmp_path)
+    assert "no model has both" in drawn([evaluation(scores("a", "1", kv_bytes_per_token=None))], tmp_path)
+
+
+def test_a_page_is_drawn_again_but_no_file_of_others_is_replaced(tmp_path: Path) -> None:
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    draw([evaluation(scores("a", "1"))], page, picture)
+    assert check_drawings(page, picture, []) == []
+    for path in (page, picture):
+        path.write_text("mine")
+    for given in ((page, None), (None, picture)):
+        with pytest.raises(OutputError, match="gqa-convert did not draw it"):
+            check_drawings(*given, [])
+
+
+def test_mistakes_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"--html .* ends in '.txt'"):
+        check_drawings(tmp_path / "a.txt", None, [])
+    with pytest.raises(OptionError, match="there is no folder"):
+        check_drawings(None, tmp_path / "no" / "a.png", [])
+    with pytest.raises(OptionError, match="--with names results to draw"):
+        check_drawings(None, None, [tmp_path / "a.json"])
+    with pytest.raises(ReportError, match="none of the files holds results of evaluate"):
+        draw([cells()], tmp_path / "a.html", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"--html needs: pip install 'gqa-convert\[plot\]'"):
+        check_drawings(tmp_path / "a.html", None, [])
+
+
+def test_the_command_draws_its_models_and_earlier_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    causal(tmp_path / "one")
+    causal(tmp_path / "two", seed=1, num_key_value_heads=3)
+    (tmp_path / "text.txt").write_text("for number in range(10):\n    print(number)\n" * 9)
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        return command_line(monkeypatch, capsys, *arguments)
+
+    capsys.readouterr()  # what transformers says about files
+    assert ask("one", "--data", "text.txt", "-o", "one.json", "-q") == (0, "", "")
+    (tmp_path / "one").rename(tmp_path / "moved")
+    code, out, err = ask(
+        "moved", "two", "--data", "text.txt", "--with", "one.json", "--html", "a.html", "-o", "two.json"
+    )
+    assert (code, err) == (0, "")
+    assert "written  a.html" in out
+    rows = Cells((tmp_path / "a.html").read_text()).cells
+    assert [each for each in rows if each in ("one", "moved", "two")] == ["one", "two"]
+    assert ask("--with", "one.json", "--with", "two.json", "--plot", "a.png", "--html", "b.html") == (0, "", "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert Cells((tmp_path / "b.html").read_text()).cells == rows
+    code, out, err = ask("--with", "one.json", "--html", "b.html", "--json")
+    assert (code, out, err) == (0, '{"html": "b.html", "plot": null}\n', "")
+    for arguments, words in (
+        (("--html", "b.html"), "there is no MODEL"),
+        (("--with", "one.json"), "--with names results to draw"),
+        (("--with", "none.json", "--html", "b.html"), "none.json can't be read"),
+        (("--with", "one.json", "--html", "b.html", "--data", "text.txt"), "there is no MODEL"),
+        (("two", "--html", "b.html"), "--data is missing"),
+    ):
+        code, out, err = ask(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_files_of_results_are_drawn_without_torch(tmp_path: Path) -> None:
+    from tests.helpers.command_line import loaded_after
+
+    write_result(tmp_path / "a.json", evaluation(scores("a", "1")))
+    code = (
+        "sys.argv[1:] = ['evaluate', '--with', sys.argv[1], '--html', sys.argv[2]]\nfrom gqa_convert.cli import app\n"
+    )
+    code += "app(standalone_mode=False)"
+    loaded = loaded_after(code, str(tmp_path / "a.json"), str(tmp_path / "a.html"))
+    assert (tmp_path / "a.html").is_file()
+    assert not loaded & {"torch", "transformers"}
