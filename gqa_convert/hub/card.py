@@ -46,7 +46,6 @@ def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", l
     """The card, and warnings for the publisher.
 
     Raises:
-        OptionError: the licence is malformed.
         PublishError: the folder has a README.md that must not be replaced.
         ReportError: a file of results can't be read.
     """
@@ -87,7 +86,7 @@ def _metadata(context: CardContext) -> "ModelCardData":
         library_name="transformers",
         pipeline_tag=task,
         language=context.stated.get("language"),
-        license=chosen.ids[0] if len(chosen.ids) == 1 else list(chosen.ids) or None,
+        license=chosen.ids[0] if len(chosen.ids) == 1 else chosen.ids or None,
         license_name=chosen.name,
         license_link=chosen.link,
         datasets=_datasets(context) or None,
@@ -115,9 +114,8 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
     from huggingface_hub import EvalResult
 
     figures: list[dict[str, Any]] = []
-    for scored in measured.scored:
-        text = scored.file.data
-        name = one_line(scored.text)
+    for name, scored in measured.scored.items():
+        text, name = scored.file.data, one_line(name)
         # the client joins entries of one type and configuration under the name of the first
         dataset: dict[str, Any] = {"dataset_type": "text", "dataset_config": name, "dataset_name": name}
         if is_hub_dataset(text.model_dump()):

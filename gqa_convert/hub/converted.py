@@ -60,14 +60,6 @@ class Converted:
         return [training for record in self.records for training in record.uptraining]
 
     @property
-    def steps(self) -> list[ConversionRecord | Training]:
-        """The conversions and the uptraining runs after each, oldest first."""
-        steps: list[ConversionRecord | Training] = []
-        for record in self.records:
-            steps += [record, *record.uptraining]
-        return steps
-
-    @property
     def base_model(self) -> tuple[str | None, str | None]:
         """Hub id and commit of the newest source whose commit is recorded."""
         for record in reversed(self.records):

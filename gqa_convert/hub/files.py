@@ -70,22 +70,22 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
     Raises:
         PublishError: weights have changed.
     """
-    written = model.record.written
-    warnings = []
-    known = [file for file in files if file.path in written]
-    unknown = [file.path for file in known if written[file.path].sha256 is None]
+    changed: list[str] = []
+    unknown: list[str] = []
+    for file in files:
+        written = model.record.written.get(file.path)
+        if written is None or written.sha256 == file.sha256:
+            continue
+        if written.sha256 and is_weight_file(file.path):
+            raise PublishError(
+                f"{model.folder / file.path} has SHA-256 {file.sha256} where {written.sha256} was written: it has changed since; convert or copy "
+                "it again"
+            )
+        (changed if written.sha256 else unknown).append(file.path)
+    warnings = [f"changed since the conversion: {some(changed)}"] if changed else []
     if unknown:
         warnings.append(
             f"{some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check with "
             f"gqa-convert verify {model.folder} --source SOURCE"
         )
-    changed = [file for file in known if written[file.path].sha256 not in (None, file.sha256)]
-    for file in changed:
-        if is_weight_file(file.path):
-            raise PublishError(
-                f"{model.folder / file.path} has SHA-256 {file.sha256} where {written[file.path].sha256} was written: "
-                "it has changed since; convert or copy it again"
-            )
-    if changed:
-        warnings.append(f"changed since the conversion: {some([file.path for file in changed])}")
     return warnings

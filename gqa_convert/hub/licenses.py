@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gqa_convert.errors import OptionError
-
 Words = Mapping[str, str | list[str]]
 """What the source's README states: words and lists of words by key."""
 
@@ -17,7 +15,7 @@ _BUILT_WITH = {
     "llama4": "Built with Llama",
 }
 """Words that a card must show; what is built with begins the name of a derived model (section 1.b.i of each licence)."""
-_ID = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
+LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _UNKNOWN = (
     "no licence is known: without one the model may not be used, and the source's terms may forbid publishing it; find "
     "them, and give --license"
@@ -66,9 +64,9 @@ class License:
         inherited: whether the source states it, rather than the user.
     """
 
-    ids: tuple[str, ...]
-    name: str | None = None
-    link: str | None = None
+    ids: list[str]
+    name: str | list[str] | None = None
+    link: str | list[str] | None = None
     inherited: bool = True
 
     @property
@@ -83,23 +81,14 @@ def find_license(stated: Words, given: str | None) -> tuple[License, list[str]]:
     Args:
         stated: by the source.
         given: by the user.
-
-    Raises:
-        OptionError: the given licence is not an identifier.
     """
     named = stated.get("license", [])
     words = [named] if isinstance(named, str) else named
-    ids = tuple(word.lower() for word in words if _ID.fullmatch(word.lower()))
-    chosen = given.lower() if given is not None else None
-    if chosen is not None and not _ID.fullmatch(chosen):
-        raise OptionError(
-            f"--license {given!r} is not a licence of the Hub: give an identifier such as apache-2.0, llama2 or other"
-        )
-    if chosen is None or (chosen,) == ids:
-        name, link = stated.get("license_name"), stated.get("license_link")
-        return License(ids, str(name) if name else None, str(link) if link else None), []
-    replaced = f"--license {chosen} replaces {', '.join(ids)}, which the source's README.md states"
-    return License((chosen,), inherited=False), [replaced] if ids else []
+    ids = [word.lower() for word in words if LICENSE_ID.fullmatch(word)]
+    if given is None or [given.lower()] == ids:
+        return License(ids, stated.get("license_name"), stated.get("license_link")), []
+    warnings = [f"--license {given} replaces {', '.join(ids)}, which the source's README.md states"] if ids else []
+    return License([given.lower()], inherited=False), warnings
 
 
 def reminders(of: License, name: str) -> list[str]:

@@ -24,14 +24,9 @@ from gqa_convert.measuring.results import (
 
 @dataclass(frozen=True)
 class Scored:
-    """An evaluation of the checkpoint, and of its source where that was scored on the same text.
-
-    Attributes:
-        text: what was scored and how, in words.
-    """
+    """An evaluation of the checkpoint, and of its source where that was scored on the same text."""
 
     file: EvaluationFile
-    text: str
     ours: ModelScores
     source: ModelScores | None
 
@@ -39,9 +34,9 @@ class Scored:
     def paired(self) -> Difference | None:
         """The difference to the source over the same tokens, None where another model was compared with."""
         difference = self.ours.difference
-        if difference is None or difference.loss is None or self.source is None:
-            return None
-        return difference if difference.to == self.source.model else None
+        if difference and difference.loss is not None and self.source and difference.to == self.source.model:
+            return difference
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,22 +62,25 @@ class TaskFile(BaseModel):
     results: dict[str, dict[str, float | str | None]]
     shots: dict[str, int] = Field(alias="n-shot")
 
-    def rows(self) -> list[tuple[str, str, float, float | None]]:
+    def rows(self) -> list[tuple[str, str, float, object]]:
         """Task, metric, value and standard error of every figure."""
-        found = []
+        found: list[tuple[str, str, float, object]] = []
         for task, metrics in self.results.items():
             for metric, value in metrics.items():
-                error = metrics.get(metric.replace(",", "_stderr,"))
                 if "," in metric and "_stderr," not in metric and isinstance(value, float):
-                    found.append((task, metric, value, error if isinstance(error, float) else None))
+                    found.append((task, metric, value, metrics.get(metric.replace(",", "_stderr,"))))
         return found
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All results that a card states, in the order in which they were given; warnings on files that are left out."""
+    """All results that a card states, in the order in which they were given; warnings on files that are left out.
 
-    scored: list[Scored] = field(default_factory=list)
+    Attributes:
+        scored: by the text and how it was scored, in words.
+    """
+
+    scored: dict[str, Scored] = field(default_factory=dict)
     timed: list[Timed] = field(default_factory=list)
     tasks: list[TaskFile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -116,21 +114,14 @@ def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) 
     ours = scores.get(model.fingerprint)
     if ours is None:
         return False
-    options = file.data.model_dump(exclude_none=True) | {"context": file.context, "stride": file.stride}
-    words = [options.pop("source"), file.objective]
-    words += [
-        f"{key.replace('_', ' ')} {value}" for key, value in options.items() if value not in (None, "train", "text")
-    ]
-    scored = Scored(file, ", ".join(words), ours, scores.get(model.first.source.fingerprint))
-    for place, other in enumerate(measured.scored):
-        if other.text == scored.text:
-            older, newer = sorted((other, scored), key=lambda each: each.file.created)
-            measured.scored[place] = newer
-            measured.warnings.append(
-                f"the evaluation of {older.file.created} on {file.data.source} is left out: that of {newer.file.created} is newer"
-            )
-            return True
-    measured.scored.append(scored)
+    options = file.data.model_dump(exclude={"source"}) | {"context": file.context, "stride": file.stride}
+    stated = [f", {key} {value}" for key, value in options.items() if value not in (None, "train", "text")]
+    text = f"{file.data.source}, {file.objective}{''.join(stated)}".replace("_", " ")
+    other = measured.scored.get(text)
+    if other is not None:
+        measured.warnings.append(f"of the evaluations on {text}, the newest counts")
+    if other is None or other.file.created < file.created:
+        measured.scored[text] = Scored(file, ours, scores.get(model.first.source.fingerprint))
     return True
 
 
@@ -139,16 +130,16 @@ def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) ->
     ours, source = model.record.groups, model.first.source_kv_heads
     timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
     cells = [cell for cell in timed if cell.groups in (ours, source)]
-    times = {(cell.batch, cell.context, cell.groups == ours): cell.decode_ms_per_token for cell in cells}
+    if not any(cell.groups == ours for cell in cells):
+        return False
+    times = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in cells if cell.groups == source}
     speedups = {}
-    for (batch, context, is_ours), time in times.items():
-        before = times.get((batch, context, False))
-        if is_ours and time and before:
-            speedups[batch, context] = before / time
-    if any(cell.groups == ours for cell in cells):
-        measured.timed.append(Timed(file, cells, speedups))
-        return True
-    return False
+    for cell in cells:
+        before = times.get((cell.batch, cell.context))
+        if cell.groups == ours != source and before and cell.decode_ms_per_token:
+            speedups[cell.batch, cell.context] = before / cell.decode_ms_per_token
+    measured.timed.append(Timed(file, cells, speedups))
+    return True
 
 
 def _read_tasks(path: Path) -> TaskFile | None:

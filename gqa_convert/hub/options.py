@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.errors import OptionError, PublishError
+from gqa_convert.hub.licenses import LICENSE_ID
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _BRANCH = re.compile(r"\w[\w-]*([./][\w-]+)*", re.ASCII)
@@ -72,8 +73,10 @@ def check_options(options: PublishOptions) -> None:
         raise PublishError(
             "--create-pr opens a pull request against the main branch: leave --revision out; to add to an open one, give --revision refs/pr/N"
         )
-    for name in options.datasets:
-        if not HUB_ID.fullmatch(name):
-            raise OptionError(f"--dataset {name!r} is not an id of the Hub: write it like org/name")
-    if options.base_model is not None and not HUB_ID.fullmatch(options.base_model):
-        raise OptionError(f"--base-model {options.base_model!r} is not an id of the Hub: write it like org/name")
+    for option, name in [("--base-model", options.base_model), *(("--dataset", name) for name in options.datasets)]:
+        if name is not None and not HUB_ID.fullmatch(name):
+            raise OptionError(f"{option} {name!r} is not an id of the Hub: write it like org/name")
+    if options.license is not None and not LICENSE_ID.fullmatch(options.license):
+        raise OptionError(
+            f"--license {options.license!r} is not a licence of the Hub: give an identifier such as apache-2.0, llama2 or other"
+        )

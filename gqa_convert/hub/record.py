@@ -1,5 +1,6 @@
 """`gqa_conversion.json`, as far as a model card states it. The names of the fields are the keys in the file."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import PublishError
+
+_BEFORE_KIND = re.compile(r"^.*?\.(?=[^.]+(\.bias)?$)")
 
 
 class _Part(BaseModel):
@@ -83,8 +86,7 @@ class ConversionRecord(_Part):
         """Relative merge errors by the last word of the tensors' names, of biases by the last two."""
         kinds: dict[str, list[float]] = {}
         for name, value in sorted(self.merge_error.items()):
-            words = name.removesuffix(".weight").split(".")
-            kind = ".".join(words[-2:] if words[-1] == "bias" else words[-1:])
+            kind = _BEFORE_KIND.sub("", name.removesuffix(".weight"))
             kinds.setdefault(kind, []).append(value)
         return kinds
 
@@ -107,6 +109,6 @@ def read_records(folder: Path) -> tuple[ConversionRecord, ...]:
         key = ".".join(map(str, first["loc"]))
         raise PublishError(f"{path} is not the record of a conversion ({key}: {first['msg']}): convert again") from None
     records = [newest]
-    while records[0].previous is not None:
-        records.insert(0, records[0].previous)
+    while (earlier := records[0].previous) is not None:
+        records.insert(0, earlier)
     return tuple(records)

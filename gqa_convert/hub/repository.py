@@ -123,7 +123,7 @@ class Repository:
                 raise PublishError(
                     f"the Hub rejects the card's metadata ({self._shown(problem)}): check --license and --base-model"
                 ) from None
-        return [self._shown(each.message) for each in found if isinstance(each.message, UserWarning)]
+        return [self._shown(each.message) for each in found if each.category is UserWarning]
 
     def find_replaced(self, files: Sequence[HashedFile]) -> list[str]:
         """The paths whose content in the repository differs."""

@@ -170,7 +170,7 @@ def test_a_fitted_one(tmp_path: Path) -> None:
     assert (f"{significant(divergence['before'])} before all layers were trained" in text) == (
         divergence["after"] < divergence["before"]
     )
-    assert "1 of 1 commands were not recorded: the work was started from Python." in text
+    assert "The command was not recorded: the work was started from Python." in text
     assert "A local checkpoint (`source`), converted" in text
     assert "torch" in text.split("Versions: ")[1]
     assert any("--base-model" in each for each in warnings)
