@@ -14,7 +14,7 @@ _MODULES = {
     "make_plan": "gqa_convert.conversion.plan",
     "Plan": "gqa_convert.conversion.plan",
     "convert_checkpoint": "gqa_convert.conversion.run",
-    "inspect_checkpoint": "gqa_convert.measuring.inspect.run",
+    "inspect_checkpoint": "gqa_convert.measuring.sensitivity.inspection",
     "verify_checkpoint": "gqa_convert.verify",
     "GroupedQueryAttention": "gqa_convert.attention",
     "grouped_query_attention": "gqa_convert.attention",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from gqa_convert.conversion.run import convert_checkpoint
     from gqa_convert.errors import GQAConvertError
     from gqa_convert.families.modeling import register_modeling
-    from gqa_convert.measuring.inspect.run import inspect_checkpoint
+    from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
     from gqa_convert.training.uptrain import uptrain_checkpoint
     from gqa_convert.verify import verify_checkpoint
 

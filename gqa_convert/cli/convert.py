@@ -118,21 +118,18 @@ def convert(
 
     check_one_choice_of_groups(groups, groups_file, kv_budget)
     shard_size = byte_count(max_shard_size, "--max-shard-size")
-    budget, choice, kept = cache_budget(kv_budget), None, None
+    budget, choice = cache_budget(kv_budget), None
     if budget is None:
         wanted = group_counts(groups, groups_file)
     else:
         from gqa_convert.cli.console.budget import note_choice
         from gqa_convert.cli.console.progress import stage_progress
         from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-        from gqa_convert.measuring.budget.kept import KeptDivergences
-        from gqa_convert.measuring.budget.run import choose_groups
+        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
-        kept = KeptDivergences(out)
         with stage_progress(quiet=quiet) as step:
-            choice = choose_groups(
+            choice = choose_num_kv_heads(
                 source,
-                out,
                 budget,
                 CalibrationOptions(
                     source=calibration,
@@ -145,10 +142,10 @@ def convert(
                     context=calibration_context,
                     device=device,
                 ),
+                out=out,
                 method=method,
                 revision=revision,
                 overwrite=overwrite,
-                kept=kept,
                 progress=step,
                 encoder=encoder,
                 native=native,
@@ -184,8 +181,6 @@ def convert(
             on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
             progress=screen.written,
         )
-    if kept is not None:
-        kept.discard()
     if as_json:
         print_json(result.as_json() | ({} if choice is None else {"budget": choice.as_json()}))
     elif not quiet:

@@ -1,80 +1,123 @@
 """`gqa-convert inspect`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import (
+    Budget,
     Calibration,
-    CalibrationSeed,
     CalibrationTokens,
+    Candidates,
     Device,
     Json,
-    Plot,
-    Quiet,
     Revision,
-    SeveralGroups,
     Source,
+    cache_budget,
     counts,
 )
+
+if TYPE_CHECKING:
+    from gqa_convert.measuring.sensitivity.inspection import Inspection
 
 
 def inspect(
     source: Source,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    groups: SeveralGroups = None,
+    candidates: Candidates = None,
     max_loss_increase: Annotated[
         float | None,
         typer.Option(
             "--max-loss-increase",
             metavar="NATS",
-            help="Largest loss increase, in nats per token, of the recommended N. Default: 0.1.",
+            help="Recommend the smallest N that adds at most this loss, in nats per token.",
             show_default=False,
         ),
     ] = None,
+    kv_budget: Budget = None,
     device: Device = None,
-    plot: Plot = None,
     encoder: Annotated[bool, typer.Option("--encoder", help="Also inspect the encoder's self-attention.")] = False,
     revision: Revision = None,
-    seed: CalibrationSeed = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.", hidden=True)
+    ] = 0,
     as_json: Json = False,
-    quiet: Quiet = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON object with --json.", hidden=True)
+    ] = False,
 ) -> None:
-    """Show what merging K/V heads would cost in every layer, and recommend a number of K/V heads N.
+    """Show what merging K/V heads would cost in every layer and for every N, and recommend an N. Nothing is converted.
 
-    Nothing is converted: keys and values are merged in memory with method factor. The table shows their relative error
-    and which pairs of heads are cheapest to merge. With --calibration, the source also runs with merged heads on
-    held-out text, and short fits of a few layers give an estimate, with an interval, which predicts the loss that
-    remains after convert --calibration. Without it, only the weights are read, which is fast but predicts
-    no loss. By default at most six divisors are tried.
+    The errors of keys and values are those of the closed form, method factor. With --calibration, SOURCE also runs with
+    merged heads on held-out text; the loss that the closed form adds is an upper bound of what convert --calibration
+    adds. Without it only the weights are read, which predicts no loss.
 
     Examples:
 
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
-      gqa-convert inspect ./Llama-2-7b --calibration text.txt --groups 4,8,16 --max-loss-increase 0.05 --plot errors.png
-      gqa-convert inspect ./flan-t5-xl --json
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
     """
-    from gqa_convert.cli.console.inspection import show_inspection
-    from gqa_convert.cli.console.progress import stage_progress
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.measuring.inspect.run import inspect_checkpoint
+    from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
+
+    from .console.progress import stage_progress
+    from .console.screen import print_json
 
     with stage_progress(quiet=quiet) as step:
         result = inspect_checkpoint(
             source,
             calibration=calibration,
             calibration_tokens=calibration_tokens,
-            groups=counts(groups, "--groups"),
+            candidates=counts(candidates, "--candidates"),
             max_loss_increase=max_loss_increase,
+            kv_budget=cache_budget(kv_budget),
             device=device,
             seed=seed,
             encoder=encoder,
             revision=revision,
-            plot=plot,
             progress=step,
         )
     if as_json:
         print_json(result.as_json())
     elif not quiet:
-        show_inspection(result)
+        _show(result)
+
+
+def _show(result: "Inspection") -> None:
+    from .console.screen import number, print_note, stdout_console, styled
+    from .console.tables import Column, show_table
+
+    console = stdout_console()
+    console.print(
+        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers",
+        soft_wrap=True,
+    )
+    measured = "on calibration text" if result.calibration else "from the weights alone"
+    columns = [Column(f"{part}{groups}", "right") for part in "KV" for groups in result.groups]
+    rows = []
+    for layer in result.layers:
+        errors = [error.keys for error in layer.errors] + [error.values for error in layer.errors]
+        rows.append([layer.label, *(f"{error:.2f}" for error in errors)])
+    title = f"Relative error of keys (K) and values (V) merged into N heads by the closed form, {measured}"
+    show_table(["layer", *columns], rows, title=title)
+    barriers = {"keys": {layer.key_barrier for layer in result.layers}}
+    barriers["values"] = {layer.value_barrier for layer in result.layers}
+    for part, reasons in barriers.items():
+        for reason in sorted(filter(None, reasons)):
+            print_note(f"{part} are averaged where nothing can be folded, since {reason}")
+    if result.loss is None or result.calibration is None:
+        console.print("Weights alone predict no loss and recommend no N: name text with --calibration.", soft_wrap=True)
+        return
+    if result.calibration["warning"]:
+        print_note(result.calibration["warning"])
+    source = f"{number(result.loss.source, '.4f')}, on {result.loss.tokens:,} held-out tokens"
+    rows = [[str(each.groups), number(each.increase, "+.4f")] for each in result.loss.by_groups]
+    title = f"Loss in nats per token above the source's {source}: closed form, an upper bound of what fit loses"
+    show_table(["N", Column("loss added", "right")], rows, title=title)
+    advice = result.recommendation
+    if advice is not None:
+        mark = ("no N fits", "yellow") if advice.groups is None else ("recommended", "green")
+        console.print(styled(mark, f"  {advice.reason}"), soft_wrap=True)
+        if advice.command:
+            console.print(f"next  {advice.command}", soft_wrap=True)

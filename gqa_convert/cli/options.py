@@ -11,7 +11,7 @@ from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import method_help
 
 if TYPE_CHECKING:
-    from gqa_convert.measuring.budget.amount import KVBudget
+    from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
 
 def token_count(text: str) -> int:
@@ -67,7 +67,7 @@ Budget = Annotated[
     typer.Option(
         "--kv-budget",
         metavar="SHARE",
-        help="In place of --groups: the K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB). Each layer of a Llama, Mistral or Qwen2 gets its number from its cost on the calibration text.",
+        help="The K/V cache to keep, as a share of that of SOURCE (50%) or in bytes per token (64KiB): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
         show_default=False,
     ),
 ]
@@ -185,7 +185,6 @@ Devices = Annotated[
         show_default=False,
     ),
 ]
-CalibrationSeed = Annotated[int, typer.Option("--seed", metavar="S", help="Seed for the sample of calibration text.")]
 Encoder = Annotated[
     bool,
     typer.Option(
@@ -245,7 +244,7 @@ def cache_budget(text: str | None) -> "KVBudget | None":
         return None
     from fractions import Fraction
 
-    from gqa_convert.measuring.budget.amount import KVBudget
+    from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
     if percent := re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", text, re.ASCII):
         return KVBudget(text.strip(), share=Fraction(percent[1]) / 100)

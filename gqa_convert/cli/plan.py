@@ -96,11 +96,11 @@ def plan(
         wanted = group_counts(groups, groups_file)
     else:
         from gqa_convert.cli.console.progress import stage_progress
-        from gqa_convert.measuring.budget.run import choose_groups
+        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
         with stage_progress(quiet=quiet) as step:
-            choice = choose_groups(
-                source, None, budget, asked, method=method, revision=revision, progress=step, **options
+            choice = choose_num_kv_heads(
+                source, budget, asked, method=method, revision=revision, progress=step, **options
             )
         wanted = choice.groups
     made, text = plan_conversion(open_checkpoint(source, revision=revision), wanted, method, asked, **options)
@@ -109,8 +109,8 @@ def plan(
         print_json(made.summary() | estimate | ({} if choice is None else {"budget": choice.as_json()}))
     elif not quiet:
         if choice is not None:
-            from gqa_convert.cli.console.budget import show_choice
+            from gqa_convert.cli.console.budget import note_choice
 
-            show_choice(choice)
+            note_choice(choice)
         show_plan(made)
         show_needs(estimate_needs(made, text))

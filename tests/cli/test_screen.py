@@ -24,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
     planned = run("plan", source, "--groups", 4)
     assert planned.stdout.startswith(f"{source}: llama, 12 query heads")
-    assert f"{source}: llama" in run("inspect", source, "--groups", 4).stdout
+    assert f"{source}: llama" in run("inspect", source, "--candidates", 4).stdout
     out = tmp_path / "[red]out[/]"
     converted = run("convert", source, out, "--groups", 4, "-m", "mean")
     assert f"folder               {out}\n" in converted.stdout

@@ -95,8 +95,8 @@ def test_plan_says_it() -> None:
 
 
 def test_a_device_without_text() -> None:
-    for command in (("plan", "--method", "factor"), ("inspect",)):
-        refused = run(command[0], MODEL, "--groups", "2", *command[1:], "--device", "cpu")
+    for command in (("plan", MODEL, "--groups", "2", "--method", "factor"), ("inspect", MODEL)):
+        refused = run(*command, "--device", "cpu")
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "--device cpu needs calibration text" in refused.stderr
     assert run("plan", MODEL, "--groups", "2", "--device", "cpu").returncode == 0  # on the built-in text
@@ -113,7 +113,8 @@ def test_a_device_without_text() -> None:
 )
 def test_devices_that_are_not_there(command: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
     place = (tmp_path / "out",) if command == "convert" else ()
-    refused = run(command, MODEL, *place, "--groups", "2", *options)
+    groups = () if command == "inspect" else ("--groups", "2")
+    refused = run(command, MODEL, *place, *groups, *options)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("\n") == 1
     assert words in refused.stderr

@@ -17,7 +17,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
 from gqa_convert.families.loading import headless_class, load_any_model
 from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
-from gqa_convert.measuring.inspect.run import inspect_checkpoint
+from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES

@@ -1,1 +1,0 @@
-"""Predicts the cost of merging K/V heads, layer by layer, before anything is converted."""

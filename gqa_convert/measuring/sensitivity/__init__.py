@@ -1,0 +1,1 @@
+"""Measures what merging K/V heads costs before anything is converted, and chooses how many to keep."""

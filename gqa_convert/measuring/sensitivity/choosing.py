@@ -1,0 +1,140 @@
+"""Chooses the number of K/V heads of each layer for a budget of K/V cache.
+
+The cost of a number in a layer is the KL divergence from the source on held-out text with this layer alone merged: by a
+short fit where the conversion fits layers, since costs of the closed form choose worse lists (docs/log.md), otherwise by
+the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert._version import __version__
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.publication import check_destination
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
+from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.measuring.sensitivity.choice import BudgetChoice, choose_candidate
+from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+from gqa_convert.merging.methods import DEFAULT
+from gqa_convert.text.sources import STDLIB
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, the steps done and the number of steps."""
+FIT_MARGIN: Final = 0.95
+"""What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
+the whole fit.
+"""
+
+
+def choose_num_kv_heads(
+    source: str | Path,
+    budget: KVBudget,
+    text: CalibrationOptions,
+    *,
+    out: str | Path | None = None,
+    method: str | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+    **options: Any,
+) -> BudgetChoice:
+    """Choose the number of K/V heads of each layer for a budget.
+
+    Args:
+        source: a local folder or a Hub id.
+        budget: of the K/V cache.
+        text: the options of calibration; without text, the built-in text is measured on.
+        out: the folder of the conversion that follows, None if none does. Short fits lie beside it until the choice is made,
+            so that a killed command goes on from there.
+        method: of the conversion, as the user named it.
+        revision: branch, tag or commit on the Hub.
+        overwrite: whether the conversion may replace an existing result in `out`.
+        progress: called with the name of a stage, the steps done and the number of steps.
+        options: of the conversion's plan; see `make_plan`.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's options too; nothing
+            is written.
+    """
+
+    def check(opened: Checkpoint) -> tuple[Plan, int, bool]:
+        return _plan(opened, budget, method, text, options)
+
+    checkpoint = open_local(source, revision, check)
+    plan, limit, fits = check(checkpoint)
+    if out is not None:
+        check_destination(local_path(out), checkpoint.folder, overwrite=overwrite)
+    if text.source is None:
+        text = replace(text, source=STDLIB, tokens=BUILT_IN_TOKENS)
+    calibration = calibrate(plan, text, progress)
+    from gqa_convert.measuring.sensitivity.allocation import measure_candidates, measure_costs
+    from gqa_convert.measuring.sensitivity.merged_copies import open_inputs
+
+    with ExitStack() as stack:
+        store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
+        inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
+        costs = measure_costs(inputs, progress)
+        candidates = measure_candidates(inputs, costs, limit, progress)
+        held_out_tokens = sum(batch["input_ids"].numel() for batch in inputs.held_out)
+    margin = FIT_MARGIN if fits else 1.0
+    chosen = choose_candidate(candidates, margin)
+    return BudgetChoice(
+        stated=budget.stated,
+        limit_kv_bytes_per_token=limit,
+        source_kv_bytes_per_token=plan.cache_bytes_per_token(after=False),
+        kv_bytes_per_token=chosen.kv_bytes_per_token,
+        groups=chosen.groups[0] if len(set(chosen.groups)) == 1 else list(chosen.groups),
+        chosen=chosen.rule,
+        margin=margin,
+        merged_by="short fits" if fits else "closed form",
+        candidates=candidates,
+        layers=costs,
+        text=calibration.description,
+        held_out_tokens=held_out_tokens,
+        warning=calibration.warning,
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint, budget: KVBudget, method: str | None, text: CalibrationOptions, options: dict[str, Any]
+) -> tuple[Plan, int, bool]:
+    """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
+    by gradient steps; refuses what cannot be converted.
+    """
+    plan = make_plan(checkpoint, 1, method=DEFAULT.name, encoder=options.get("encoder", False))
+    kv_heads = [layer.kv_heads for layer in plan.layers]
+    if max(kv_heads) == 1:
+        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+    # a list in which layers differ, so that a family or a checkpoint that takes none is refused here
+    conversion, _ = plan_conversion(checkpoint, [1, *kv_heads[1:]], method, text, seed=text.seed, **options)
+    limit = budget.limit(plan.cache_bytes_per_token(after=False), plan.cache_bytes_per_token(after=True))
+    if reason := why_no_text(checkpoint):
+        raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
+    return plan, limit, conversion.merge_method.trains
+
+
+@contextmanager
+def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[MergedLayers]:
+    """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
+    depends_on = {
+        "version": __version__,
+        "source": str(plan.checkpoint.folder),
+        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
+        "config": plan.checkpoint.config,
+        "text": digest,
+        "fit": [steps_per_layer(text), text.seed],
+    }
+    with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
+        if out is not None:
+            folder = os.path.realpath(local_path(out))
+        with MergedLayers(Path(f"{folder}.short-fits"), depends_on, keep=out is not None) as store:
+            yield store

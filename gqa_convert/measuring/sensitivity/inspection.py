@@ -1,0 +1,295 @@
+"""Shows what merging K/V heads costs by layer and by number of K/V heads, and recommends a number; nothing is converted."""
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.paths import expanded
+from gqa_convert.checkpoint.results import Result
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration, check_predicts
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.measuring.sensitivity.choice import BudgetChoice
+from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+from gqa_convert.measuring.sensitivity.layer_errors import (
+    InspectedLayer,
+    describe_layer,
+    merge_candidates,
+    open_layers,
+)
+
+_MOST_CANDIDATES: Final = 6
+"""Maximum number of candidates that are tried by default."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, the steps done and the number of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedLoss:
+    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, in
+    nats per token; None where not finite.
+    """
+
+    groups: int
+    loss: float | None
+    increase: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLosses:
+    """Losses on the held-out part of the calibration text, of the source in nats per token and of its merged copies."""
+
+    source: float | None
+    tokens: int
+    by_groups: tuple[MergedLoss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What a user should convert to.
+
+    Attributes:
+        groups: K/V heads, or those of each layer; None where no candidate stays within the limit.
+        reason: a sentence.
+        command: the conversion to run next, or None.
+    """
+
+    groups: int | list[int] | None
+    reason: str
+    command: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection(Result):
+    """What `inspect --json` prints.
+
+    Attributes:
+        groups: the candidates that were tried.
+        calibration: the text; None without it.
+        loss: None without text.
+        budget: what was measured for a budget of K/V cache, or None.
+        recommendation: None where the user states neither a loss nor a budget.
+    """
+
+    format_version: int = 1
+    source: str
+    model_type: str
+    heads: int
+    kv_heads: int
+    groups: tuple[int, ...]
+    calibration: JsonObject | None
+    layers: tuple[InspectedLayer, ...]
+    loss: HeldOutLosses | None
+    max_loss_increase: float | None
+    budget: BudgetChoice | None
+    recommendation: Recommendation | None
+
+
+def inspect_checkpoint(
+    source: str | Path,
+    *,
+    calibration: Any = None,
+    calibration_tokens: int | None = None,
+    candidates: Sequence[int] | None = None,
+    max_loss_increase: float | None = None,
+    kv_budget: KVBudget | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    encoder: bool = False,
+    revision: str | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Inspection:
+    """Measure what merging the K/V heads of a checkpoint costs: the errors of the closed form of method `factor` in every
+    layer, and with text the loss that it adds, an upper bound in practice of what `fit` loses. Nothing is converted.
+
+    Args:
+        source: a local folder or a Hub id.
+        calibration: text to measure on, as for `convert_checkpoint`; without it only the weights are inspected, and no
+            loss is measured.
+        calibration_tokens: how much of it, by default from the model's hidden_size; a fifth is held out for the losses.
+        candidates: numbers of K/V heads to try; by default the divisors of the source's number below it, six of them if
+            there are more.
+        max_loss_increase: nats per token; recommends the smallest candidate that adds no more.
+        kv_budget: recommends a number of K/V heads for each layer within this K/V cache.
+        device: to run the source on where there is calibration text, such as `cpu` or `cuda:1`; by default a GPU if
+            there is one.
+        seed: of the choice of calibration text.
+        encoder: inspect the encoder's self-attention too.
+        revision: branch, tag or commit on the Hub.
+        progress: called with the name of a stage, the steps done and the number of steps.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake of the user's.
+    """
+    text = CalibrationOptions(calibration, calibration_tokens, seed=seed, device=device)
+    check_calibration("factor", text)
+    if device is not None:
+        chosen_device(device)  # one alone
+    limits = [limit for limit in (max_loss_increase, kv_budget) if limit is not None]
+    if len(limits) > 1:
+        raise OptionError("--max-loss-increase and --kv-budget exclude each other: state one of them")
+    if limits and calibration is None:
+        raise OptionError(
+            "--max-loss-increase and --kv-budget need text, since weights predict no loss: name a file or dataset with --calibration"
+        )
+    if max_loss_increase is not None and not 0 <= max_loss_increase < math.inf:
+        raise OptionError(f"--max-loss-increase {max_loss_increase:g} is not a loss: give nats per token, such as 0.1")
+
+    def check(opened: Checkpoint) -> tuple[Plan, list[int]]:
+        return _plan(opened, candidates, text, encoder=encoder)
+
+    checkpoint = open_local(source, revision, check)
+    plan, counts = check(checkpoint)
+    described = loss = choice = recommendation = None
+    if calibration is None:
+        layers = _inspect_weights(plan, counts, progress)
+    else:
+        layers, described, loss = _inspect_on_text(plan, counts, text, progress)
+    options = {
+        "--calibration": calibration,
+        "--calibration-tokens": calibration_tokens,
+        "--device": device,
+        "--seed": seed,
+        "--encoder": encoder,
+        "--revision": revision,
+    }
+    if loss is not None and max_loss_increase is not None:
+        groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
+        command = None if groups is None else conversion_command(expanded(source), str(groups), options)
+        recommendation = Recommendation(groups, reason, command)
+    if kv_budget is not None:
+        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
+
+        choice = choose_num_kv_heads(source, kv_budget, text, revision=revision, progress=progress, encoder=encoder)
+        command = conversion_command(expanded(source), choice.listed, options)
+        recommendation = Recommendation(choice.groups, choice.reason, command)
+    return Inspection(
+        source=expanded(source),
+        model_type=plan.family.model_type,
+        heads=plan.heads,
+        kv_heads=plan.source_kv_heads,
+        groups=tuple(counts),
+        calibration=described,
+        layers=layers,
+        loss=loss,
+        max_loss_increase=max_loss_increase,
+        budget=choice,
+        recommendation=recommendation,
+    )
+
+
+def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[int | None, str]:
+    """The smallest number of K/V heads whose loss by the closed form stays within a limit, None if none does; and the
+    reason.
+
+    Args:
+        losses: in ascending order of their groups.
+        limit: nats per token.
+    """
+    tried = ", ".join(str(each.groups) for each in losses)
+    allowed = f"at most {limit:g} nats per token by the closed form, and fit loses less"
+    known = [(each.increase, each.groups) for each in losses if each.increase is not None]
+    for increase, groups in known:
+        if increase <= limit:
+            return groups, f"N = {groups} is the smallest of {tried} that adds {allowed}: {increase:+.3f}"
+    nearest = "no loss is finite"
+    if known:
+        increase, groups = min(known)
+        nearest = f"N = {groups} comes nearest with {increase:+.3f}"
+    advice = "convert and evaluate, allow more with --max-loss-increase, or try larger --candidates"
+    return None, f"none of N = {tried} adds {allowed}: {nearest}; {advice}"
+
+
+def conversion_command(source: str, groups: str, options: Mapping[str, object]) -> str:
+    """The command line of a conversion.
+
+    Args:
+        source: the checkpoint.
+        groups: K/V heads per layer, or a list such as 8,8,4,4.
+        options: by name. Those that are None, False or 0 are left out; an option is repeated for each item of a list, and
+            has no value where it is True.
+    """
+    suffix = "by-layer" if "," in groups else f"gqa{groups}"
+    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-{suffix}", "--groups", groups]
+    for option, value in options.items():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is True:
+                words.append(option)
+            elif each:
+                words += [option, str(each)]
+    return shlex.join(words)
+
+
+def _plan(
+    checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions, *, encoder: bool
+) -> tuple[Plan, list[int]]:
+    """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
+    plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
+    advice = "leave --calibration out, for the errors that the weights alone show"
+    if text.source is not None and not plan.family.native and plan.family.modeling is None:
+        raise OptionError(
+            f"--calibration runs the source, and transformers has no class of type {plan.family.model_type}: {advice}"
+        )
+    check_predicts(plan, text, advice)
+    kv_heads = [layer.kv_heads for layer in plan.layers]
+    possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
+    if not possible:
+        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+    if not candidates:
+        return plan, spread(possible, _MOST_CANDIDATES)
+    for count in candidates:
+        if count not in possible:
+            raise GroupsError(
+                f"--candidates {count} does not merge {max(kv_heads)} K/V heads evenly: choose among {', '.join(map(str, possible))}"
+            )
+    return plan, sorted(set(candidates))
+
+
+def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) -> tuple[InspectedLayer, ...]:
+    """Errors from the weights alone, without torch and text."""
+    inspected = []
+    with open_layers(plan) as read_layer:
+        for layer in plan.layers:
+            opened = read_layer(layer)
+            source = opened.layout.cut(opened.tensors)
+            errors = [error for _, error in merge_candidates(opened, source, candidates, None)]
+            inspected.append(describe_layer(opened, errors))
+            progress("layers", len(inspected), len(plan.layers))
+    return tuple(inspected)
+
+
+def _inspect_on_text(
+    plan: Plan, candidates: Sequence[int], text: CalibrationOptions, progress: Progress
+) -> tuple[tuple[InspectedLayer, ...], JsonObject, HeldOutLosses]:
+    """Errors and losses from running the source, and a copy with all layers merged for each candidate, on text."""
+    calibration = calibrate(plan, text, progress)
+    from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm
+    from gqa_convert.measuring.sensitivity.merged_copies import count_predicted, open_inputs, score_copies
+
+    copies = [{layer.module: count for layer in plan.layers} for count in candidates]
+    with open_inputs(plan, calibration.batches, text) as inputs:
+        source, *merged = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
+    losses = []
+    for groups, score in zip(candidates, merged, strict=True):
+        increase = None if score.loss is None or source.loss is None else score.loss - source.loss
+        losses.append(MergedLoss(groups, score.loss, increase))
+    described = {
+        "text": calibration.description,
+        "tokens": calibration.tokens,
+        "sequence_length": calibration.sequence_length,
+        "seed": text.seed,
+        "digest": calibration.digest,
+        "held_out_blocks": sum(len(batch["input_ids"]) for batch in inputs.held_out),
+        "warning": calibration.warning,
+    }
+    assert isinstance(inputs.merging, ClosedForm)
+    layers = tuple(inputs.merging.layers[layer.module] for layer in plan.layers)
+    return layers, described, HeldOutLosses(source.loss, count_predicted(inputs.held_out), tuple(losses))

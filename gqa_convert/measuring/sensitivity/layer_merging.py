@@ -1,0 +1,105 @@
+"""Merges single layers of copies of the loaded source: by the closed form, or by a short fit."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from gqa_convert.conversion.fit.assembly import Assembly, as_parts, repeated_parameters
+from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting
+from gqa_convert.conversion.fit.lockstep import CapturedModule
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.precision import Precision
+from gqa_convert.conversion.fit.source_layer import SourceLayer
+from gqa_convert.conversion.fit.statistics import moments_of
+from gqa_convert.errors import NonFiniteError
+from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
+from gqa_convert.merging.folding.heads import Heads
+from gqa_convert.merging.folding.merge import Moments
+
+SHORT_STEPS: Final = 20
+"""Gradient steps of a short fit."""
+_BATCHES: Final = 6
+"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (docs/log.md)."""
+
+
+class ClosedForm:
+    """Merges by the closed form of method `factor`.
+
+    Attributes:
+        layers: the records of the layers that were merged, by module.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, InspectedLayer] = {}
+
+    def merge(
+        self, layer: SourceLayer, module: CapturedModule, candidates: Sequence[int]
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Merge a layer into each number of K/V heads, one in memory at a time.
+
+        Args:
+            layer: of the source.
+            module: the same layer, with its calls on the text.
+            candidates: numbers of K/V heads.
+
+        Yields:
+            Each number, and the parameters of the source's module with K/V heads repeated.
+
+        Raises:
+            NonFiniteError: the source yields NaN or Inf.
+        """
+        source = layer.layout.cut(layer.tensors)
+        moments = _finite_moments(module, source)
+        errors = []
+        device = next(iter(module.parameters().values())).device
+        for merged, error in merge_candidates(layer, source, candidates, moments):
+            errors.append(error)
+            assembly = Assembly(layer.layout, source, layer.tensors, error.groups, device)
+            yield error.groups, assembly(as_parts(merged, device))
+        self.layers[module.name] = describe_layer(layer, errors)
+
+
+class ShortFits:
+    """Merges as `fit` does, on less text and in fewer steps. Each layer is fitted once for each number of K/V heads.
+
+    Args:
+        store: keeps the fitted layers.
+        steps: of the conversion's gradient stage, of which a short fit takes at most `SHORT_STEPS`.
+        precision: of the products with activations.
+        seed: of the order of batches in gradient steps.
+    """
+
+    def __init__(self, store: MergedLayers, *, steps: int, precision: Precision, seed: int) -> None:
+        self._store, self._precision, self._seed = store, precision, seed
+        self._steps = min(steps, SHORT_STEPS)
+
+    def merge(
+        self, layer: SourceLayer, module: CapturedModule, candidates: Sequence[int]
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """As `ClosedForm.merge`."""
+        attention = layer.layout.layer
+        for groups in candidates:
+            number = 1000 * attention.number + groups
+            if self._store.record(number) is None:
+                self._fit(number, layer, module.first(_BATCHES), groups)
+            yield groups, repeated_parameters(layer.layout, self._store.read(number), groups)
+
+    def _fit(self, number: int, layer: SourceLayer, module: CapturedModule, groups: int) -> None:
+        _finite_moments(module, layer.layout.cut(layer.tensors))
+        options = FitOptions(groups=groups, trains=True, steps=self._steps, seed=self._seed, precision=self._precision)
+        merged, record = LayerFitting(module, layer, options).run()
+        self._store.write(number, layer.layout.join(merged, layer.tensors, groups), record)
+
+
+Merging = ClosedForm | ShortFits
+
+
+def _finite_moments(module: CapturedModule, source: Heads) -> Moments:
+    moments = moments_of(module, source)
+    if not (np.isfinite(moments.queries).all() and np.isfinite(moments.keys).all()):
+        raise NonFiniteError(
+            f"the source yields NaN or Inf at {module.name} on the calibration text: check that its logits on this text are finite"
+        )
+    return moments

@@ -1,0 +1,218 @@
+"""Runs the source and copies of it with merged layers over held-out text, all in lockstep, and compares them.
+
+Only one layer's merged weights are in memory at a time: each copy receives them as it enters the layer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa_convert.checkpoint.devices import chosen_devices
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner, open_model, running_device
+from gqa_convert.conversion.fit.merged_layers import MergedLayers
+from gqa_convert.conversion.fit.precision import Precision, precision_of
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import DataError, UnsupportedFamilyError
+from gqa_convert.families.geometry import AttentionLayer
+from gqa_convert.measuring.sensitivity.layer_errors import ReadLayer, open_layers
+from gqa_convert.measuring.sensitivity.layer_merging import ClosedForm, Merging, ShortFits
+from gqa_convert.text.labels import IGNORED
+from gqa_convert.text.losses import kl_loss
+
+Copy = Mapping[str, int]
+"""The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
+MOST_COPIES: Final = 64
+"""Maximum number of copies whose activations are in memory together."""
+_HELD_OUT: Final = 5
+"""One in this many blocks of text is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityInputs:
+    """The loaded source, and the text that its copies are merged and measured on.
+
+    Attributes:
+        model: the loaded source.
+        layers: its attention layers.
+        read_layer: reads a layer.
+        text: batches on which layers are merged.
+        held_out: batches on which copies are measured.
+        merging: how layers are merged.
+        precision: of forward passes.
+    """
+
+    model: Any
+    layers: Sequence[AttentionLayer]
+    read_layer: ReadLayer
+    text: Sequence[Batch]
+    held_out: Sequence[Batch]
+    merging: Merging
+    precision: Precision = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of the source, or of a copy; None where it yields NaN or Inf.
+
+    Attributes:
+        loss: nats per predicted token.
+        kl: the divergence from the source, nats per token.
+    """
+
+    loss: float | None
+    kl: float | None
+
+
+def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Calibration text to merge on, and a fifth of its blocks, at least one, to measure on.
+
+    Raises:
+        DataError: there is only one block.
+    """
+    blocks = sum(len(batch["input_ids"]) for batch in batches)
+    if blocks < 2:
+        raise DataError(
+            "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
+        )
+    left = blocks - max(1, blocks // _HELD_OUT)
+    text: list[Batch] = []
+    held_out: list[Batch] = []
+    for batch in batches:
+        size = len(batch["input_ids"])
+        if left > 0:
+            text.append({name: tensor[:left] for name, tensor in batch.items()})
+        if left < size:
+            held_out.append({name: tensor[max(left, 0) :] for name, tensor in batch.items()})
+        left -= size
+    return text, held_out
+
+
+@contextmanager
+def open_inputs(
+    plan: Plan, batches: Sequence[Batch], text: CalibrationOptions, store: MergedLayers | None = None
+) -> Iterator[SensitivityInputs]:
+    """Load a plan's source, and hold out a part of the text.
+
+    Args:
+        plan: of the source.
+        batches: of the text.
+        text: its options.
+        store: for the layers of short fits; without it layers are merged by the closed form.
+
+    Raises:
+        DataError: there is only one block of text.
+    """
+    before, held_out = split(batches)
+    assert plan.checkpoint.folder is not None
+    model = open_model(plan.checkpoint.folder, device=chosen_devices(text.device)[0])
+    with open_layers(plan) as read_layer:
+        if store is None:
+            yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, ClosedForm())
+        else:
+            precision = precision_of(plan, running_device(model))
+            merging = ShortFits(store, steps=steps_per_layer(text), precision=precision, seed=text.seed)
+            yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, merging, precision)
+
+
+def predicted_tokens(batch: Batch) -> Tensor:
+    """[B, L], the token that the logits of each position predict: the label, or else the next token of the input."""
+    if "labels" in batch:
+        return batch["labels"]
+    return torch.nn.functional.pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORED)
+
+
+def count_predicted(batches: Sequence[Batch]) -> int:
+    """The number of predicted tokens."""
+    return sum(int((predicted_tokens(batch) != IGNORED).sum()) for batch in batches)
+
+
+def score_copies(
+    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: Callable[[int, int], None]
+) -> list[Score]:
+    """The scores of the source, and then of each copy.
+
+    Args:
+        inputs: the source and the text.
+        copies: what to measure, at most `MOST_COPIES` in memory together.
+        held_out: the batches to measure on.
+        progress: called with the number of layers that the copies in memory have passed, and that of all.
+
+    Raises:
+        UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
+        NonFiniteError: a layer of the source gets or gives NaN or Inf.
+    """
+    scores: list[Score] = []
+    predicted = count_predicted(held_out)
+    for first in range(0, len(copies), MOST_COPIES):
+        some = copies[first : first + MOST_COPIES]
+        sums, tokens = np.zeros((1 + len(some), 2)), 0
+        for batch, source, merged in _run_copies(inputs, some, held_out, progress):
+            targets = predicted_tokens(batch).to(source.device)
+            tokens += targets.numel()
+            for number, logits in enumerate(chain([source], merged)):
+                sums[number] += _sums(logits, source, targets)
+        found = [Score(_mean(loss, predicted), _mean(max(0.0, kl), tokens)) for loss, kl in sums.tolist()]
+        scores += found[1:] if scores else found
+    return scores
+
+
+def _run_copies(
+    inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Sequence[Batch], progress: Callable[[int, int], None]
+) -> Iterator[tuple[Batch, Tensor, Iterator[Tensor]]]:
+    """Merge the copies layer by layer, then yield each held-out batch with the source's logits [B, L, vocabulary] and
+    those of the copies, which are computed one after the other as they are asked for.
+    """
+    layers = {layer.module: layer for layer in inputs.layers}
+    with ExitStack() as stack:
+
+        def run(batches: Sequence[Batch]) -> LockstepRunner:
+            runner = LockstepRunner(inputs.model, batches, list(layers), paired=False, precision=inputs.precision)
+            return stack.enter_context(runner)
+
+        on_text, source = run(inputs.text), run(held_out)
+        students = [run(held_out) for _ in copies]
+        for done, (module, _, *captured) in enumerate(zip(on_text, source, *students, strict=True), start=1):
+            receivers: dict[int, list[CapturedModule]] = {}
+            for copy, student in zip(copies, captured, strict=True):
+                if module.name in copy:
+                    receivers.setdefault(copy[module.name], []).append(student)
+            if receivers:
+                layer = inputs.read_layer(layers[module.name])
+                for groups, parameters in inputs.merging.merge(layer, module, list(receivers)):
+                    for student in receivers[groups]:
+                        _commit(student, parameters)
+            progress(done, len(layers))
+        predictions = [student.logits() for student in students]
+        for batch, (logits, _) in zip(held_out, source.logits(), strict=True):
+            yield batch, logits, (next(each)[0] for each in predictions)
+
+
+def _commit(student: CapturedModule, parameters: Mapping[str, Tensor]) -> None:
+    try:
+        student.commit(parameters)
+    except ValueError as problem:
+        raise UnsupportedFamilyError(
+            f"transformers loads other parameters than the checkpoint has ({problem}): leave the calibration text out"
+        ) from None
+
+
+def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> tuple[float, float]:
+    """The loss and the divergence from the source, summed over a batch: logits [B, L, vocabulary], targets [B, L]."""
+    every_token = torch.zeros((1, targets.shape[1]), dtype=torch.long, device=source.device)
+    loss = divergence = 0.0
+    for ours, theirs, labels in zip(logits, source, targets, strict=True):
+        loss += float(torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none").double().sum())
+        divergence += float(kl_loss(ours[None].float(), theirs[None].float(), every_token)[0])
+    return loss, divergence
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if math.isfinite(total) else None

@@ -1,0 +1,334 @@
+"""What `inspect` states is what direct computations give, and a planted number of heads is recommended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
+
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.errors import DataError, GroupsError, NonFiniteError, OptionError
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.table import FAMILIES
+from gqa_convert.measuring.sensitivity.inspection import (
+    MergedLoss,
+    conversion_command,
+    inspect_checkpoint,
+    recommend_within_loss,
+)
+from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
+from gqa_convert.merging.folding.constraints import find_folding_constraints
+from gqa_convert.merging.folding.heads import LayerTensors
+from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.text.calibration import calibration_batches
+from tests.helpers.chatglm import write_source
+from tests.helpers.checkpoints import llama_arrays, write_llama
+from tests.helpers.command_line import assert_mistake, loaded_after, run
+from tests.helpers.data_helpers import span_tokenizer
+from tests.helpers.tiny import HEADS, make_checkpoint, randomise
+
+LENGTH = 64
+TOKENS = 40 * LENGTH
+FIRST_WORD = 3
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of three layers without a tokenizer."""
+    folder = tmp_path_factory.mktemp("inspect") / "weights"
+    return write_llama(folder, arrays=llama_arrays(layers=3), config={"num_hidden_layers": 3})
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Llama whose 12 K/V heads are 3, each four times; and text that it wrote, so that no other model predicts that
+    better.
+    """
+    folder = tmp_path_factory.mktemp("inspect") / "planted"
+    make_checkpoint("llama", folder, tied=3)
+    span_tokenizer(0).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(3)
+    written = torch.full((TOKENS // LENGTH, 1), FIRST_WORD)
+    with torch.inference_mode():
+        for _ in range(LENGTH - 1):
+            chances = model(input_ids=written).logits[:, -1, FIRST_WORD:].softmax(-1)
+            written = torch.cat([written, FIRST_WORD + torch.multinomial(chances, 1, generator=generator)], dim=1)
+    text = folder.parent / "text.txt"
+    text.write_text(" ".join(f"w{token - FIRST_WORD}" for token in written.flatten().tolist()))
+    return folder, text
+
+
+@pytest.fixture(scope="module")
+def inspected(planted: tuple[Path, Path]) -> dict[str, Any]:
+    folder, text = planted
+    found = inspect_checkpoint(folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01)
+    return found.as_json()
+
+
+def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
+    """The blocks for the moments, and the last fifth."""
+    batches = calibration_batches(planted[0], str(planted[1]), TOKENS, seed=0).batches
+    blocks = torch.cat([batch["input_ids"] for batch in batches])
+    assert blocks.shape == (TOKENS // LENGTH, LENGTH)
+    return blocks[: -len(blocks) // 5], blocks[-len(blocks) // 5 :]
+
+
+def moments_of(model: Any, blocks: Tensor) -> list[Array]:
+    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal."""
+    seen: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    with torch.inference_mode():
+        model(input_ids=blocks)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for states in seen:
+        rows = states.flatten(0, 1).double().numpy()
+        moment = rows.T @ rows / len(rows)
+        moment += 0.01 * np.diag(moment).mean() * np.eye(len(moment))
+        whole = np.ones((len(moment) + 1, len(moment) + 1))
+        whole[:-1, :-1], whole[-1, :-1], whole[:-1, -1] = moment, rows.mean(0), rows.mean(0)
+        found.append(whole)
+    return found
+
+
+def direct_errors(attention: Any, moment: Array, groups: int) -> tuple[float, float]:
+    """By the eigenvalues that a merge drops: nothing is merged here."""
+    moment = moment[:-1, :-1]  # there are no biases
+    queries, keys, values = (
+        getattr(attention, f"{role}_proj").weight.detach().double().numpy().reshape(HEADS, -1, len(moment))
+        for role in "qkv"
+    )
+    width = keys.shape[1]
+    columns = attention.o_proj.weight.detach().double().numpy().reshape(-1, HEADS, width).transpose(1, 0, 2)
+    lost, total = np.zeros(2), np.zeros(2)
+    size = HEADS // groups
+    for first in range(0, HEADS, size):
+        own = range(first, first + size)
+        for pair in range(width // 2):
+            channel = np.stack([keys[head, pair] + 1j * keys[head, pair + width // 2] for head in own])
+            asked = np.stack([queries[head, pair] + 1j * queries[head, pair + width // 2] for head in own])
+            strength = np.sqrt(np.einsum("md,de,me->m", asked, moment, asked.conj()).real)
+            kept = np.linalg.eigvalsh(channel @ moment @ channel.conj().T * np.outer(strength, strength))
+            lost[0] += kept[:-1].sum()
+            total[0] += kept.sum()
+        roots = []
+        for head in own:
+            strengths, vectors = np.linalg.eigh(columns[head].T @ columns[head])
+            roots.append((vectors * np.sqrt(strengths.clip(0))) @ vectors.T @ values[head])
+        weighed = np.concatenate(roots)
+        kept = np.linalg.eigvalsh(weighed @ moment @ weighed.T)
+        lost[1] += kept[:-width].sum()
+        total[1] += kept.sum()
+    keys_error, values_error = np.sqrt(lost.clip(0) / total)
+    return float(keys_error), float(values_error)
+
+
+def loss_of(model: Any, blocks: Tensor) -> float:
+    with torch.inference_mode():
+        return float(model(input_ids=blocks, labels=blocks).loss)
+
+
+def test_errors_are_those_of_the_dropped_eigenvalues(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(planted[0], dtype=torch.float32).eval()
+    moments = moments_of(model, blocks_of(planted)[0])
+    assert inspected["groups"] == [1, 2, 3, 4, 6]
+    assert [layer["label"] for layer in inspected["layers"]] == ["0", "1"]
+    for layer, module, moment in zip(inspected["layers"], model.model.layers, moments, strict=True):
+        for error in layer["errors"]:
+            expected = direct_errors(module.self_attn, moment, error["groups"])
+            assert (error["keys"], error["values"]) == pytest.approx(expected, rel=1e-4, abs=2e-5)
+        by_groups = {error["groups"]: max(error["keys"], error["values"]) for error in layer["errors"]}
+        assert by_groups[3] < 1e-4
+        assert by_groups[6] < 1e-4
+        assert min(by_groups[1], by_groups[2], by_groups[4]) > 0.05  # no multiple of 3, or fewer
+
+
+def test_errors_of_the_weights_alone_count_every_direction_alike(planted: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(planted[0], dtype=torch.float32)
+    result = inspect_checkpoint(planted[0], candidates=[6, 1, 6]).as_json()
+    assert (result["loss"], result["recommendation"], result["calibration"]) == (None, None, None)
+    assert result["groups"] == [1, 6]
+    for layer, module in zip(result["layers"], model.model.layers, strict=True):
+        for error in layer["errors"]:
+            keys, values = direct_errors(module.self_attn, np.eye(model.config.hidden_size + 1), error["groups"])
+            assert error["keys"] == pytest.approx(keys, rel=1e-4, abs=2e-5)
+            assert values - 2e-5 < error["values"] < 1.05 * values + 2e-5  # not the least one without moments
+
+
+def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
+    increases = {each["groups"]: each["increase"] for each in inspected["loss"]["by_groups"]}
+    assert abs(increases[3]) < 1e-4
+    assert abs(increases[6]) < 1e-4
+    assert min(increases[1], increases[2]) > 0.02
+    advice = inspected["recommendation"]
+    assert advice["groups"] == 3
+    assert f"convert {planted[0]} planted-gqa3 --groups 3 --calibration {planted[1]}" in advice["command"]
+
+
+def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
+    """The merged tensors are joined and loaded; nothing is replaced while a model runs."""
+    model = AutoModelForCausalLM.from_pretrained(planted[0], dtype=torch.float32).eval()
+    text, held_out = blocks_of(planted)
+    assert inspected["calibration"]["held_out_blocks"] == len(held_out) == 8
+    assert inspected["loss"]["tokens"] == 8 * (LENGTH - 1)
+    assert inspected["loss"]["source"] == pytest.approx(loss_of(model, held_out), rel=1e-5)
+    moments = moments_of(model, text)
+    finder = AttentionFinder(open_checkpoint(planted[0]), FAMILIES["llama"])
+    for groups in (1, 4):
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for layer, moment in zip(finder.layers, moments, strict=True):
+            parts = LayerTensors(finder, layer)
+            tensors = {name: state[name].numpy() for name in parts.names}
+            constraints = find_folding_constraints(finder, layer)
+            merged = merge_layer(parts.cut(tensors), groups, constraints, Moments(moment, moment))
+            joined = parts.repeated(parts.join(merged, tensors, groups), groups)
+            state |= {name: torch.from_numpy(array) for name, array in joined.items()}
+        other = AutoModelForCausalLM.from_config(model.config).eval()
+        other.load_state_dict(state)
+        stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
+        assert stated["loss"] == pytest.approx(loss_of(other, held_out), rel=1e-4)
+        assert stated["increase"] == pytest.approx(stated["loss"] - inspected["loss"]["source"])
+
+
+def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
+    sizes = {"d_model": 24, "d_kv": 4, "d_ff": 40, "num_layers": 2, "num_heads": 12, "vocab_size": 620}
+    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0, relative_attention_num_buckets=8)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    randomise(model)
+    with torch.no_grad():
+        for block in model.decoder.block:
+            for attention in (block.layer[0].SelfAttention, block.layer[1].EncDecAttention):
+                for projection in (attention.k, attention.v):
+                    rows = projection.weight.unflatten(0, (4, 3, 4))
+                    rows.copy_(rows[:, :1].expand_as(rows).clone())
+    model.save_pretrained(tmp_path / "t5")
+    span_tokenizer().save_pretrained(tmp_path / "t5")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number * number % 499}" for number in range(3000)))
+    result = inspect_checkpoint(
+        tmp_path / "t5", calibration=str(text), calibration_tokens=2600, candidates=[1, 4], seed=5
+    ).as_json()
+    assert [layer["label"] for layer in result["layers"]] == ["0", "0 cross", "1", "1 cross"]
+    for layer in result["layers"]:
+        lost, kept = layer["errors"]
+        assert min(lost["keys"], lost["values"]) > 0.1
+        assert max(kept["keys"], kept["values"]) < 1e-4
+    batches = calibration_batches(tmp_path / "t5", str(text), 2600, seed=5, batch_tokens=2048).batches
+    assert len(batches[-1]["input_ids"]) == 1
+    with torch.inference_mode():
+        expected = float(model(**batches[-1]).loss)
+    assert result["calibration"]["held_out_blocks"] == 1
+    assert result["loss"]["source"] == pytest.approx(expected, rel=1e-5)
+    assert result["loss"]["by_groups"][1]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["loss"]["by_groups"][0]["loss"] != pytest.approx(expected, rel=1e-5)
+
+
+def test_default_candidates_are_divisors_and_at_most_six(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_hidden_layers": 1}
+    source = write_llama(tmp_path / "wide", arrays=llama_arrays(layers=1, heads=24), config=heads)
+    assert inspect_checkpoint(source).groups == (1, 2, 3, 6, 8, 12)
+
+
+def test_recommendations() -> None:
+    losses = [MergedLoss(2, 3.0, 0.5), MergedLoss(4, None, None), MergedLoss(6, 2.7, 0.2), MergedLoss(12, 2.6, 0.1)]
+    assert recommend_within_loss(losses, 0.2) == (
+        6,
+        "N = 6 is the smallest of 2, 4, 6, 12 that adds at most 0.2 nats per token by the closed form, and fit loses less: +0.200",
+    )
+    groups, reason = recommend_within_loss(losses, 0.09)
+    assert groups is None
+    assert "none of N = 2, 4, 6, 12 adds at most 0.09" in reason
+    assert "N = 12 comes nearest with +0.100" in reason
+    assert "no loss is finite" in recommend_within_loss(losses[1:2], 0.1)[1]
+
+
+def test_commands() -> None:
+    options = {"--calibration": ["my text.txt", "b"], "--revision": None, "--seed": 0, "--encoder": True}
+    command = conversion_command("org/model", "6", options)
+    assert command == (
+        "gqa-convert convert org/model model-gqa6 --groups 6 --calibration 'my text.txt' --calibration b --encoder"
+    )
+    assert conversion_command("m", "8,4", {}) == "gqa-convert convert m m-by-layer --groups 8,4"
+
+
+def test_mistakes(weights: Path, planted: tuple[Path, Path], tmp_path: Path) -> None:
+    def refused(kind: type[Exception], words: str, source: Path = weights, **options: Any) -> None:
+        with pytest.raises(kind, match=words):
+            inspect_checkpoint(source, **options)
+
+    refused(
+        GroupsError, "--candidates 5 does not merge 12 K/V heads evenly: choose among 1, 2, 3, 4, 6", candidates=[5]
+    )
+    refused(GroupsError, "--candidates 12 does not merge", candidates=[3, 12])
+    refused(OptionError, "--calibration-tokens 9 without text", calibration_tokens=9)
+    refused(OptionError, "--kv-budget need text", max_loss_increase=0.2)
+    refused(OptionError, "--kv-budget need text", kv_budget=KVBudget("9", nbytes=9))
+    refused(OptionError, "--max-loss-increase -1 is not a loss", calibration="x", max_loss_increase=-1)
+    both = {"max_loss_increase": 0.1, "kv_budget": KVBudget("9", nbytes=9)}
+    refused(OptionError, "exclude each other", calibration="x", **both)
+    refused(DataError, "one block and none left", planted[0], calibration=str(planted[1]), calibration_tokens=LENGTH)
+    alone = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    mqa = write_llama(tmp_path / "mqa", arrays=llama_arrays(layers=1, heads=1), config=alone)
+    refused(GroupsError, "there is nothing to merge", mqa)
+    write_source(tmp_path / "chatglm")
+    refused(OptionError, "no class of type chatglm: leave --calibration out", tmp_path / "chatglm", calibration="x")
+
+
+def test_a_source_that_yields_nan(planted: tuple[Path, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(planted[0])
+    model.model.embed_tokens.weight.data[FIRST_WORD:] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    span_tokenizer(0).save_pretrained(tmp_path / "broken")
+    words = r"yields NaN or Inf at model\.layers\.0\.self_attn on the calibration text"
+    with pytest.raises(NonFiniteError, match=words):
+        inspect_checkpoint(tmp_path / "broken", calibration=str(planted[1]), calibration_tokens=640)
+
+
+def test_weights_alone_need_no_torch(weights: Path) -> None:
+    code = (
+        "from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint\n"
+        "inspect_checkpoint(sys.argv[1], candidates=[3])"
+    )
+    assert not loaded_after(code, str(weights)) & {"torch", "transformers", "matplotlib", "greenlet"}
+
+
+def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Path, Path]) -> None:
+    people = run("inspect", weights, "--candidates", "1,4")
+    assert people.returncode == 0
+    assert people.stderr == ""
+    for words in ("12 K/V heads in 3 attention layers", "K1", "V4", "name text with --calibration"):
+        assert words in people.stdout
+    options = ("inspect", planted[0], "-c", planted[1], "--calibration-tokens", TOKENS, "--candidates", "2,3")
+    shown = run(*options, "--max-loss-increase", "0.01")
+    for words in ("+0.0000", "upper bound", "recommended  N = 3", "next  gqa-convert convert"):
+        assert words in shown.stdout
+    scripts = run(*options, "--json", "--quiet")
+    assert (scripts.stderr, scripts.stdout.count("\n")) == ("", 1)
+    printed = json.loads(scripts.stdout)
+    assert printed["recommendation"] is None
+    assert printed["layers"][0]["errors"][1].keys() == {"groups", "keys", "values"}
+    assert printed["loss"].keys() == {"source", "tokens", "by_groups"}
+    assert printed["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase"}
+    assert_mistake(run("inspect", weights, "--candidates", "1,x"), "--candidates '1,x' is not a list of numbers")
+    assert_mistake(run("inspect", weights, "--candidates", "5"), "choose among 1, 2, 3, 4, 6")
+
+
+def test_the_help_shows_nine_options() -> None:
+    shown = run("inspect", "--help").stdout
+    options = [line for line in shown.partition("Options:")[2].splitlines() if line.startswith("  -")]
+    assert len(options) == 10, "nine, and --help"
+    assert "--seed" not in shown
+    assert "gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%" in shown
