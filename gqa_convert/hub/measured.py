@@ -114,7 +114,7 @@ def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) 
     ours = scores.get(model.fingerprint)
     if ours is None:
         return False
-    options = file.data.model_dump(exclude={"source"}) | {"context": file.context, "stride": file.stride}
+    options = file.data.model_dump(exclude={"source", "sha256"}) | {"context": file.context, "stride": file.stride}
     stated = [f", {key} {value}" for key, value in options.items() if value not in (None, "train", "text")]
     text = f"{file.data.source}, {file.objective}{''.join(stated)}".replace("_", " ")
     other = measured.scored.get(text)

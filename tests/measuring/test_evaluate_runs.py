@@ -3,8 +3,10 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.cli.console.evaluation import show_evaluation
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText
+from gqa_convert.text.hub_rows import HubText
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
 from tests.helpers.ranks import Job
@@ -240,3 +243,15 @@ def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     for words in ("3 of 9 tokens have no finite loss: red]b", "red]b: not of c[/bold]d", "of x[/b], windows"):
         assert words in shown
+
+
+def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model card names the dataset by it."""
+    answer = SimpleNamespace(sha="a" * 40)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
+    monkeypatch.setattr(HubText, "rows", lambda *_: [{"text": TEXT}] * 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, err = ask("one", "--data", "org/some", "--tokens", "64", "--json")
+    assert code == 0, err
+    data = json.loads(out)["data"]
+    assert (data["source"], data["revision"]) == ("org/some", "a" * 40)

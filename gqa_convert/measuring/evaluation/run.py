@@ -20,7 +20,9 @@ from gqa_convert.measuring.evaluation import models as found_models
 from gqa_convert.measuring.evaluation.models import PAIRS, SPANS, Candidate
 from gqa_convert.measuring.evaluation.page import check_drawings, draw
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, check_result_path, write_result
-from gqa_convert.text.sources import Source
+from gqa_convert.text.hub_rows import commit_of
+from gqa_convert.text.sources import Source, is_on_hub
+from gqa_convert.text.token_files import default_cache
 from gqa_convert.training.distributed import check_environment, gathered, join, taking_part, together
 
 if TYPE_CHECKING:
@@ -165,6 +167,8 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
         digest.update(repr(tuple(part)).encode())
     field = None if data.holds_pairs else data.text_field
     read = {"text_field": field, "tokens_limit": options.tokens, "sha256": digest.hexdigest()}
+    if is_on_hub(data):
+        read["revision"] = commit_of(data.source, data.revision, default_cache(), ask=False)
     return ScoredText.model_validate(asdict(data) | read)
 
 
