@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert.errors import DataError
+from gqa_convert.measuring.evaluation.candidates import find_models
 from gqa_convert.measuring.evaluation.examples import span_material
-from gqa_convert.measuring.evaluation.models import find_models
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.scoring.texts import byte_ends, encode, text_material

@@ -72,6 +72,14 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     assert (home / "one" / "config.json").is_file()
 
 
+def test_a_folder_given_without_its_name_is_called_by_it(ask: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home / "one")
+    code, out, _ = ask(".", "../two", "--data", "../text.txt", "--json")
+    assert code == 0
+    assert [each["model"] for each in json.loads(out)["results"]] == [str(home / "one"), "../two"]
+    assert "differences of two are from one" in ask(".", "../two", "--data", "../text.txt")[1]
+
+
 def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text("mine")

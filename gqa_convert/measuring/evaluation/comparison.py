@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.measuring.evaluation.models import Candidate
+from gqa_convert.measuring.evaluation.candidates import Candidate
 from gqa_convert.measuring.results import Difference, ModelScores
 from gqa_convert.text.scoring.forward import Scores
 from gqa_convert.text.scoring.material import Material
@@ -118,13 +118,10 @@ def incomparable(candidate: Candidate, material: Material, other: Measured) -> s
 def difference(measured: Measured, other: Measured) -> Difference:
     """How much more a model loses than another on the same text, with paired standard errors.
 
-    Nats per token are compared where both models have the same tokens, bits per byte where they have the same blocks.
+    Nats per token are compared where both models have the same tokens; blocks are the same wherever bytes are counted.
     """
-    loss = bits = UNDEFINED
-    if measured.problem is None:
-        loss = measured.loss().minus(other.loss())
-    if measured.material.block_count == other.material.block_count:
-        bits = measured.bits_per_byte().minus(other.bits_per_byte())
+    loss = UNDEFINED if measured.problem else measured.loss().minus(other.loss())
+    bits = measured.bits_per_byte().minus(other.bits_per_byte())
     return Difference(
         to=other.candidate.name,
         loss=loss.value,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gqa_convert.errors import DataError
-from gqa_convert.measuring.evaluation.models import Candidate
+from gqa_convert.measuring.evaluation.candidates import Candidate
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.framing import frame_around

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.errors import OptionError
+from gqa_convert.errors import LaunchError, OptionError
 from gqa_convert.families.loading import no_bars
-from gqa_convert.measuring.evaluation import models as found_models
-from gqa_convert.measuring.evaluation.models import PAIRS, SPANS, Candidate
+from gqa_convert.measuring.evaluation import candidates
+from gqa_convert.measuring.evaluation.candidates import PAIRS, SPANS, Candidate
 from gqa_convert.measuring.evaluation.page import check_drawings, draw
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, check_result_path, write_result
 from gqa_convert.text.hub_rows import commit_of
@@ -47,7 +47,7 @@ class EvaluationOptions:
         tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
-        dtype: see `models.load`.
+        dtype: see `candidates.load`.
         device: the first GPU by default, or a GPU for each of several processes; the CPU where there is none.
         seed: of span corruption.
         output: a JSON file for the results.
@@ -158,6 +158,10 @@ def _join(device: str | None) -> Any:
         return SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=chosen)
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f"--device is {device}, which several processes would share: leave it out, for a GPU each")
+    import torch
+
+    if chosen != "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        raise LaunchError("there are more processes here than GPUs: start one for each, or use --device cpu")
     return join(cpu=chosen == "cpu")
 
 
@@ -187,11 +191,9 @@ class _Run:
     def find(self, names: Sequence[str], data: Source) -> None:
         """Check everything that can be checked before a model is loaded."""
         options = self.options
-        self.models = found_models.find_models(names, options.revision)
-        self.objective = found_models.common_objective(self.models, pairs=data.holds_pairs)
-        self.window, self.stride = found_models.common_window(
-            self.models, self.objective, options.window, options.stride
-        )
+        self.models = candidates.find_models(names, options.revision)
+        self.objective = candidates.common_objective(self.models, pairs=data.holds_pairs)
+        self.window, self.stride = candidates.common_window(self.models, self.objective, options.window, options.stride)
 
     def read(self, data: Source) -> Any:
         """The text, which is the same for all models."""
@@ -227,7 +229,7 @@ class _Run:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         with together(self.processes):
-            return found_models.load(candidate, self.options.dtype, str(self.processes.device))
+            return candidates.load(candidate, self.options.dtype, str(self.processes.device))
 
     def _score(self, candidate: Candidate, model: Any, first: "Measured | None", reference: Any) -> "Measured":
         """A model's scores.
@@ -248,9 +250,9 @@ class _Run:
             done = min(material.tokens, done + scored * processes.num_processes)
             self.progress(f"scoring {candidate.name}", done, material.tokens)
 
-        with together(processes), found_models.memory_explained(candidate.name):
+        with together(processes), candidates.memory_explained(candidate.name):
             material = self._material(candidate)
-            found_models.check_tokens(candidate, model, int(material.ids.max()))
+            candidates.check_tokens(candidate, model, int(material.ids.max()))
             problem = None if first is None else incomparable(candidate, material, first)
             beside = None if problem else reference
             own = range(processes.process_index, len(material.batches), processes.num_processes)

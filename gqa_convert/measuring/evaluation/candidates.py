@@ -30,7 +30,7 @@ class Candidate:
     """A model to evaluate.
 
     Attributes:
-        name: that the user gave.
+        name: that the user gave; the whole path of a folder that was given without its name, such as `.`.
         revision: commit on the Hub, None for a local folder.
         folder: where it is.
         config: content of its config.json.
@@ -71,9 +71,10 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         loading.check_language_model(name, config, _HEAD)
         if loading.is_encoder_decoder(config) and loading.auto_class(config) == loading.TASKS[2]:
             raise OptionError(f"{name} has audio input, and evaluate scores models with text input: leave it out")
+        shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
         tokenizer, cache = usable_tokenizer(folder), _kv_bytes_per_token(checkpoint)
         known = fingerprint(folder)
-        found.append(Candidate(expanded(name), checkpoint.revision, folder, config, tokenizer, known, cache))
+        found.append(Candidate(shown, checkpoint.revision, folder, config, tokenizer, known, cache))
     return found
 
 
