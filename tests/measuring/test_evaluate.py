@@ -15,10 +15,8 @@ from gqa_convert.measuring.evaluation.candidates import find_models
 from gqa_convert.measuring.evaluation.examples import span_material
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.text.documents import Piece
-from gqa_convert.text.scoring.texts import byte_ends, encode, text_material
-from gqa_convert.text.scoring.windows import cut_windows, longest_first
 from gqa_convert.text.sources import Source
-from tests.helpers.data_helpers import demo_tokenizer, span_tokenizer
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
@@ -118,37 +116,6 @@ def test_without_a_beginning_token_the_first_one_is_not_scored(home: Path, tmp_p
     ).as_json()["results"]
     assert result["loss"] == pytest.approx(whole_loss(model_of(tmp_path / "model"), ids), rel=1e-6)
     assert (result["tokens"], result["bytes"]) == (len(ids) - 1, 60 - len(tokenizer.decode(ids[:1])))
-
-
-@pytest.mark.parametrize(("context", "stride"), [(5, 5), (5, 3), (5, 1), (1, 1), (100, 40)])
-def test_every_token_but_the_first_is_scored_once(context: int, stride: int) -> None:
-    documents = [(0, 17), (17, 18), (18, 18), (18, 24), (24, 26)]
-    scored: list[int] = []
-    for start, length, skip in cut_windows(documents, context, stride):
-        assert length <= context
-        scored += range(start + skip + 1, start + length + 1)
-        assert any(begin <= start and start + length < end for begin, end in documents)
-    assert sorted(scored) == [place for begin, end in documents for place in range(begin + 1, end)]
-
-
-def test_batches_hold_every_window_and_the_longest_first() -> None:
-    assert longest_first([3, 9, 1, 9, 4], 2) == [[1, 3], [4, 0], [2]]
-
-
-def test_bytes_of_tokens_add_up_to_the_text() -> None:
-    tokenizer = demo_tokenizer()
-    _, ends = encode(tokenizer, TEXT)
-    assert np.array_equal(byte_ends(TEXT, ends), [len(TEXT[:end].encode()) for end in ends])
-    assert ends[-1] == len(TEXT)
-    _, ends = encode(span_tokenizer(), "w1 w2  ")  # which has no token for the spaces
-    assert ends.tolist() == [2, 7]
-    pieces = [Piece("é" * 3000, last=False), Piece(TEXT * 40), Piece("x" * 9)]
-    made = text_material(pieces, tokenizer, context=16, stride=16, batch=2)
-    assert made.byte_count == sum(len(piece.text.encode()) for piece in pieces)
-    blocks = made.by_block(made.sizes)  # type: ignore[arg-type]
-    assert blocks.sum() == made.byte_count
-    assert len(blocks) == made.block_count == -(-(6000 + len((TEXT * 40).encode())) // 2048) + 1
-    assert all(abs(size - 2048) < 20 for size in blocks[:-2])
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
@@ -407,16 +374,3 @@ def test_a_limit_of_tokens_ends_all_models_texts_at_the_same_place(home: Path) -
     assert abs(one["tokens"] - 100) <= 1  # a text that ends elsewhere may have other last tokens
     assert (one["tokens"], one["bytes"]) == (two["tokens"], two["bytes"])
     assert one["bytes"] == len(demo_tokenizer().decode(ids[1:]).encode())
-
-
-def test_parquet_is_read_like_lines(home: Path, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (expected,) = run(home, "one", data="rows.jsonl")["results"]
-    (result,) = evaluate(
-        [str(home / "one")], Source(str(tmp_path / "rows.parquet")), EvaluationOptions(device="cpu")
-    ).as_json()["results"]
-    assert result["loss"] == expected["loss"]

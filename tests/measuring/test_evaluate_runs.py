@@ -177,9 +177,12 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
         for key in ("loss", "perplexity", "bits_per_byte", "loss_standard_error", "kl", "top1_agreement"):
             assert result[key] is None
         assert result["difference"]["loss"] is None
-    last = err.splitlines()[-1]
-    assert last.startswith("gqa-convert: NaN")
-    assert str(tmp_path / "some") in last
+    assert err.splitlines()[-1].startswith("gqa-convert: NaN")
+    assert str(tmp_path / "some") in err.splitlines()[-1]
+    code, out, _ = ask("one", "--data", "text.txt", "--json", "--reference", tmp_path / "all")
+    (sound,) = json.loads(out)["results"]
+    assert (code, sound["scored_nan"], sound["kl"], sound["top1_agreement"]) == (1, 0, None, None)
+    assert (sound["difference"]["loss"], sound["difference"]["bits_per_byte"]) == (None, None)
     assert (
         f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss"
         in ask(tmp_path / "all", "--data", tmp_path / "text.txt")[1]
