@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert.errors import DataError
-from gqa_convert.measuring.evaluation.candidates import find_models
-from gqa_convert.measuring.evaluation.examples import span_material
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
 from gqa_convert.text.documents import Piece
+from gqa_convert.text.scoring.examples import span_material
 from gqa_convert.text.sources import Source
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
@@ -266,8 +265,7 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
         AutoTokenizer.from_pretrained(tmp_path / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval(),
     )
-    (candidate,) = find_models([str(tmp_path / "t5")], None)
-    made = span_material([Piece(" ".join(words))], candidate, length=40, batch=1, seed=5)
+    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40, batch=1, seed=5)
     total = 0.0
     restored: dict[int, list[str]] = {}
     for number in range(len(made.batches)):
@@ -329,6 +327,7 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
+    assert result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]  # of the decoder's own layers
 
 
 def test_mbarts_decoder_begins_with_the_last_token_of_the_target(tmp_path: Path) -> None:

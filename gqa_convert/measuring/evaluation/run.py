@@ -17,9 +17,10 @@ from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import LaunchError, OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring.evaluation import candidates
-from gqa_convert.measuring.evaluation.candidates import PAIRS, SPANS, Candidate
+from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, Candidate
 from gqa_convert.measuring.evaluation.page import check_drawings, draw
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, check_result_path, write_result
+from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.hub_rows import commit_of
 from gqa_convert.text.sources import Source, is_on_hub
 from gqa_convert.text.token_files import default_cache
@@ -266,14 +267,16 @@ class _Run:
 
     def _material(self, candidate: Candidate) -> "Material":
         """The tokens of the text, in batches."""
-        from gqa_convert.measuring.evaluation.examples import pair_material, span_material
+        from gqa_convert.text.scoring.examples import pair_material, span_material
         from gqa_convert.text.scoring.texts import text_material
 
-        length, batch = self.window, self.options.batch
+        text, tokenizer, length, batch = self.text, candidate.tokenizer, self.window, self.options.batch
         show = partial(self.progress, f"tokenising for {candidate.name}")
+        if self.objective == CAUSAL:
+            stride = self.stride or length
+            return text_material(text, tokenizer, context=length, stride=stride, batch=batch, progress=show)
+        start = decoder_start(candidate.folder, candidate.config, tokenizer)
         if self.objective == SPANS:
-            return span_material(self.text, candidate, length=length, batch=batch, seed=self.options.seed)
-        if self.objective == PAIRS:
-            return pair_material(self.text, candidate, length=length, batch=batch, progress=show)
-        stride, tokenizer = self.stride or length, candidate.tokenizer
-        return text_material(self.text, tokenizer, context=length, stride=stride, batch=batch, progress=show)
+            return span_material(text, tokenizer, start=start, length=length, batch=batch, seed=self.options.seed)
+        first = None if starts_with_last(candidate.config) else start
+        return pair_material(text, tokenizer, start=first, length=length, batch=batch, progress=show)

@@ -2,12 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from gqa_convert.errors import DataError
-from gqa_convert.measuring.evaluation.candidates import Candidate
-from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.documents import Piece
 from gqa_convert.text.framing import frame_around
 from gqa_convert.text.objectives import SPAN_CORRUPTION
@@ -20,13 +19,16 @@ from gqa_convert.text.scoring.windows import longest_first
 from gqa_convert.text.tokenizing import TextEncoder, batches
 
 
-def span_material(pieces: Sequence[Piece], candidate: Candidate, *, length: int, batch: int, seed: int) -> Material:
+def span_material(
+    pieces: Sequence[Piece], tokenizer: Any, *, start: int, length: int, batch: int, seed: int
+) -> Material:
     """A text with 15% of its tokens removed in spans of three, as in T5's pretraining; the spans and their sentinels
     are scored.
 
     Args:
         pieces: documents or parts of them, in order.
-        candidate: a T5 model.
+        tokenizer: of a T5 model.
+        start: the first token of the decoder's input.
         length: tokens of the encoder's input.
         batch: examples at a time.
         seed: of the choice of spans.
@@ -35,8 +37,6 @@ def span_material(pieces: Sequence[Piece], candidate: Candidate, *, length: int,
         DataError: no span fits the length, the tokenizer has too few sentinels, or the text is shorter than one
             example. A remainder at the end of the text is not used.
     """
-    tokenizer = candidate.tokenizer
-    start = decoder_start(candidate.folder, candidate.config, tokenizer)
     try:
         sampler = make_sampler(tokenizer, SPAN_CORRUPTION, length, document_mask=False, decoder_start=start)
     except DataError as problem:  # in the words of a recipe
@@ -57,8 +57,9 @@ def span_material(pieces: Sequence[Piece], candidate: Candidate, *, length: int,
 
 def pair_material(
     pairs: Sequence[tuple[str, str]],
-    candidate: Candidate,
+    tokenizer: Any,
     *,
+    start: int | None,
     length: int,
     batch: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -67,15 +68,12 @@ def pair_material(
 
     Args:
         pairs: sources and targets.
-        candidate: the model. The input of its decoder begins with a token that its config names or, as mBART's does,
-            with the target's last token.
+        tokenizer: the model's.
+        start: the first token of the decoder's input; None for the target's last token, with which mBART's begins.
         length: maximum number of tokens of each; a longer text is cut before its closing special tokens.
         batch: pairs at a time.
         progress: called with the number of pairs that were tokenised and the number of all pairs.
     """
-    tokenizer = candidate.tokenizer
-    start = decoder_start(candidate.folder, candidate.config, tokenizer)
-    with_last = starts_with_last(candidate.config)
     closing, target_closing = (len(frame_around(tokenizer, argument).after) for argument in ("text", "text_target"))
     sources, targets, starts, sizes, truncated = [], [], [], [], 0
     for number, (source, target) in enumerate(pairs):
@@ -86,7 +84,7 @@ def pair_material(
         sources.append(shortened(read, length, closing))
         targets.append(shortened(written, length, target_closing))
         sizes.append(shortened(nbytes, length, target_closing))
-        starts.append(int(targets[-1][-1]) if with_last else start)
+        starts.append(int(targets[-1][-1]) if start is None else start)
         progress(number + 1, len(pairs))
     return _material(sources, targets, starts, batch, np.concatenate(sizes), truncated)
 
