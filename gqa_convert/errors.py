@@ -115,7 +115,7 @@ class DeviceMemoryError(GQAConvertError):
 
 
 class WorkerError(GQAConvertError):
-    """A process of a command was killed."""
+    """A process of a command was killed, or failed."""
 
     exit_code = 1
 

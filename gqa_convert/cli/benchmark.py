@@ -1,47 +1,75 @@
 """`gqa-convert benchmark`."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .options import Json, Plot, Quiet, Revision, SeveralGroups, byte_count, counts
+from gqa_convert.errors import OptionError
+
+from .options import (
+    Candidates,
+    Json,
+    Plot,
+    Quiet,
+    byte_count,
+    counts,
+    interpreters,
+    token_count,
+    token_counts,
+)
 
 
 def benchmark(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id. Not with --config.", show_default=False),
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id; several with --engine.", show_default=False),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
             "--config",
             metavar="FILE",
-            help="A config.json or its folder, to time with random weights instead of MODEL.",
+            help="A config.json to time with random weights instead of MODEL.",
             show_default=False,
         ),
     ] = None,
-    groups: SeveralGroups = None,
+    candidates: Candidates = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="NAME",
+            help="Time the models in this engine, llama.cpp or vllm. Default: transformers.",
+            show_default=False,
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="NAME=PATH",
+            help="Python interpreter of the environment that has the engine, such as vllm=/opt/vllm/bin/python.",
+            show_default=False,
+        ),
+    ] = None,
     batch: Annotated[str, typer.Option("--batch", "-b", metavar="B,B,...", help="Sequences decoded at once.")] = "1",
     context: Annotated[
-        str | None,
+        Any,
         typer.Option(
             "--context",
             metavar="T,T,...",
-            help="Tokens in the K/V cache. Default: 512, or fewer if the model has fewer positions.",
+            parser=token_counts,
+            help="Tokens in the K/V cache, such as 4k. Default: 512, or half the model's positions.",
             show_default=False,
         ),
     ] = None,
-    encoder_tokens: Annotated[
-        int | None,
+    new_tokens: Annotated[
+        int,
         typer.Option(
-            "--encoder-tokens",
-            metavar="T",
-            help="Tokens of an encoder-decoder's input. Default: 512.",
-            show_default=False,
+            "--new-tokens", metavar="T", parser=token_count, help="Tokens of a sample, for the time per sample."
         ),
-    ] = None,
+    ] = 128,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -51,38 +79,6 @@ def benchmark(
             show_default=False,
         ),
     ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention",
-            metavar="NAME",
-            help="Attention implementation: gqa (this package's), sdpa or eager. Default: gqa if the model supports it.",
-            show_default=False,
-        ),
-    ] = None,
-    prefill: Annotated[
-        bool,
-        typer.Option("--prefill/--no-prefill", help="Fill the K/V cache by a timed prefill, or with random numbers."),
-    ] = True,
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", metavar="T", help="Tokens decoded per sample, for the time per sample.")
-    ] = 128,
-    steps: Annotated[int, typer.Option("--steps", metavar="S", help="Decode steps per turn.")] = 8,
-    repetitions: Annotated[
-        int,
-        typer.Option(
-            "--repetitions", metavar="R", help="Timed turns per N; a multiple of the number of Ns balances their order."
-        ),
-    ] = 8,
-    warm_up: Annotated[
-        int, typer.Option("--warm-up", metavar="W", help="Untimed turns per N before the timed ones.")
-    ] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: that of MODEL.", show_default=False
-        ),
-    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -90,55 +86,97 @@ def benchmark(
         ),
     ] = None,
     plot: Plot = None,
-    revision: Revision = None,
     as_json: Json = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: that of MODEL.", hidden=True
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--attention",
+            metavar="NAME",
+            help="Attention implementation: gqa (this package's), sdpa or eager. Default: gqa if the model supports it.",
+            hidden=True,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="S", help="Decode steps per turn.", hidden=True)] = 8,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", metavar="R", help="Timed turns of each model.", hidden=True)
+    ] = 8,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", hidden=True),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
 
-    MODEL runs with its own weights at its own number of K/V heads N. For every other N, a version with the shapes of a
-    converted model runs with random keys and values, on which time does not depend. The versions take turns, so that a
-    machine whose speed drifts favours none of them. Times are in milliseconds.
+    MODEL runs in transformers with its own weights at its own number of K/V heads. For every other number, a version with
+    the shapes of a converted model runs with random keys and values, on which time does not depend. The versions take
+    turns, so that a machine whose speed drifts favours none of them. With --engine, the engine itself is timed on each
+    MODEL, of which the first is the source.
 
     Examples:
 
-      gqa-convert benchmark ./Llama-2-7b -n 1,8,32 --batch 1,8 --context 4096
+      gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
       gqa-convert benchmark ./Llama-2-7b --memory 24GB --plot speed.png
-      gqa-convert benchmark --config config.json --json
+      gqa-convert benchmark ./Llama-2-7b ./gqa8 --engine vllm --context 4k --batch 8
     """
     from gqa_convert.cli.console.benchmark import show_benchmark
     from gqa_convert.cli.console.progress import stage_progress
     from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.measuring.benchmark.options import BenchmarkOptions
-    from gqa_convert.measuring.benchmark.run import benchmark_model
+    from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
+    from gqa_convert.serving.timing import time_engine
 
-    chosen, contexts = counts(groups, "--groups"), counts(context, "--context")
     options = BenchmarkOptions(
-        groups=None if chosen is None else tuple(chosen),
-        batch=tuple(dict.fromkeys(counts(batch, "--batch") or ())),
-        context=None if contexts is None else tuple(contexts),
-        encoder_tokens=encoder_tokens,
+        candidates=counts(candidates, "--candidates"),
+        batch=counts(batch, "--batch") or (),
+        context=context,
         new_tokens=new_tokens,
         steps=steps,
         repetitions=repetitions,
-        warm_up=warm_up,
         attention=attention,
         dtype=dtype,
         device=device,
-        prefill=prefill,
         memory=byte_count(memory, "--memory"),
     )
+    command = ["gqa-convert", *sys.argv[1:]]
+    models = models or []
     with stage_progress(quiet=quiet) as step:
-        result = benchmark_model(
-            model,
-            config=config,
-            revision=revision,
-            options=options,
-            plot=plot,
-            command=["gqa-convert", *sys.argv[1:]],
-            progress=step,
-        )
+        if engine is not None:
+            refused = {
+                "--config": config,
+                "--candidates": candidates,
+                "--memory": memory,
+                "--device": device,
+                "--plot": plot,
+                "--attention": attention,
+                "--revision": revision,
+            }
+            _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
+            if not models:
+                raise OptionError("--engine: name the source, and the results to time beside it")
+            path = interpreters(python).get(engine)
+            result = time_engine(engine, models, options, python=path, command=command, progress=step)
+        else:
+            _refuse({"--python": python}, "belongs to --engine")
+            if len(models) > 1:
+                raise OptionError(
+                    f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
+                )
+            result = benchmark_model(
+                *models, config=config, revision=revision, options=options, plot=plot, command=command, progress=step
+            )
     if as_json:
         print_json(result.as_json())
     elif not quiet:
         show_benchmark(result)
+
+
+def _refuse(options: dict[str, Any], reason: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise OptionError(f"{name} {reason}: leave it out")

@@ -324,3 +324,14 @@ def counts(text: str | None, option: str) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise OptionError(f"{option} {text!r} is not a list of numbers: write it like 1,2,4") from None
+
+
+def interpreters(pairs: list[str] | None) -> dict[str, str]:
+    """Parse pairs such as "vllm=/opt/vllm/bin/python": an engine and the interpreter that has it."""
+    found = {}
+    for pair in pairs or ():
+        name, _, path = pair.partition("=")
+        if not (name and path):
+            raise OptionError(f"--python {pair!r} is not NAME=PATH: write it like vllm=/opt/vllm/bin/python")
+        found[name] = path
+    return found

@@ -1,83 +1,74 @@
-"""Compares a client's answer with that of transformers."""
+"""Compares what an engine computes with what transformers computes."""
 
-from dataclasses import dataclass
+from typing import Any
 
-from .client import NEW_TOKENS, Answer
+import numpy as np
 
+from gqa_convert.checkpoint.strict_json import JsonObject
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The differences between a client's answer and that of transformers.
+from .request import NEW_TOKENS
+from .worker import Outcome
 
-    Attributes:
-        problems: what is wrong, in words; empty if the client is right.
-        largest_difference: of the logits; None if the client gives none or they are not finite.
-        allowed: the largest difference of logits that is accepted.
-        compared_logits: how many logits were compared.
-        tokens: how many tokens are equal.
-        ties: how many other tokens are as likely within the tolerance.
-    """
-
-    problems: tuple[str, ...]
-    largest_difference: float | None
-    allowed: float
-    compared_logits: int
-    tokens: int
-    ties: int
+TOLERANCE = 1e-3
+"""Difference of logits that is allowed, as a share of the spread between the reference's highest and lowest logit."""
 
 
-def compare(reference: Answer, answer: Answer, prompts: list[list[int]], tolerance: float) -> Comparison:
-    """Compare two answers. A different token counts as a tie if transformers' logits of both tokens are within the
-    tolerance.
+def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> JsonObject:
+    """Compare two answers. A different token counts as a tie if transformers' logits of both are within the tolerance,
+    and ends the comparison of its prompt.
 
     Args:
-        reference: the answer of transformers, with logits.
-        answer: the answer of the client.
-        prompts: the prompts of both.
-        tolerance: the difference of logits that is allowed, as a share of the spread between the reference's highest
-            and lowest logit.
-    """
-    import numpy as np
+        reference: of transformers, with tokens and logits.
+        found: of the engine.
+        prompts: of both.
 
+    Returns:
+        `problems` in words (empty if the engine is right), `largest_difference` of the logits (None if there are none, or
+        they are not finite), the difference that is `allowed`, the number of `compared_logits`, of equal `tokens`, and of
+        `ties`.
+    """
+    assert reference.tokens is not None
     assert reference.logits is not None
-    spread = max(float(each.max() - each.min()) for each in reference.logits)
-    allowed = tolerance * spread
-    problems: list[str] = []
-    equal = ties = 0
-    if len(answer.tokens) != len(prompts):
-        problems.append(f"answered {len(answer.tokens)} of {len(prompts)} prompts")
-    for prompt, ours, theirs, logits in zip(prompts, reference.tokens, answer.tokens, reference.logits, strict=False):
-        first = next(
-            (place for place in range(NEW_TOKENS) if theirs[place : place + 1] != ours[place : place + 1]), NEW_TOKENS
-        )
-        equal += first
-        if first == NEW_TOKENS:
+    tokens = found.tokens or []
+    allowed = TOLERANCE * max(float(each.max() - each.min()) for each in reference.logits)
+    result: JsonObject = {"problems": [], "largest_difference": None, "allowed": allowed, "compared_logits": 0}
+    result |= {"tokens": 0, "ties": 0}
+    if len(tokens) != len(prompts):
+        result["problems"].append(f"answered {len(tokens)} of {len(prompts)} prompts")
+        return result
+    for prompt, ours, theirs, rows in zip(prompts, reference.tokens, tokens, reference.logits, strict=True):
+        same = 0
+        while same < NEW_TOKENS and theirs[same : same + 1] == [ours[same]]:
+            same += 1
+        result["tokens"] += same
+        if same == NEW_TOKENS:
             continue
-        if first >= len(theirs):
-            problems.append(f"prompt of {len(prompt)} tokens: stopped after {first} of {NEW_TOKENS} new tokens")
-            continue
-        row = logits[len(logits) - NEW_TOKENS + first]
-        if 0 <= theirs[first] < len(row) and row[ours[first]] - row[theirs[first]] <= allowed:
-            ties += 1
-            continue
-        problems.append(
-            f"prompt of {len(prompt)} tokens: new token {first + 1} is {theirs[first]}, and {ours[first]} in transformers"
-        )
-    largest, compared = None, 0
-    if answer.logits is not None:
-        largest = 0.0
-        if len(answer.logits) != len(reference.logits):
-            problems.append(f"gave logits of {len(answer.logits)} of {len(reference.logits)} sequences")
-        for ours_, theirs_ in zip(reference.logits, answer.logits, strict=False):
-            width = ours_.shape[1]
-            if theirs_.shape[0] != ours_.shape[0] or theirs_.shape[1] < width:  # engines may pad the vocabulary
-                problems.append(f"gave logits of shape {list(theirs_.shape)} for {list(ours_.shape)}")
-                continue
-            difference = float(np.abs(theirs_[:, :width].astype(np.float64) - ours_).max())
-            largest, compared = max(largest, difference if np.isfinite(difference) else np.inf), compared + ours_.size
-        if not np.isfinite(largest):
-            problems.append("logits that are not finite")
-        elif largest > allowed:
-            problems.append(f"logits differ by up to {largest:.3g}, {allowed:.3g} is allowed")
-    finite = largest if largest is None or np.isfinite(largest) else None
-    return Comparison(tuple(problems), finite, allowed, compared, equal, ties)
+        row = rows[same - NEW_TOKENS]  # the last rows are those that choose the new tokens
+        other = theirs[same] if same < len(theirs) else -1
+        if 0 <= other < len(row) and row[ours[same]] - row[other] <= allowed:
+            result["ties"] += 1
+        else:
+            what = f"is {other}, and {ours[same]} in transformers" if same < len(theirs) else "is missing"
+            result["problems"].append(f"prompt of {len(prompt)} tokens: new token {same + 1} {what}")
+    if found.logits is not None:
+        _compare_logits(reference.logits, found.logits, result)
+    return result
+
+
+def _compare_logits(reference: list[Any], found: list[Any], result: JsonObject) -> None:
+    """Add the difference of the logits to a result."""
+    largest = 0.0
+    for ours, theirs in zip(reference, found, strict=True):
+        width = ours.shape[1]
+        if len(theirs) != len(ours) or theirs.shape[1] < width:  # engines may pad the vocabulary
+            result["problems"].append(f"gave logits of shape {list(theirs.shape)} for {list(ours.shape)}")
+            return
+        difference = np.abs(theirs[:, :width].astype(np.float64) - ours)
+        if not np.isfinite(difference).all():
+            result["problems"].append("logits that are not finite")
+            return
+        largest = max(largest, float(difference.max()))
+        result["compared_logits"] += ours.size
+    result["largest_difference"] = largest
+    if largest > result["allowed"]:
+        result["problems"].append(f"logits differ by up to {largest:.3g}, {result['allowed']:.3g} is allowed")

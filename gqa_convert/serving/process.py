@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
-
-_TAIL = 65536
 
 
 @dataclass(frozen=True)
@@ -19,8 +16,8 @@ class Ended:
 
     Attributes:
         code: its exit code, the negative signal number if a signal killed it, None if its time was up.
-        output: nonblank lines of stdout, the last ones of a long output.
-        errors: the same of stderr.
+        output: nonblank lines of stdout.
+        errors: nonblank lines of stderr.
     """
 
     code: int | None
@@ -28,42 +25,38 @@ class Ended:
     errors: list[str]
 
     def __str__(self) -> str:
+        how = f"ended with exit code {self.code}"
         if self.code is None:
             how = "not done when its time was up"
         elif self.code < 0:
             how = f"killed by {signal.Signals(-self.code).name}"
-        else:
-            how = f"ended with exit code {self.code}"
         return ": ".join((how, *self.errors[-1:]))
 
 
-def run(
-    command: Sequence[str],
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    seconds: float | None = None,
-) -> Ended:
-    """Run a command, and kill all its descendants when it ends, when its time is up and when this program is stopped.
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = 60.0) -> Ended:
+    """Run a command in an empty folder, and kill all its descendants when it ends, when its time is up and when this
+    program is stopped.
 
     Args:
         command: its words.
         environment: its variables; by default those of this program.
-        folder: its working directory.
-        seconds: time limit, None for no limit.
+        seconds: time limit.
 
     Raises:
         OSError: the program does not exist.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="gqa-convert-") as folder:
+        files = [Path(folder, name) for name in ("output", "errors")]
+        with files[0].open("wb") as output, files[1].open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
         code = None
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -72,9 +65,4 @@ def run(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return Ended(code, _lines(output), _lines(errors))
-
-
-def _lines(file: BinaryIO) -> list[str]:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        return Ended(code, *([*filter(str.strip, file.read_text(errors="replace").splitlines())] for file in files))

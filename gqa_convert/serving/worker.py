@@ -1,95 +1,125 @@
-"""The process in which one client answers, possibly with another interpreter and other packages than the rest of the
-program.
+"""The process in which an engine runs, possibly with another interpreter and other packages than the rest of the program.
 
     python -c BOOT FOLDER MODULE
 
-`FOLDER` holds `request.json`; `outcome.json` and `answer.npz` are written beside it. `BOOT` is `boot_code()`: it makes
-this package, but nothing beside it, importable there.
+FOLDER holds `request.json`; `outcome.json` and `logits.npz` are written beside it. BOOT makes this package, but nothing
+beside it, importable there.
 """
 
 import json
 import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from .client import AbsentError, Answer, NotSupportedError, Request
+from .process import run
+from .request import AbsentError, NotSupportedError, Request
 
-PACKAGE = Path(__file__).resolve().parent.parent
 OK, UNSUPPORTED, FAILED, SKIPPED = "ok", "not supported", "failed", "skipped"
 
-
-def boot_code() -> str:
-    """Python source that runs `main`."""
-    return (
-        "import sys, types\n"
-        "package = types.ModuleType('gqa_convert')\n"
-        f"package.__path__ = [{str(PACKAGE)!r}]\n"
-        "sys.modules['gqa_convert'] = package\n"
-        "from gqa_convert.serving.worker import main\n"
-        "main()"
-    )
+_BOOT = f"""
+import sys, types
+package = types.ModuleType("gqa_convert")
+package.__path__ = [{str(Path(__file__).resolve().parent.parent)!r}]
+sys.modules["gqa_convert"] = package
+from gqa_convert.serving.worker import main
+main()
+"""
 
 
-def write_request(request: Request, folder: Path) -> None:
-    values = {
-        "folder": str(request.folder),
-        "config": request.config,
-        "has_tokenizer": request.has_tokenizer,
-        "config_class": request.config_class,
-        "config_code": None if request.config_code is None else str(request.config_code),
-    }
-    lists = {name: getattr(request, name) for name in ("prompts", "sequences", "positions")}
-    (folder / "request.json").write_text(json.dumps(values | lists), encoding="utf-8")
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine did.
+
+    Attributes:
+        status: ok, failed, not supported or skipped.
+        detail: the reason, if it is not ok.
+        tokens: decoded greedily after each prompt.
+        logits: of each sequence, float32 [positions, vocabulary]; None if the engine gives none.
+        times: for each timing and repetition the seconds to the first and to the last new token.
+        device: on which the engine was timed.
+    """
+
+    status: str
+    detail: str = ""
+    tokens: list[list[int]] | None = None
+    logits: list[Any] | None = None
+    times: list[list[tuple[float, float]]] | None = None
+    device: str = "cpu"
 
 
-def read_request(folder: Path) -> Request:
-    values = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    code = values["config_code"]
-    paths = {"folder": Path(values["folder"]), "scratch": folder, "config_code": None if code is None else Path(code)}
-    return Request(**(values | paths))
+def ask(python: str, variables: Mapping[str, str], module: str, request: Request, seconds: float) -> Outcome:
+    """Run an adapter in another process.
 
+    Args:
+        python: the interpreter.
+        variables: the environment of the process.
+        module: the full name of the module with the adapter.
+        request: for the adapter.
+        seconds: time limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="gqa-convert-serving-") as made:
+        folder = Path(made)
+        content = asdict(replace(request, scratch=made))
+        (folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
+        ended = run([python, "-c", _BOOT, made, module], variables, seconds)
+        if not (folder / "outcome.json").is_file():
+            return Outcome(FAILED, str(ended))
+        outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        if not (folder / "logits.npz").is_file():
+            return outcome
+        import numpy as np
 
-def read_outcome(folder: Path) -> tuple[str, str] | None:
-    """The status and its detail, None if the process ended before it wrote them."""
-    path = folder / "outcome.json"
-    if not path.is_file():
-        return None
-    outcome = json.loads(path.read_text(encoding="utf-8"))
-    return outcome["status"], outcome["detail"]
-
-
-def write_answer(answer: Answer, folder: Path) -> None:
-    import numpy as np
-
-    arrays = {f"logits_{number}": each for number, each in enumerate(answer.logits or ())}
-    np.savez(folder / "answer.npz", **arrays)
-    lists = {
-        "tokens": answer.tokens,
-        "logits": None if answer.logits is None else len(answer.logits),
-    }
-    (folder / "answer.json").write_text(json.dumps(lists), encoding="utf-8")
-
-
-def read_answer(folder: Path) -> Answer:
-    import numpy as np
-
-    lists = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
-    with np.load(folder / "answer.npz") as arrays:
-        logits = None if lists["logits"] is None else [arrays[f"logits_{number}"] for number in range(lists["logits"])]
-    return Answer(lists["tokens"], logits)
+        with np.load(folder / "logits.npz") as arrays:
+            return replace(outcome, logits=list(arrays.values()))
 
 
 def main() -> None:
-    """Answer the request, or write the reason for not answering."""
+    """Do what the request asks for, or write the reason for not doing it."""
     folder, module = Path(sys.argv[1]), sys.argv[2]
-    status, detail = OK, ""
     try:
-        write_answer(import_module(module).answer(read_request(folder)), folder)
+        request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
+        adapter = import_module(module).Adapter(request)
+        outcome = _times(adapter, request) if request.timings else _answers(adapter, request)
     except NotSupportedError as reason:
-        status, detail = UNSUPPORTED, str(reason)
+        outcome = Outcome(UNSUPPORTED, str(reason))
     except AbsentError as reason:
-        status, detail = SKIPPED, str(reason)
+        outcome = Outcome(SKIPPED, str(reason))
     except Exception as problem:  # any error of an engine on a checkpoint is a result to report
-        lines = str(problem).strip().splitlines()
-        status, detail = FAILED, f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
-    (folder / "outcome.json").write_text(json.dumps({"status": status, "detail": detail}), encoding="utf-8")
+        lines = str(problem).strip().splitlines() or ["no message"]
+        outcome = Outcome(FAILED, f"{type(problem).__name__}: {lines[0]}")
+    (folder / "outcome.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+
+
+def _answers(adapter: Any, request: Request) -> Outcome:
+    import numpy as np
+
+    tokens = adapter.generate(request.prompts, request.new_tokens)
+    logits = list(map(adapter.logits, request.sequences, request.positions))
+    if logits[0] is not None:
+        np.savez(Path(request.scratch, "logits.npz"), *logits)
+    return Outcome(OK, tokens=tokens)
+
+
+def _times(adapter: Any, request: Request) -> Outcome:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+
+    def timed(batch: int, context: int, new_tokens: int) -> float:
+        # other prompts each time, so that no engine finds a prefix that it has read
+        prompts = random.integers(request.config["vocab_size"], size=(batch, context)).tolist()
+        begun = time.perf_counter()
+        adapter.generate(prompts, new_tokens)
+        return time.perf_counter() - begun
+
+    times = []
+    for batch, context in request.timings:
+        lengths = [(1, 1 + request.new_tokens)] * (1 + request.repetitions)
+        pairs = [(timed(batch, context, first), timed(batch, context, last)) for first, last in lengths]
+        times.append(pairs[1:])
+    return Outcome(OK, times=times, device=adapter.device)

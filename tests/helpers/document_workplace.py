@@ -40,6 +40,7 @@ NOT_RUN = {
     r"^\S*/vllm serve ": "a serving engine, which the tests' environment lacks",
     r"^python (benchmarks/|-m benchmarks)": "measures, for minutes or hours",
     r"uptrain RECIPE.yaml learning_rate=1e-4$": "only after a divergence: tests/training/test_uptrain_resuming.py has one",
+    r"^gqa-convert benchmark .*--engine ": "runs a serving engine, which the tests' environment lacks",
     r"^gqa-convert check-serving ": "runs serving engines, which the tests' environment lacks",
 }
 """Commands that the tests only parse, and the reason."""
@@ -56,7 +57,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "--context": "16",
         "--steps": "1",
         "--repetitions": "1",
-        "--warm-up": "0",
         "--new-tokens": "2",
     },
     "uptrain": {key: str(value) for key, value in SMALL.items()}
@@ -168,7 +168,7 @@ RESULTS = {
     "runs": [
         "gqa-convert convert SOURCE runs/gqa8 --groups 8 --method mean",
         "gqa-convert evaluate SOURCE runs/gqa8 --data text.txt --json > runs/evaluate.json",
-        "gqa-convert benchmark SOURCE --groups 1,8,32 --json > runs/benchmark.json",
+        "gqa-convert benchmark SOURCE --candidates 1,8,32 --json > runs/benchmark.json",
     ],
 }
 """Folders that documents assume to exist, and the commands that make them."""

@@ -3,48 +3,67 @@ wrong.
 """
 
 import os
+import pickle
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from gqa_convert.serving.client import AbsentError, Answer, NotSupportedError, Request
-from gqa_convert.serving.worker import read_answer
+from gqa_convert.serving.request import AbsentError, NotSupportedError, Request
+
+TOKENS: dict[str, Any] = {
+    "token": lambda tokens: tokens[-1].__setitem__(-1, tokens[-1][-1] ^ 1),
+    "first token": lambda tokens: tokens[0].__setitem__(0, tokens[0][0] ^ 1),
+    "stops": lambda tokens: tokens[1].__delitem__(slice(7, None)),
+    "fewer prompts": lambda tokens: tokens.pop(),
+}
+LOGITS: dict[str, Any] = {
+    "logit": lambda rows: rows.__setitem__((3, 5), rows[3, 5] + 0.02 * (rows.max() - rows.min())),
+    "nan": lambda rows: rows.__setitem__((0, 0), float("nan")),
+}
 
 
-def answer(request: Request) -> Answer:
-    given = read_answer(Path(os.environ["FAKE_ANSWER"]))
-    assert given.logits is not None
-    mode = os.environ["FAKE_MODE"]
-    if mode == "token":
-        given.tokens[-1][-1] ^= 1
-    elif mode == "first token":
-        given.tokens[0][0] ^= 1
-    elif mode == "stops":
-        del given.tokens[1][7:]
-    elif mode == "logit":
-        given.logits[-1][3, 5] += 0.02 * (given.logits[-1].max() - given.logits[-1].min())
-    elif mode == "nan":
-        given.logits[0][0, 0] = float("nan")
-    elif mode == "fewer rows":
-        return replace(given, logits=[each[1:] for each in given.logits])
-    elif mode == "fewer prompts":
-        return replace(given, tokens=given.tokens[:1], logits=given.logits[:1])
-    elif mode == "no logits":
-        return Answer(given.tokens, None)
-    elif mode == "raises":
-        raise RuntimeError(f"no tensor\nfits {request.folder.name}")
-    elif mode == "dies":
-        os.abort()
-    elif mode == "exits":
-        os._exit(0)
-    elif mode == "hangs":
-        time.sleep(600)
-    elif mode == "asks":
-        input("Do you trust this checkpoint? ")
-    elif mode == "chatters":
-        print('{"status": "failed"}')
-    elif mode == "unsupported":
-        raise NotSupportedError("no such architecture")
-    elif mode == "absent":
-        raise AbsentError("no converter")
-    return given
+class Adapter:
+    device = "cpu"
+
+    def __init__(self, request: Request) -> None:
+        self._mode = os.environ["FAKE_MODE"]
+        self._seconds = 0.001 * request.config["num_key_value_heads"]
+        if self._mode == "raises":
+            raise RuntimeError(f"no tensor\nfits {request.folder}")
+        if self._mode == "dies":
+            os.abort()
+        if self._mode == "exits":
+            os._exit(0)
+        if self._mode == "hangs":
+            time.sleep(600)
+        if self._mode == "asks":
+            input("Do you trust this checkpoint? ")
+        if self._mode == "chatters":
+            print('{"status": "failed"}')
+        if self._mode == "unsupported":
+            raise NotSupportedError("no such architecture")
+        if self._mode == "absent":
+            raise AbsentError("no converter")
+        if not request.timings:
+            self._tokens, self._logits = pickle.loads(Path(os.environ["FAKE_ANSWER"]).read_bytes())
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """Takes a millisecond for each K/V head and token of the prompts, and as long for each token after the first."""
+        if self._mode == "times":
+            time.sleep(self._seconds * new_tokens * len(prompts) * len(prompts[0]))
+            return []
+        if self._mode == "instant":
+            time.sleep(0.1 / new_tokens)
+            return []
+        TOKENS.get(self._mode, list)(self._tokens)
+        return self._tokens
+
+    def logits(self, sequence: list[int], positions: list[int]) -> Any:
+        assert len(sequence) > max(positions)
+        if self._mode == "no logits":
+            return None
+        rows = self._logits.pop(0)
+        if self._mode == "fewer rows":
+            return rows[1:]
+        LOGITS.get(self._mode, list)(rows)
+        return rows

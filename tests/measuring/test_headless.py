@@ -16,7 +16,7 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
 from gqa_convert.families.loading import headless_class, load_any_model
-from gqa_convert.measuring.benchmark import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
@@ -194,7 +194,7 @@ def test_what_needs_a_head_says_so(sources: dict[str, Path], tmp_path: Path, com
         "factor": ["convert", str(source), str(out), "--groups", "3", "--method", "factor", "--calibration", text],
         "inspect": ["inspect", str(source), "--calibration", text],
         "uptrain": ["uptrain", str(recipe)],
-        "check-serving": ["check-serving", str(source), "--client", "llama.cpp"],
+        "check-serving": ["check-serving", str(source), "--engine", "llama.cpp"],
         "verify": ["verify", str(tmp_path / "made"), "--source", str(source), "--text", text],
     }[command]
     with pytest.raises(NoLanguageModelError, match="has no language-model head: ") as mistake:
@@ -217,7 +217,7 @@ def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> N
     assert inspect_checkpoint(source).layers
     convert_checkpoint(source, tmp_path / "out", 3, method="factor")
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
-    options = BenchmarkOptions(groups=(3,), context=(6,), repetitions=1, warm_up=0, steps=1, device="cpu")
+    options = BenchmarkOptions(candidates=(3,), context=(6,), repetitions=1, steps=1, device="cpu")
     assert [each.groups for each in benchmark_model(config=source, options=options).results] == [3]
     with pytest.raises(OptionError, match="text"):
         verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")

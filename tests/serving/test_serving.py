@@ -1,12 +1,12 @@
-"""check-serving finds what an engine computes wrongly. The engines here are fakes."""
+"""check-serving finds what an engine computes wrongly. The engines here are fakes, or their packages are."""
 
 import json
 import os
+import pickle
+import shutil
 import signal
 import sys
-import tarfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,64 +15,48 @@ import pytest
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
-from gqa_convert.serving import checking, installing, process, vllm
-from gqa_convert.serving.checking import check_serving
-from gqa_convert.serving.client import (
-    CLIENTS,
-    NEW_TOKENS,
-    Answer,
-    Client,
-    Request,
-)
-from gqa_convert.serving.comparing import compare
-from gqa_convert.serving.prompts import make_prompts, places
-from gqa_convert.serving.worker import read_request, write_answer, write_request
+from gqa_convert.serving import checking, process
+from gqa_convert.serving.checking import check_serving, has_our_code
+from gqa_convert.serving.comparing import TOLERANCE, compare
+from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
+from gqa_convert.serving.reference import compared_positions, make_prompts
+from gqa_convert.serving.request import NEW_TOKENS
+from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama
-from tests.helpers.command_line import run
-from tests.helpers.tiny import HEADS, make_checkpoint
+from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.verification import save_tokenizer
 
-INDEX = "model.safetensors.index.json"
-FAKE = Client("fake", "tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), ("numpy",), listed_as=None)
-ABSENT = Client(
-    "absent",
-    "tests.helpers.fake_engine",
-    ("no-such-package-as-this",),
-    ("no-such-package-as-this",),
-    needs="luck",
-    listed_as=None,
-)
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ROOT / "tests" / "helpers" / "engine_packages"
+FAKE = Engine("tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), "luck")
+ABSENT = Engine("tests.helpers.fake_engine", ("no-such-package-as-this",), "luck")
 
 
-def random_answer(prompts: list[list[int]]) -> Answer:
+def random_answer(prompts: list[list[int]]) -> Outcome:
     random = np.random.default_rng(1)
-    logits = [random.standard_normal((len(places(len(prompt))), VOCABULARY)).astype(np.float32) for prompt in prompts]
+    shapes = [(len(compared_positions(len(prompt))), VOCABULARY) for prompt in prompts]
+    logits = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
     tokens = [each[-NEW_TOKENS:].argmax(axis=1).tolist() for each in logits]
-    return Answer(tokens, logits)
+    return Outcome(OK, tokens=tokens, logits=logits)
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose reference answer is made up, and known to the fake engine."""
     folder = write_llama(tmp_path / "out")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("FAKE_ANSWER", str(tmp_path))
-
-    def ask(folder: Path, config: dict[str, Any]) -> tuple[Request, Answer]:
-        prompts = make_prompts(config, None)
-        request = Request(
-            folder, config, prompts, prompts, [places(len(prompt)) for prompt in prompts], Path(), has_tokenizer=True
-        )
-        return request, random_answer(prompts)
-
-    write_answer(ask(folder, checking.read_config(folder))[1], tmp_path)
-    monkeypatch.setattr(checking, "_ask_transformers", ask)
+    prompts = make_prompts(checking.read_config(folder))
+    reference = random_answer(prompts)
+    (tmp_path / "answer").write_bytes(pickle.dumps((reference.tokens, reference.logits)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FAKE_ANSWER", str(tmp_path / "answer"))
+    monkeypatch.setattr(checking, "ask_transformers", lambda _: (prompts, reference))
     return folder
 
 
 def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> tuple[str, str, bool]:
     monkeypatch.setenv("FAKE_MODE", mode)
-    report = check_serving(out, known=(FAKE,), **options).as_json()
+    report = check_serving(out, engines={"fake": FAKE}, **options).as_json()
     (entry,) = report["clients"]
     return entry["status"], entry["detail"], report["passed"]
 
@@ -81,7 +65,7 @@ def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: An
 def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     status, detail, passed = verdict(out, monkeypatch, mode)
     assert (status, passed) == ("ok", True)
-    assert "48 of 48 tokens equal" in detail
+    assert detail.startswith("48 tokens equal, logits within 0.0e+00")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +73,7 @@ def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode:
     [
         ("token", "prompt of 40 tokens: new token 24 is"),
         ("first token", "prompt of 5 tokens: new token 1 is"),
-        ("stops", "stopped after 7 of 24 new tokens"),
+        ("stops", "new token 8 is missing"),
         ("logit", "logits differ by up to"),
         ("nan", "logits that are not finite"),
         ("fewer rows", "gave logits of shape"),
@@ -110,17 +94,176 @@ def test_a_wrong_engine_fails(out: Path, monkeypatch: pytest.MonkeyPatch, mode: 
 def test_an_engine_that_hangs_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(out, monkeypatch, "hangs", minutes=0.03) == ("failed", "not done when its time was up", False)
     with pytest.raises(OptionError, match="allow more"):
-        check_serving(out, known=(FAKE,), minutes=float("nan"))
+        check_serving(out, minutes=float("nan"))
+
+
+@pytest.mark.parametrize(("mode", "status"), [("unsupported", "not supported"), ("absent", "skipped")])
+def test_nothing_is_proven_where_no_engine_ran(
+    out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, status: str
+) -> None:
+    assert verdict(out, monkeypatch, mode)[::2] == (status, False)
+
+
+def test_an_engine_without_logits_is_judged_by_its_tokens(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(out, monkeypatch, "no logits") == ("ok", "48 tokens equal; no logits available", True)
+
+
+def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MODE", "right")
+    engines = {"fake": FAKE, "absent": ABSENT}
+    report = check_serving(out, engines=engines).as_json()
+    assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
+    assert report["clients"][1]["detail"] == "not installed: luck"
+    assert report["passed"]
+    assert not check_serving(out, ["fake", "absent"], engines=engines).passed
+    assert [entry["client"] for entry in check_serving(out, ["absent"], engines=engines).clients] == ["absent"]
+    report = check_serving(out, ["fake"], pythons={"absent": sys.executable}, engines=engines).as_json()
+    assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
+    assert sys.executable in report["clients"][1]["detail"]
+    assert not report["passed"]
+
+
+def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
+    prompts = [[3, 4]]
+    reference = random_answer(prompts)
+    assert reference.logits is not None
+    assert reference.tokens is not None
+    row, token = reference.logits[0][-NEW_TOKENS + 4], reference.tokens[0][4]
+    other = (token + 1) % VOCABULARY
+    tokens = [[*reference.tokens[0][:4], other, *[0] * (NEW_TOKENS - 5)]]
+    answer = Outcome(OK, tokens=tokens, logits=reference.logits)
+    row[other] = row[token] - 1e-4
+    found = compare(reference, answer, prompts)
+    assert (found["problems"], found["ties"], found["tokens"]) == ([], 1, 4)
+    row[other] = row[token] - 2 * found["allowed"]
+    assert compare(reference, answer, prompts)["problems"]
+
+
+def test_an_engine_may_pad_the_vocabulary_and_differ_by_the_tolerance() -> None:
+    prompts = [[3, 4], [5] * 30]
+    reference = random_answer(prompts)
+    assert reference.logits is not None
+    spread = max(float(each.max() - each.min()) for each in reference.logits)
+    for share, right in ((0.9, True), (1.1, False)):
+        shifted = [each + np.float32(share * TOLERANCE * spread) for each in reference.logits]
+        padded = [np.pad(each, ((0, 0), (0, 8)), constant_values=99) for each in shifted]
+        found = compare(reference, Outcome(OK, tokens=reference.tokens, logits=padded), prompts)
+        assert (found["problems"] == []) is right
+        assert found["compared_logits"] == sum(each.size for each in reference.logits)
+
+
+def test_prompts_fill_what_the_context_leaves() -> None:
+    assert [len(each) for each in make_prompts({"max_position_embeddings": 64, "vocab_size": 50})] == [5, 40]
+    assert [len(each) for each in make_prompts({"vocab_size": 50})] == [5, 48, 320]
+    for length in (1, 5, 320):
+        positions = compared_positions(length)
+        assert positions[-NEW_TOKENS:] == list(range(length - 1, length + NEW_TOKENS - 1))
+        assert len(positions) == len(set(positions))
+
+
+def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match="holds no config"):
+        check_serving(tmp_path)
+    folder = write_llama(tmp_path / "out", config={"vocab_size": 999})
+    with pytest.raises(OptionError, match=r"choose from llama\.cpp, vllm"):
+        check_serving(folder, ["tgi"])
+    with pytest.raises(
+        CorruptCheckpointError, match=r"lm_head\.weight, which is \[24, 60\] where the model needs \[999, 60\]"
+    ):
+        check_serving(folder, engines={"fake": FAKE})
+    unfit = {
+        "gqa_t5": ({}, "comes with a modelling file"),
+        "own": ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with a modelling file"),
+        "gqa_qwen3": ({"num_key_value_heads": [12, 1]}, "only transformers 5 has code for a qwen3 of that kind"),
+        "t5": ({"is_encoder_decoder": True, "architectures": []}, "encoder-decoder"),
+    }
+    for model_type, (config, words) in unfit.items():
+        folder = write_llama(tmp_path / model_type, config={"model_type": model_type, **config})
+        report = check_serving(folder)
+        assert [(entry["client"], entry["status"]) for entry in report.clients] == [
+            ("llama.cpp", "not supported"),
+            ("vllm", "not supported"),
+        ]
+        assert words in report.clients[0]["detail"]
+        assert not report.passed
+
+
+def test_code_in_a_checkpoint_is_no_obstacle_where_it_is_not_needed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}))
+    assert verdict(out, monkeypatch, "right")[0] == "ok"
+
+
+@pytest.mark.usefixtures("modeling_files_registered")
+def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
+    """Layers that differ in number need the class of their config, which is a file of the checkpoint."""
+    make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2)
+    out = tmp_path / "list"
+    convert_checkpoint(tmp_path / "source", out, [12, 3], method="mean")
+    config = checking.read_config(out)
+    assert has_our_code(out, config)
+    assert {entry["status"] for entry in check_serving(out).clients} == {"skipped"}
+    assert not has_our_code(out, config | {"auto_map": {"AutoConfig": "other.Config"}})
+    with (out / "gqa_decilm.py").open("a") as file:
+        file.write("\n")
+    assert not has_our_code(out, config)
+    assert {entry["status"] for entry in check_serving(out).clients} == {"not supported"}
+    assert not has_our_code(tmp_path / "source", checking.read_config(tmp_path / "source"))
+
+
+def test_the_adapters_compute_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With packages that have the engines' interfaces; a legacy key that says something else is found out."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
+    monkeypatch.setenv("LLAMA_CPP", str(PACKAGES))
+    out = make_checkpoint("llama", tmp_path / "out", num_key_value_heads=3)
+    save_tokenizer(out)
+    report = json.loads(run("check-serving", out, "--json").stdout)
+    assert report["passed"], report
+    assert [(each["client"], each["version"], each["status"]) for each in report["clients"]] == [
+        ("llama.cpp", "9.9", "ok"),
+        ("vllm", "9.9", "ok"),
+    ]
+    assert all(
+        each["tokens"] == 2 * NEW_TOKENS and each["largest_difference"] < each["allowed"] for each in report["clients"]
+    )
+    (out / "tokenizer.json").unlink()
+    shutil.move(out, tmp_path / "moved")
+    shown = run("check-serving", tmp_path / "moved", "--engine", "llama.cpp")
+    assert shown.returncode == 1
+    assert "FAIL" in shown.stdout
+    assert "its converter failed: no tokenizer" in shown.stdout
+    other = make_checkpoint("qwen2", tmp_path / "other", num_key_value_heads=3)
+    (entry,) = check_serving(other, ["llama.cpp"]).clients
+    assert (entry["status"], entry["detail"]) == ("not supported", "its converter does not know this architecture")
+    monkeypatch.delenv("LLAMA_CPP")
+    (entry,) = check_serving(other, ["llama.cpp"]).clients
+    assert entry["status"] == "skipped"
+    assert "LLAMA_CPP" in entry["detail"]
+
+
+def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingExtraError, match="is not an interpreter that has"):
+        find_interpreter(FAKE, str(tmp_path / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    for word in (sys.executable, os.path.relpath(sys.executable), Path(sys.executable).name):
+        found = find_interpreter(FAKE, word)
+        assert Path(found.python).is_absolute()
+        assert found.version == np.__version__
+    for word, code in (("mute", "true"), ("chatty", f'echo "Hello"; exec {sys.executable} "$@"')):
+        (tmp_path / word).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / word).chmod(0o755)
+    with pytest.raises(MissingExtraError):
+        find_interpreter(FAKE, "./mute")
+    assert find_interpreter(FAKE, "./chatty").version == np.__version__
 
 
 @pytest.mark.parametrize(
-    ("then", "seconds", "code"), [("exit 3", None, 3), ("wait", 2.0, None), ("kill -9 $$", None, -9)]
+    ("then", "seconds", "code"), [("exit 3", 60.0, 3), ("wait", 2.0, None), ("kill -9 $$", 60.0, -9)]
 )
-def test_a_process_leaves_nothing_behind(tmp_path: Path, then: str, seconds: float | None, code: int | None) -> None:
+def test_a_process_leaves_nothing_behind(tmp_path: Path, then: str, seconds: float, code: int | None) -> None:
     reader = fifo(tmp_path / "fifo")
-    ended = process.run(
-        ["sh", "-c", f"exec 3> fifo; sleep 600 & echo started; {then}"], folder=tmp_path, seconds=seconds
-    )
+    ended = process.run(["sh", "-c", f"exec 3> {tmp_path}/fifo; sleep 600 & echo started; {then}"], seconds=seconds)
     assert (ended.code, ended.output) == (code, ["started"])
     assert closed(reader)
 
@@ -134,24 +277,10 @@ def test_a_process_ends_with_this_program(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, stop)
     try:
         with pytest.raises(KeyboardInterrupt):
-            process.run(["sh", "-c", "exec 3> fifo; sleep 600 & sleep 1; kill -USR1 $PPID; wait"], folder=tmp_path)
+            process.run(["sh", "-c", f"exec 3> {tmp_path}/fifo; sleep 600 & sleep 1; kill -USR1 $PPID; wait"])
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert closed(reader)
-
-
-def test_a_process_finds_nobody_to_ask() -> None:
-    """Where this program's own stdin is open, and silent."""
-    reader, writer = os.pipe()
-    before = os.dup(0)
-    os.dup2(reader, 0)
-    try:
-        ended = process.run(["sh", "-c", "read answer; echo $?"], seconds=20.0)
-    finally:
-        os.dup2(before, 0)
-        for number in (before, reader, writer):
-            os.close(number)
-    assert (ended.code, ended.output) == (0, ["1"])
 
 
 def fifo(path: Path) -> int:
@@ -169,211 +298,18 @@ def closed(reader: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("mode", "status"), [("unsupported", "not supported"), ("absent", "skipped")])
-def test_nothing_is_proven_where_no_engine_ran(
-    out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, status: str
-) -> None:
-    assert verdict(out, monkeypatch, mode)[::2] == (status, False)
-
-
-def test_an_engine_without_logits_is_judged_by_its_tokens(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, detail, passed = verdict(out, monkeypatch, "no logits")
-    assert (status, passed) == ("ok", True)
-    assert "no logits available" in detail
-
-
-@pytest.mark.parametrize("client", checking.CLIENTS, ids=lambda client: client.name)
-def test_how_to_get_an_engine_fits_a_line(client: Client) -> None:
-    shown = checking._how_to_get(client, None)
-    assert len(shown) < 140
-    assert f"--client {client.name} --install" in shown or "--python" in shown
-    assert "pip install" not in shown
-
-
-def test_an_absent_engine_is_skipped_loudly_and_counts_if_it_was_named(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_MODE", "right")
-    report = check_serving(out, known=(FAKE, ABSENT)).as_json()
-    assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
-    assert report["passed"]
-    assert report["clients"][1]["detail"].startswith("not installed: --client absent --install")
-    assert not check_serving(out, ["fake", "absent"], known=(FAKE, ABSENT)).passed
-    assert not check_serving(out, ["absent"], known=(FAKE, ABSENT)).passed
-    for clients in ([], ["fake"]):
-        report = check_serving(out, clients, pythons={"absent": sys.executable}, known=(FAKE, ABSENT)).as_json()
-        assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
-        assert sys.executable in report["clients"][1]["detail"]
-        assert not report["passed"]
-
-
-def test_code_in_a_checkpoint_is_no_obstacle_where_it_is_not_needed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}))
-    assert verdict(out, monkeypatch, "right")[0] == "ok"
-    (out / "config.json").write_text(
-        json.dumps(config | {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}})
-    )
-    status, detail, passed = verdict(out, monkeypatch, "right")
-    assert (status, passed) == ("not supported", False)
-    assert "with a modelling file" in detail
-
-
-def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
-    prompts = [[3, 4]]
-    reference = random_answer(prompts)
-    assert reference.logits is not None
-    row, token = reference.logits[0][-NEW_TOKENS + 4], reference.tokens[0][4]
-    other = (token + 1) % VOCABULARY
-    answer = Answer([[*reference.tokens[0][:4], other, *[0] * (NEW_TOKENS - 5)]], reference.logits)
-    row[other] = row[token] - 1e-4
-    found = compare(reference, answer, prompts, 1e-3)
-    assert (found.problems, found.ties, found.tokens) == ((), 1, 4)
-    row[other] = row[token] - 0.1
-    assert compare(reference, answer, prompts, 1e-3).problems
-
-
-def test_an_engine_may_pad_the_vocabulary() -> None:
-    prompts = [[3, 4], [5] * 30]
-    reference = random_answer(prompts)
-    assert reference.logits is not None
-    padded = replace(
-        reference, logits=[np.pad(each, ((0, 0), (0, 8)), constant_values=99) for each in reference.logits]
-    )
-    assert compare(reference, padded, prompts, 1e-3).problems == ()
-
-
-def test_prompts_fill_what_the_context_leaves() -> None:
-    assert [len(each) for each in make_prompts({"max_position_embeddings": 64, "vocab_size": 50}, None)] == [5, 40]
-    assert [len(each) for each in make_prompts({"vocab_size": 50}, None)] == [5, 48, 320]
-    assert make_prompts({"vocab_size": 50}, list(range(400)))[2] == list(range(320))
-    for length in (1, 5, 320):
-        assert places(length)[-NEW_TOKENS:] == list(range(length - 1, length + NEW_TOKENS - 1))
-        assert len(places(length)) == len(set(places(length)))
-
-
-def test_what_can_not_be_checked_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SourceNotFoundError, match="holds no config"):
-        check_serving(tmp_path)
-    folder = write_llama(tmp_path / "out", config={"vocab_size": 999})
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(OptionError, match=r"choose from llama\.cpp"):
-        check_serving(folder, ["tgi"])
-    with pytest.raises(
-        CorruptCheckpointError, match=r"lm_head\.weight, which is \[24, 60\] where the model needs \[999, 60\]"
-    ):
-        check_serving(folder, known=(FAKE,))
-    monkeypatch.setattr(checking, "load_model", lambda *_, **__: (None, []))
-    with pytest.raises(CorruptCheckpointError, match=r"can't run .*: AttributeError"):
-        check_serving(folder, known=(FAKE,))
-    own = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
-    report = check_serving(own).as_json()
-    assert {entry["status"] for entry in report["clients"]} == {"not supported"}
-    listed = write_llama(tmp_path / "listed", config={"model_type": "gqa_qwen3", "num_key_value_heads": [HEADS, 1]})
-    assert {entry.status for entry in check_serving(listed).clients} == {"not supported"}
-    assert "only transformers 5 has code for a qwen3 of that kind" in check_serving(listed).clients[0].detail
-    assert len(report["clients"]) == len(CLIENTS)
-    assert not report["passed"]
-
-
-@pytest.mark.usefixtures("modeling_files_registered")
-def test_layers_that_differ_go_to_the_engines_that_have_code_for_them(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=3)
-    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 6, 2], method="mean")
-    monkeypatch.setenv("FAKE_MODE", "right")
-    report = check_serving(tmp_path / "list", known=(replace(FAKE, runs_decilm=True), ABSENT)).as_json()
-    assert [each["status"] for each in report["clients"]] == ["ok", "not supported"]
-    assert report["clients"][1]["detail"] == "it has no DeciLMForCausalLM, whose layers differ"
-    assert report["tensor_parallel"] == {"split": [1, 2], "with_copied_kv_heads": [6, 12]}
-    assert report["passed"]
-    assert [client.name for client in CLIENTS if client.runs_decilm] == ["llama.cpp", "vllm"]
-    assert check_serving(out, known=(FAKE,)).tensor_parallel is not None
-
-
-def test_a_checkpoint_with_a_config_class_reaches_vllm_with_this_packages_file(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2)
-    convert_checkpoint(folder, tmp_path / "list", [12, 3], method="mean")
-    (tmp_path / "list" / "gqa_decilm.py").write_text("raise SystemExit")
-    config = checking.read_config(tmp_path / "list")
-    code, name = checking._config_code(config)
-    request = Request(tmp_path / "list", config, [], [], [], tmp_path / "scratch", False, code, name)
-    (tmp_path / "scratch").mkdir()
-    write_request(request, tmp_path / "scratch")
-    assert read_request(tmp_path / "scratch") == request
-    linked = vllm._folder(request)
-    assert "class DeciLMConfig" in (linked / "gqa_decilm.py").read_text()
-    assert json.loads((linked / "config.json").read_text())["auto_map"] == {"AutoConfig": "gqa_decilm.DeciLMConfig"}
-    assert (linked / INDEX).samefile(tmp_path / "list" / INDEX)
-    assert vllm._folder(replace(request, config_code=None)) == request.folder
-
-
-def test_an_installation_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(MissingExtraError, match="pip says"):
-        installing.install(replace(ABSENT, requirements=(str(tmp_path / "no-such-file.whl"),)))
-    assert list((tmp_path / "gqa-convert" / "clients").iterdir()) == []
-    with pytest.raises(MissingExtraError, match="needs luck"):
-        installing.install(replace(ABSENT, requirements=()))
-
-
-def test_an_installation_takes_what_only_the_source_archive_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = replace(FAKE, distributions=("numpy",), sources=("vendor/engine/convert.py", "vendor/engine/conversion"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = installing.client_folder(client)
-    folder.mkdir(parents=True)
-    (folder / "stale").touch()
-
-    def pip(_: Client, command: list[str]) -> None:
-        if "--target" in command:
-            Path(command[command.index("--target") + 1]).mkdir()
-            return
-        assert command[-1] == f"numpy=={np.__version__}"
-        (tmp_path / "file").write_text("text")
-        with tarfile.open(Path(command[command.index("--dest") + 1]) / "numpy.tar.gz", "w:gz") as archive:
-            for name in ("convert.py", "conversion/a/b.py", "conversions.py", "c.py"):
-                archive.add(tmp_path / "file", f"numpy-9/vendor/engine/{name}")
-
-    monkeypatch.setattr(installing, "_run_pip", pip)
-    installing.install(client)
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
-        "vendor/engine/conversion/a/b.py",
-        "vendor/engine/convert.py",
-    ]
-    assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert installing.find_place(FAKE, str(tmp_path / "python")) is None
-    place = installing.find_place(FAKE, sys.executable)
-    assert place is not None
-    assert (place.python, place.version) == (sys.executable, np.__version__)
-    monkeypatch.chdir(tmp_path)
-    for word in (os.path.relpath(sys.executable), Path(sys.executable).name):
-        monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-        found = installing.find_place(FAKE, word)
-        assert found is not None
-        assert Path(found.python).is_absolute()
-    for word, code in (("mute", "true"), ("chatty", f'echo "Hello"; exec {sys.executable} "$@"')):
-        (tmp_path / word).write_text(f"#!/bin/sh\n{code}\n")
-        (tmp_path / word).chmod(0o755)
-    assert installing.find_place(FAKE, "./mute") is None
-    found = installing.find_place(FAKE, "./chatty")
-    assert found is not None
-    assert found.version == np.__version__
-
-
 def test_the_command(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
     result = run("check-serving", folder)
     assert result.returncode == 1
     assert "not supported" in result.stdout
     assert "nothing was checked" in result.stdout
-    for arguments in (("--python", "vllm"), ("--install",)):
-        result = run("check-serving", folder, *arguments)
-        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    skipped = run("check-serving", write_llama(tmp_path / "out"), "--engine", "vllm")
+    assert (skipped.returncode, "--python vllm=PATH" in skipped.stdout) == (1, True)
+    assert_mistake(run("check-serving", folder, "--python", "vllm"), "--python 'vllm' is not NAME=PATH")
+    assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_how_to_get_an_engine_fits_a_line(name: str) -> None:
+    assert len(ENGINES[name].how_to_install) < 120

@@ -103,10 +103,11 @@ class EvaluationFile(_Measurement):
 class TimedCell(_Stored):
     """One number of K/V heads, or a list with that of each layer, at one batch and context; times in ms, sizes in bytes.
 
-    `fingerprint` is null for a version that was made for the timing and has no folder.
+    `fingerprint` and `model`, the folder of a model that an engine ran, are null for a version that was made for the timing.
     """
 
     groups: int | list[int]
+    model: str | None = None
     fingerprint: str | None = None
     batch: int
     context: int
@@ -123,12 +124,16 @@ class TimedCell(_Stored):
     kv_bytes: int | None = None
     repetitions: int | None = None
     weight_bytes: int | None = None
+    largest_batch: int | None = None
+    largest_context: int | None = None
 
 
 class BenchmarkFile(_Measurement):
-    """What `benchmark` writes."""
+    """What `benchmark` writes; `engine` is null for transformers."""
 
     kind: Literal["benchmark"] = "benchmark"
+    engine: str | None = None
+    engine_version: str | None = None
     model: str
     fingerprint: str | None = None
     model_type: str | None = None
@@ -143,6 +148,7 @@ class BenchmarkFile(_Measurement):
     order: str | None = None
     steps: int | None = None
     spread: str | None = None
+    memory_bytes: int | None = None
     plot: str | None = None
     results: list[TimedCell]
 

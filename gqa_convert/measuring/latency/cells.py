@@ -1,0 +1,79 @@
+"""Times every version of the model at one batch and context."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from gqa_convert.measuring.latency.decoding import Decoder
+from gqa_convert.measuring.latency.timing import WARM_UP, alternate, quartiles, timed
+from gqa_convert.measuring.results import TimedCell
+
+LEAD = 1
+"""Decode steps before the timed ones of a turn: the version before has left its own weights in the processor's caches."""
+_PREFILLS = 3
+
+
+def turns_of(repetitions: int) -> int:
+    """The turns of each version, for progress."""
+    return WARM_UP + min(_PREFILLS, repetitions) + WARM_UP + repetitions
+
+
+def measure_cells(
+    models: Sequence[Any], cells: Sequence[TimedCell], steps: int, done: Callable[[], object]
+) -> list[TimedCell]:
+    """Time all versions at one batch and context; they take turns.
+
+    Args:
+        models: of the versions.
+        cells: what is decoded, one for each model: batch, context, tokens of an encoder and of a sample, and repetitions;
+            only the K/V heads differ.
+        steps: decode steps of a turn.
+        done: called after each turn.
+
+    Returns:
+        The cells with times and cache sizes.
+    """
+    cell, device = cells[0], models[0].device
+    repetitions = cell.repetitions or 1
+    decoders = [Decoder(model, cell.batch, cell.context, cell.encoder_tokens) for model in models]
+    prefills = [partial(timed, decoder.prefill, device) for decoder in decoders]
+    filled = alternate(prefills, min(_PREFILLS, repetitions), done)
+    sizes = [decoder.cache_bytes() for decoder in decoders]
+    decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions, done)
+    return [_with_times(*each) for each in zip(cells, sizes, filled, decoded, strict=True)]
+
+
+def _turn(decoder: Decoder, steps: int, device: Any) -> float:
+    """Take a turn and return its seconds per token."""
+
+    def walk() -> None:
+        for _ in range(steps):
+            decoder.step()
+
+    for _ in range(LEAD):
+        decoder.step()
+    seconds = timed(walk, device)
+    decoder.rewind()
+    return seconds / steps
+
+
+def _with_times(
+    cell: TimedCell, sizes: tuple[int, int], prefills: Sequence[float], decodes: Sequence[float]
+) -> TimedCell:
+    own_bytes, cross_bytes = sizes
+    low, middle, high = (1e3 * seconds for seconds in quartiles(decodes))
+    prefill = 1e3 * quartiles(prefills)[1]
+    crossed = None if cell.encoder_tokens is None else cross_bytes / cell.encoder_tokens / cell.batch
+    return cell.model_copy(
+        update={
+            "decode_ms_per_token": middle,
+            "decode_ms_low": low,
+            "decode_ms_high": high,
+            "decode_tokens_per_second": 1e3 * cell.batch / middle,
+            "prefill_ms": prefill,
+            "sample_ms": prefill + (cell.new_tokens or 0) * middle,
+            "kv_bytes_per_token": own_bytes / cell.context / cell.batch,
+            "cross_kv_bytes_per_encoder_token": crossed,
+            "kv_bytes": own_bytes + cross_bytes,
+        }
+    )

@@ -1,0 +1,217 @@
+"""Times a model at several numbers of K/V heads."""
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.machine import available_memory, measurement
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.errors import DeviceMemoryError, OptionError, UnsupportedAttentionError
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring.latency.cells import LEAD, measure_cells, turns_of
+from gqa_convert.measuring.latency.memory import check_room, with_capacity
+from gqa_convert.measuring.latency.models import BenchmarkModel, build, headers, open_model, stated_dtype
+from gqa_convert.measuring.latency.plot import draw_times
+from gqa_convert.measuring.latency.versions import make_models, plan_versions
+from gqa_convert.measuring.pictures import check_picture
+from gqa_convert.measuring.results import BenchmarkFile, TimedCell
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, the steps done and the number of steps."""
+
+CONTEXT: Final = 512
+"""The default number of cached tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkOptions:
+    """How a model is timed. Named as the command line names them.
+
+    Attributes:
+        candidates: K/V heads per layer to time; by default the model's own number and its divisors, at most seven.
+        batch: sequences decoded at once.
+        context: tokens in the cache when the timed steps begin, and of an encoder's input; by default 512, or half the
+            model's positions.
+        new_tokens: tokens decoded per sample, for the time per sample.
+        steps: decode steps in each turn of a version.
+        repetitions: timed turns of each version.
+        attention: transformers' name of the attention function; by default `gqa`, this package's, where the model takes it.
+        dtype: by default the checkpoint's.
+        device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
+        memory: bytes for weights and K/V cache, of which the largest batch and the longest context are computed.
+
+    Raises:
+        OptionError: a value is out of range.
+    """
+
+    candidates: Sequence[int] | None = None
+    batch: Sequence[int] = (1,)
+    context: Sequence[int] | None = None
+    new_tokens: int = 128
+    steps: int = 8
+    repetitions: int = 8
+    attention: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "batch", "context", "new_tokens", "steps", "repetitions", "memory"):
+            value = getattr(self, name)
+            numbers = [value] if isinstance(value, int) else value
+            if numbers is not None and not min(numbers, default=0) > 0:
+                raise OptionError(f"--{name.replace('_', '-')} holds a number below 1: give 1 or more")
+
+
+def benchmark_model(
+    model: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    revision: str | None = None,
+    options: BenchmarkOptions | None = None,
+    plot: str | Path | None = None,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> BenchmarkFile:
+    """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of K/V heads.
+
+    Every version has the shapes of a converted model. Weights that do not exist are random; the time does not depend on
+    their values.
+
+    Args:
+        model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
+        config: in place of `model`, a config.json or the folder that holds one; all weights are random.
+        revision: branch, tag or commit on the Hub.
+        options: what is timed, how often and on what.
+        plot: a picture to draw (.png, .svg or .pdf).
+        command: the command line, for the record.
+        progress: called with the name of a stage, the steps done and the number of steps.
+
+    Returns:
+        The measurement; `results` has an entry for each version, batch and context.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if the memory does not
+            suffice.
+    """
+    import torch
+
+    options = options or BenchmarkOptions()
+    picture = None if plot is None else local_path(plot)
+    if picture is not None:
+        check_picture(picture)
+    opened = open_model(model, config, revision)
+    dtype = stated_dtype(opened.config, options.dtype)
+    device = torch.device(chosen_device(options.device))
+    outline, attention = _outline(opened, dtype, options.attention)
+    positions = stated_positions(outline.config.to_dict())
+    contexts = _contexts(options, positions)
+    plans, own = plan_versions(headers(opened, outline), options.candidates)
+    try:
+        progress("building models", 0, 1)
+        models = make_models(opened, plans, own, dtype, attention, device)
+        progress("building models", 1, 1)
+        cells = _measure(plans, models, contexts, options, progress)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise DeviceMemoryError(
+            f"the memory does not suffice ({problem}): time fewer --candidates, or a smaller --batch or --context"
+        ) from None
+    if options.memory is not None:
+        weights = itertools.cycle(plan.weight_bytes_after for plan in plans)
+        cells = [with_capacity(cell, options.memory, next(weights), positions) for cell in cells]
+    known = None
+    if opened.folder is not None:
+        known = fingerprint(opened.folder)
+        cells = [cell.model_copy(update={"fingerprint": known}) if cell.groups == own else cell for cell in cells]
+    result = BenchmarkFile(
+        **measurement("benchmark", command, str(device)).as_json(),
+        model=opened.name,
+        fingerprint=known,
+        model_type=plans[0].family.model_type,
+        layers=_decoder_layers(outline.config),
+        dtype=dtype,
+        heads=plans[0].heads,
+        kv_heads=own,
+        weights="own" if any(cell.fingerprint for cell in cells) else "random",
+        attention=attention,
+        cache="dynamic, as generate() makes it",
+        threads=torch.get_num_threads(),
+        order="round-robin over the versions within each repetition, begun one further on in the next",
+        steps=options.steps,
+        spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
+        memory_bytes=options.memory,
+        plot=None if picture is None else str(picture),
+        results=cells,
+    )
+    if picture is not None:
+        draw_times(result, picture)
+    return result
+
+
+def _outline(model: BenchmarkModel, dtype: str, asked: str | None) -> tuple[Any, str]:
+    """The model without memory for its weights, and its attention function: this package's, where its class takes it."""
+    from gqa_convert.attention import register
+
+    register()
+    if asked is not None:
+        return build(model.config, model.name, dtype, asked, "meta"), asked
+    try:
+        return build(model.config, model.name, dtype, "gqa", "meta"), "gqa"
+    except UnsupportedAttentionError:
+        return build(model.config, model.name, dtype, "eager", "meta"), "eager"
+
+
+def _contexts(options: BenchmarkOptions, positions: int | None) -> list[int]:
+    if positions is None:
+        return list(options.context or [CONTEXT])
+    contexts = list(options.context or [min(CONTEXT, max(1, positions // 2))])
+    most = positions - LEAD - options.steps
+    if max(contexts) > most:
+        raise OptionError(
+            f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {most}"
+        )
+    return contexts
+
+
+def _decoder_layers(config: Any) -> int:
+    """The number of decoder layers of a transformers config; that of a T5 states the encoder's beside it."""
+    stated = getattr(config, "num_decoder_layers", None)
+    return int(stated or config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _measure(
+    plans: Sequence[Plan], models: Sequence[Any], contexts: Sequence[int], options: BenchmarkOptions, progress: Progress
+) -> list[TimedCell]:
+    """Time every version at every batch and context, after a check that there is memory for all."""
+    config = models[0].config
+    cells = []
+    for batch, context in itertools.product(options.batch, contexts):
+        # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
+        encoder = getattr(config, "max_source_positions", context) if config.is_encoder_decoder else None
+        check_room(plans, batch, context, encoder, available_memory(models[0].device))
+        for plan in plans:
+            cell = TimedCell(
+                groups=plan.stated_groups,
+                batch=batch,
+                context=context,
+                encoder_tokens=encoder,
+                new_tokens=options.new_tokens,
+                repetitions=options.repetitions,
+            )
+            cells.append(cell)
+    turns, total = itertools.count(1), len(cells) * turns_of(options.repetitions)
+    measured: list[TimedCell] = []
+    for start in range(0, len(cells), len(plans)):
+        together = cells[start : start + len(plans)]
+        measured += measure_cells(models, together, options.steps, lambda: progress("timing", next(turns), total))
+        gc.collect()
+    return measured

@@ -1,0 +1,62 @@
+"""Times work on a device, and lets versions take turns, so that a machine whose speed drifts favours none of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+WARM_UP = 1
+"""Turns of each version before those that count."""
+
+
+def timed(work: Callable[[], object], device: Any) -> float:
+    """The seconds that the work takes on a torch device."""
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: Any) -> None:
+    """Wait for a GPU, which works asynchronously."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def order(contenders: int, repetition: int) -> list[int]:
+    """The order of turns in a repetition: round-robin, starting one version later in every repetition."""
+    return [(repetition + place) % contenders for place in range(contenders)]
+
+
+def alternate(
+    turns: Sequence[Callable[[], float]], repetitions: int, done: Callable[[], object] = lambda: None
+) -> list[list[float]]:
+    """Run every version once per repetition, after a warm-up.
+
+    Args:
+        turns: a call for each version, which measures it once.
+        repetitions: number of measured repetitions.
+        done: called after each turn.
+
+    Returns:
+        The results of each version's turns, in order, without those of the warm-up.
+    """
+    measured: list[list[float]] = [[] for _ in turns]
+    for repetition in range(-WARM_UP, repetitions):
+        for number in order(len(turns), repetition):
+            found = turns[number]()
+            if repetition >= 0:
+                measured[number].append(found)
+            done()
+    return measured
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

@@ -1,0 +1,107 @@
+"""A model at several numbers of K/V heads, all in memory at once; weights that do not depend on the number are shared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families.layerwise import kv_heads_by_layer
+from gqa_convert.families.loading import check_complete, explained, load_model
+from gqa_convert.measuring.latency.models import NEEDS_HEAD, BenchmarkModel, build
+
+_MOST_CANDIDATES = 7
+"""Maximum number of K/V-head counts that are timed by default."""
+
+
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> tuple[list[Plan], int | list[int]]:
+    """Plan a version for each number of K/V heads, rising. A model whose layers differ is its only version.
+
+    Args:
+        checkpoint: the model, as `headers` returns it.
+        candidates: numbers of K/V heads; None for the model's own and its divisors.
+
+    Returns:
+        The plans, and the model's own number of K/V heads or that of each layer.
+
+    Raises:
+        GroupsError: a number does not fit the heads.
+        GQAConvertError: the model can't be converted.
+    """
+    by_layer = kv_heads_by_layer(checkpoint.config, checkpoint.source_id)
+    if by_layer is None:
+        own = make_plan(checkpoint, 1).source_kv_heads
+        counts = sorted(set(candidates or spread(merging_counts(own), _MOST_CANDIDATES)))
+        try:
+            return [make_plan(checkpoint, count) for count in counts], own
+        except GroupsError as problem:
+            raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
+    if candidates is not None:
+        raise OptionError(
+            f"--candidates: the layers of {checkpoint.source_id} differ in their K/V heads, and it is timed with these: "
+            "leave it out, or time the model that it was converted from"
+        )
+    plan = make_plan(checkpoint, by_layer)
+    return [plan], plan.stated_groups
+
+
+def make_models(
+    model: BenchmarkModel, plans: Sequence[Plan], own: int | list[int], dtype: str, attention: str, device: Any
+) -> list[Any]:
+    """The models of the plans. The one with the model's own K/V heads has its weights, if there is a folder.
+
+    Args:
+        model: that is timed.
+        plans: of its versions.
+        own: the model's K/V heads.
+        dtype: of the weights, such as `bfloat16`.
+        attention: transformers' name of the attention function.
+        device: torch device.
+
+    Raises:
+        CorruptCheckpointError: the folder lacks weights.
+        NoLanguageModelError: it was saved without its language-model head.
+        GQAConvertError: as of `build`.
+    """
+    weights: dict[str, Any] = {}
+    source = None
+    if model.folder is not None and any(plan.stated_groups == own for plan in plans):
+        source = _load(model, dtype, attention).to(device)
+        weights = dict(source.named_parameters(remove_duplicate=False))
+    models = []
+    for plan in plans:
+        made = source if plan.stated_groups == own else None
+        if made is None:
+            made = build(plan.config, model.name, dtype, attention, device)
+            _share(made, weights)
+            weights = weights or dict(made.named_parameters(remove_duplicate=False))
+        models.append(made.requires_grad_(False))
+    return models
+
+
+def _load(model: BenchmarkModel, dtype: str, attention: str) -> Any:
+    import torch
+
+    assert model.folder is not None
+    with explained(model.name):
+        loaded, missing = load_model(model.folder, getattr(torch, dtype), attn_implementation=attention)
+    check_complete(model.name, model.folder, loaded, missing, NEEDS_HEAD)
+    return loaded
+
+
+def _share(model: Any, weights: dict[str, Any]) -> None:
+    """Share `weights` where name and shape agree, and fill the other parameters: matrices with small random numbers,
+    gains with 1 and biases with 0.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            shared = weights.get(name)
+            if shared is not None and shared.shape == parameter.shape and shared.dtype == parameter.dtype:
+                parent, _, key = name.rpartition(".")
+                model.get_submodule(parent)._parameters[key] = shared
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

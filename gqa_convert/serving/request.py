@@ -1,0 +1,48 @@
+"""What the adapter of an engine receives. The module is imported by the engine's interpreter: standard library only."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+NEW_TOKENS = 24
+"""Number of tokens that an engine decodes after each prompt when it is compared with transformers."""
+
+
+class NotSupportedError(Exception):
+    """The engine states that it does not know this kind of model, or can't do this. Any other error is a failure."""
+
+
+class AbsentError(Exception):
+    """Something that the engine needs besides its package is missing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, and what an engine does with it: either it answers the prompts, or it is timed.
+
+    Attributes:
+        folder: the checkpoint.
+        config: content of its config.json.
+        dtype: in which it computes, such as `float32`.
+        context: tokens of the longest sequence, those that are decoded included.
+        run_code: whether the checkpoint has this package's modelling file, and no other code.
+        scratch: an empty folder for the adapter's own files.
+        prompts: token ids of each prompt.
+        sequences: each prompt followed by the tokens that transformers decoded after it.
+        positions: the positions of each sequence at which logits are compared.
+        timings: pairs of a batch and a number of tokens in the K/V cache, which are timed.
+        new_tokens: decoded after each prompt.
+        repetitions: of each timing, after one that does not count.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    dtype: str
+    context: int
+    run_code: bool
+    scratch: str = ""
+    prompts: list[list[int]] = field(default_factory=list)
+    sequences: list[list[int]] = field(default_factory=list)
+    positions: list[list[int]] = field(default_factory=list)
+    timings: list[tuple[int, int]] = field(default_factory=list)
+    new_tokens: int = NEW_TOKENS
+    repetitions: int = 1

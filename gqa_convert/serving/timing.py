@@ -1,0 +1,167 @@
+"""Times an engine on models: tokens per second at a batch and a number of tokens in the K/V cache."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.machine import measurement
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring.latency.models import stated_dtype
+from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
+from gqa_convert.measuring.latency.timing import quartiles
+from gqa_convert.measuring.results import BenchmarkFile, TimedCell
+
+from .checking import Progress, check_name, has_our_code, why_unsupported
+from .engines import ENGINES, Engine, Interpreter, environment, find_interpreter
+from .request import Request
+from .worker import OK, Outcome, ask
+
+
+def time_engine(
+    name: str,
+    models: Sequence[str | Path],
+    options: BenchmarkOptions,
+    *,
+    python: str | None = None,
+    minutes: float = 60.0,
+    command: list[str] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+    engines: Mapping[str, Engine] = ENGINES,
+) -> BenchmarkFile:
+    """Time an engine on models, one after the other, each in a process of its own.
+
+    A repetition decodes one token after prompts of random tokens, and then as many more; the difference of both times is
+    that of decoding.
+
+    Args:
+        name: of the engine.
+        models: folders or Hub ids; the first is the source, with which the others are compared.
+        options: of which batch, context, new_tokens, repetitions and dtype count.
+        python: the interpreter that has the engine; None for this one.
+        minutes: time limit for each model.
+        command: the command line, for the record.
+        progress: called with the name of a stage, the steps done and the number of steps.
+        engines: all that there are, by name.
+
+    Raises:
+        OptionError: there is no such engine, or a model has too few positions.
+        MissingExtraError: the engine is not installed.
+        UnsupportedFamilyError: it can't load one of the models.
+        WorkerError: it failed on a model.
+    """
+    check_name(name, engines)
+    try:
+        interpreter = find_interpreter(engines[name], python)
+    except MissingExtraError as problem:
+        raise MissingExtraError(f"--engine {name}: {problem}") from None
+    checkpoints = [_open(model, options) for model in models]
+    head = measurement("benchmark", command)
+    cells: list[TimedCell] = []
+    for done, checkpoint in enumerate(checkpoints):
+        progress("timing", done, len(checkpoints))
+        outcome = _time(engines[name], interpreter, checkpoint, options, minutes * 60)
+        head = replace(head, machine=replace(head.machine, device=outcome.device))
+        cells += _cells(checkpoint, outcome, options)
+    progress("timing", len(checkpoints), len(checkpoints))
+    plan = make_plan(checkpoints[0], 1)
+    return BenchmarkFile(
+        **asdict(head),
+        engine=name,
+        engine_version=interpreter.version,
+        model=checkpoints[0].source_id,
+        fingerprint=cells[0].fingerprint,
+        model_type=plan.family.model_type,
+        dtype=stated_dtype(checkpoints[0].config, options.dtype),
+        heads=plan.heads,
+        kv_heads=cells[0].groups,
+        weights="own",
+        order="one model after the other, each in a process of its own",
+        spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions",
+        results=cells,
+    )
+
+
+def _settings(options: BenchmarkOptions) -> list[tuple[int, int]]:
+    """The pairs of a batch and a context that are timed."""
+    return list(product(options.batch, options.context or [CONTEXT]))
+
+
+def _longest(options: BenchmarkOptions) -> int:
+    """Tokens of the longest sequence: a prompt, its first token, and those that are timed."""
+    return max(context for _, context in _settings(options)) + 1 + options.new_tokens
+
+
+def _open(model: str | Path, options: BenchmarkOptions) -> Checkpoint:
+    """A checkpoint that an engine may be able to run, in a local folder."""
+
+    def check(checkpoint: Checkpoint) -> None:
+        reason = why_unsupported(checkpoint.folder or Path(model), checkpoint.config)
+        if reason:
+            raise UnsupportedFamilyError(f"{model} can't be timed in an engine: {reason}")
+        positions = stated_positions(checkpoint.config)
+        if positions is not None and _longest(options) > positions:
+            raise OptionError(
+                f"--context and --new-tokens need {_longest(options)} positions, and {model} has {positions}: lower one"
+            )
+
+    checkpoint = open_local(model, None, check)
+    check(checkpoint)
+    return checkpoint
+
+
+def _time(
+    engine: Engine, interpreter: Interpreter, checkpoint: Checkpoint, options: BenchmarkOptions, seconds: float
+) -> Outcome:
+    assert checkpoint.folder is not None
+    request = Request(
+        folder=str(checkpoint.folder.resolve()),
+        config=checkpoint.config,
+        dtype=stated_dtype(checkpoint.config, options.dtype),
+        context=_longest(options),
+        run_code=has_our_code(checkpoint.folder, checkpoint.config),
+        timings=_settings(options),
+        new_tokens=options.new_tokens,
+        repetitions=options.repetitions,
+    )
+    python = interpreter.python
+    outcome = ask(python, environment(python), engine.module, request, seconds)
+    if outcome.status != OK:
+        raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
+    return outcome
+
+
+def _cells(checkpoint: Checkpoint, outcome: Outcome, options: BenchmarkOptions) -> list[TimedCell]:
+    """The times of a model at every batch and context."""
+    assert outcome.times is not None
+    assert checkpoint.folder is not None
+    layers = sorted(make_plan(checkpoint, 1).layers, key=lambda layer: layer.number)
+    counts = [layer.kv_heads for layer in layers]
+    known = fingerprint(checkpoint.folder)
+    cells = []
+    for (batch, context), times in zip(_settings(options), outcome.times, strict=True):
+        low, middle, high = quartiles([1e3 * (last - first) / options.new_tokens for first, last in times])
+        if middle <= 0:
+            raise WorkerError(f"{options.new_tokens} tokens take too little time to be measured: raise --new-tokens")
+        prefill = quartiles([1e3 * first for first, _ in times])[1]
+        cell = TimedCell(
+            groups=counts[0] if len(set(counts)) == 1 else counts,
+            model=checkpoint.source_id,
+            fingerprint=known,
+            batch=batch,
+            context=context,
+            decode_ms_per_token=middle,
+            decode_ms_low=low,
+            decode_ms_high=high,
+            decode_tokens_per_second=1e3 * batch / middle,
+            prefill_ms=prefill,
+            sample_ms=prefill + options.new_tokens * middle,
+            new_tokens=options.new_tokens,
+            repetitions=options.repetitions,
+        )
+        cells.append(cell)
+    return cells

@@ -1,0 +1,3 @@
+from types import SimpleNamespace
+
+current_platform = SimpleNamespace(device_type="cpu")

@@ -1,0 +1,386 @@
+"""Benchmarking: live K/V bytes, shapes as converted, turns that favour none, sweeps, and what a user may get wrong."""
+
+import itertools
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from gqa_convert import convert_checkpoint
+from gqa_convert.attention import register
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    GQAConvertError,
+    GroupsError,
+    OptionError,
+    SourceNotFoundError,
+    UnsupportedFamilyError,
+)
+from gqa_convert.families.loading import load_model
+from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
+from gqa_convert.measuring.latency.decoding import Decoder
+from gqa_convert.measuring.latency.memory import check_room
+from gqa_convert.measuring.latency.models import build, headers, open_model
+from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
+from gqa_convert.measuring.latency.versions import make_models, plan_versions
+from gqa_convert.measuring.results import BenchmarkFile, TimedCell, load_result
+from tests.helpers.checkpoints import CONFIG, HEADS, WIDTH, write_llama
+from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.own_files import SIZES
+from tests.helpers.tiny import make_checkpoint, make_config
+
+QUICK = ("--context", "6", "--repetitions", "1", "--steps", "1", "--device", "cpu")
+
+
+def options(**changes: Any) -> BenchmarkOptions:
+    quick = {"candidates": (3, 4, 12), "context": (7,), "device": "cpu", "repetitions": 1, "steps": 1}
+    return BenchmarkOptions(**(quick | changes))
+
+
+def write_config(folder: Path, model_type: str, **changes: Any) -> Path:
+    """A config alone: 12 query heads, a head width that is not width / heads where the family has a key for it."""
+    made = CONFIG_MAPPING[model_type](**SIZES[model_type]) if model_type in SIZES else make_config(model_type)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(made.to_dict() | changes, default=str))
+    return folder
+
+
+def by_heads(result: BenchmarkFile) -> dict[Any, TimedCell]:
+    return {cell.groups: cell for cell in result.results}
+
+
+def versions_of(folder: Path, candidates: tuple[int, ...], attention: str = "gqa") -> list[Any]:
+    register()
+    model = open_model(folder, None, None)
+    outline = build(model.config, "it", "float32", attention, "meta")
+    plans, own = plan_versions(headers(model, outline), candidates)
+    return make_models(model, plans, own, "float32", attention, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("benchmark") / "llama")
+
+
+def test_the_result_of_a_sweep(llama: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    plot = tmp_path / "speed.svg"
+    result = benchmark_model(
+        llama,
+        options=options(batch=(1, 3), context=(5, 9), new_tokens=20),
+        plot=plot,
+        command=["gqa-convert", "benchmark"],
+        progress=lambda stage, done, total: told.append((stage, done, total)),
+    )
+    assert [(cell.batch, cell.context, cell.groups) for cell in result.results] == [
+        (batch, context, heads) for batch in (1, 3) for context in (5, 9) for heads in (3, 4, 12)
+    ]
+    assert told[-1] == ("timing", 48, 48)  # four settings, three versions, two prefills and two turns of each
+    assert (result.kind, result.command, result.model_type) == ("benchmark", ["gqa-convert", "benchmark"], "llama")
+    assert (result.layers, result.dtype, result.heads, result.kv_heads) == (2, "float32", HEADS, HEADS)
+    assert (result.weights, result.attention, result.machine.device) == ("own", "gqa", "cpu")
+    assert result.engine is None
+    for cell in result.results:
+        assert cell.kv_bytes_per_token == 2 * 2 * cell.groups * WIDTH * 4  # layers, K and V, float32
+        assert cell.kv_bytes == cell.kv_bytes_per_token * cell.context * cell.batch
+        assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
+        assert cell.sample_ms == pytest.approx(cell.prefill_ms + 20 * cell.decode_ms_per_token)
+        assert cell.decode_ms_low <= cell.decode_ms_per_token <= cell.decode_ms_high
+        assert cell.fingerprint == (fingerprint(llama) if cell.groups == 12 else None)
+    assert result.fingerprint == fingerprint(llama)
+    (tmp_path / "result.json").write_text(json.dumps(result.as_json(), allow_nan=False))
+    assert load_result(tmp_path / "result.json") == result
+    drawn = plot.read_text()
+    for batch, context in itertools.product((1, 3), (5, 9)):
+        assert f"batch {batch}, {context} cached" in drawn
+
+
+def test_a_version_without_the_models_weights_has_no_fingerprint(llama: Path) -> None:
+    grouped = benchmark_model(llama, options=options(candidates=(3,)))
+    assert (grouped.weights, grouped.fingerprint) == ("random", fingerprint(llama))
+    assert grouped.results[0].fingerprint is None
+    random = benchmark_model(config=llama, options=options(dtype="bfloat16"))
+    assert (random.weights, random.fingerprint) == ("random", None)
+    assert [cell.kv_bytes_per_token for cell in random.results] == [2 * 2 * heads * WIDTH * 2 for heads in (3, 4, 12)]
+
+
+def test_an_encoder_decoder_has_two_caches(tmp_path: Path) -> None:
+    result = benchmark_model(config=write_config(tmp_path, "t5"), options=options(batch=(2,)))
+    assert result.layers == 2
+    for heads, cell in by_heads(result).items():
+        per_token = 2 * 2 * heads * 16 * 4  # two decoder layers; three in the encoder, which keeps none
+        assert cell.kv_bytes_per_token == cell.cross_kv_bytes_per_encoder_token == per_token
+        assert cell.kv_bytes == 2 * (7 + 7) * per_token
+        assert cell.encoder_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "encoder_tokens"),
+    [
+        ("gpt_neox", "gqa", None),
+        ("opt", "gqa", None),
+        ("gptj", "eager", None),
+        ("gemma2", "eager", None),
+        ("mpt", "eager", None),
+        ("whisper", "gqa", 20),
+        ("jamba", "gqa", None),
+    ],
+)
+def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, encoder_tokens: int | None) -> None:
+    """Translated ones, modelling files, separate attention code, windows and capped scores, sound, recurrent layers."""
+    result = benchmark_model(config=write_config(tmp_path, model_type), options=options(candidates=(3, 12)))
+    found = by_heads(result)
+    assert found[12].kv_bytes == 4 * found[3].kv_bytes > 0
+    assert (result.attention, found[3].encoder_tokens) == (attention, encoder_tokens)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_neox"])
+def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
+    source = write_config(tmp_path / "source", model_type)
+    config = CONFIG_MAPPING[model_type].from_pretrained(source)
+    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(source)
+    convert_checkpoint(str(source), str(tmp_path / "out"), 3, method="mean")
+    converted, missing = load_model(tmp_path / "out", torch.float32)
+    assert not missing
+    timed_model, _ = versions_of(source, (3, 12))
+    assert type(timed_model) is type(converted)
+    assert {name: part.shape for name, part in timed_model.named_parameters()} == {
+        name: part.shape for name, part in converted.named_parameters()
+    }
+    sizes = []
+    for model in (timed_model, converted):
+        decoder = Decoder(model, 2, 5, 9 if model_type == "t5" else None)
+        decoder.prefill()
+        decoder.step()
+        sizes.append(decoder.cache_bytes())
+    assert sizes[0] == sizes[1] != (0, 0)
+
+
+def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> None:
+    grouped, own = versions_of(llama, (3, 12))
+    expected, _ = load_model(llama, torch.float32)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(own(ids).logits, expected(ids).logits)
+        assert grouped(ids).logits.isfinite().all()
+    shared = {id(part) for part in own.parameters()} & {id(part) for part in grouped.parameters()}
+    assert len(list(own.parameters())) - len(shared) == 2 * 2  # keys and values of two layers
+
+
+@pytest.mark.usefixtures("modeling_files_registered")
+def test_a_model_whose_layers_differ_is_timed_with_its_own_numbers(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=3)
+    convert_checkpoint(tmp_path / "source", tmp_path / "list", [12, 3, 1], method="mean")
+    result = benchmark_model(tmp_path / "list", options=options(candidates=None))
+    assert (result.kv_heads, result.weights) == ([12, 3, 1], "own")
+    (cell,) = result.results
+    assert (cell.groups, cell.kv_bytes_per_token) == ([12, 3, 1], 16 * 2 * 8 * 4)
+    assert cell.fingerprint == fingerprint(tmp_path / "list")
+    with pytest.raises(OptionError, match="--candidates: the layers of"):
+        benchmark_model(tmp_path / "list", options=options(candidates=(3,)))
+
+
+def test_steps_are_taken_back(tmp_path: Path) -> None:
+    """Every turn begins at the same context, sliding windows included."""
+    for model_type, attention in (("llama", "gqa"), ("gemma2", "eager")):
+        config = json.loads((write_config(tmp_path, model_type) / "config.json").read_text())
+        model = build(config, "it", "float32", attention, "cpu")
+        decoder = Decoder(model, 1, 6, None)
+        decoder.prefill()
+        before = decoder.cache_bytes()
+        for _ in range(3):
+            decoder.step()
+        assert decoder.cache_bytes() > before
+        decoder.rewind()
+        assert decoder.cache_bytes() == before
+
+
+def test_a_drifting_machine_favours_none() -> None:
+    """Each turn takes longer than the one before: medians stay within two turns' drift, where one contender after the
+    other would be 24 turns' apart."""
+    now, taken = 1.0, []
+
+    def turn(number: int) -> float:
+        nonlocal now
+        taken.append(number)
+        now += 0.05
+        return now
+
+    turns = [lambda number=number: turn(number) for number in range(4)]
+    medians = [quartiles(each)[1] for each in alternate(turns, repetitions=8)]
+    assert max(medians) - min(medians) < 2.001 * 0.05
+    assert taken[:12] == [3, 0, 1, 2, 0, 1, 2, 3, 1, 2, 3, 0]  # the first four warm up
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert 0.02 <= timed(lambda: time.sleep(0.02), torch.device("cpu")) < 0.5
+
+
+def test_versions_take_turns_of_all_steps(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    step = Decoder.step
+
+    def counted(decoder: Decoder) -> None:
+        step(decoder)
+        seen.append(decoder.cache_bytes()[0] // (2 * 2 * WIDTH * 4))
+
+    monkeypatch.setattr(Decoder, "step", counted)
+    benchmark_model(llama, options=options(candidates=(3, 12), repetitions=2, steps=2, context=(10,)))
+    turns = {heads: [heads * (10 + lead) for lead in (1, 2, 3)] for heads in (3, 12)}  # one step leads, two are timed
+    assert seen == [count for heads in (12, 3, 3, 12, 12, 3) for count in turns[heads]]
+
+
+def test_defaults(llama: Path, tmp_path: Path) -> None:
+    """Candidates are the divisors of the model's own number, the context half of its positions."""
+    result = benchmark_model(llama, options=options(candidates=None, context=None))
+    assert [cell.groups for cell in result.results] == [1, 2, 3, 4, 6, 12]
+    assert result.results[0].context == 32
+    grouped = write_config(tmp_path, "llama", num_key_value_heads=4)
+    assert [cell.groups for cell in benchmark_model(config=grouped, options=options(candidates=None)).results] == [
+        1,
+        2,
+        4,
+    ]
+
+
+def test_what_fits_a_memory(llama: Path) -> None:
+    result = benchmark_model(llama, options=options(batch=(2,), memory=1_000_000))
+    assert result.memory_bytes == 1_000_000
+    parameters = sum(part.numel() for part in load_model(llama, torch.float32)[0].parameters())
+    for heads, cell in by_heads(result).items():
+        weights = 4 * (parameters - 2 * 2 * (12 - heads) * WIDTH * CONFIG["hidden_size"])
+        token = 2 * 2 * heads * WIDTH * 4
+        assert cell.weight_bytes == weights
+        assert cell.largest_batch == (1_000_000 - weights) // (7 * token)
+        assert cell.largest_context == min(64, (1_000_000 - weights) // (2 * token))
+    small = benchmark_model(llama, options=options(memory=1000))
+    assert {(cell.largest_batch, cell.largest_context) for cell in small.results} == {(0, 0)}
+
+
+def test_caches_that_the_memory_can_t_hold_are_refused(llama: Path) -> None:
+    """By the exact bytes, one more token than there is room for."""
+    plan = make_plan(open_checkpoint(llama), 3)
+    token = plan.cache_bytes_per_token(True)
+    check_room([plan, plan], 5, 1000, None, 2 * 5 * 1000 * token)
+    with pytest.raises(DeviceMemoryError, match=rf"the caches of 2 version\(s\) take {2 * 5 * 1001 * token:,} bytes"):
+        check_room([plan, plan], 5, 1001, None, 2 * 5 * 1000 * token)
+    check_room([plan], 5, 1000, None, None)
+    check_room([replace(plan, config=plan.config | {"sliding_window": 8})], 5, 1000, None, 1)
+    with pytest.raises(DeviceMemoryError, match="the caches of 1 version"):
+        benchmark_model(llama, options=options(candidates=(12,), batch=(999_999_999,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"candidates": (5,)}, GroupsError, "--candidates 5"),
+        ({"candidates": (0,)}, OptionError, "--candidates"),
+        ({"batch": (0, 1)}, OptionError, "--batch"),
+        ({"batch": ()}, OptionError, "--batch"),
+        ({"context": (63,)}, OptionError, "64 positions.*at most 62"),
+        ({"dtype": "int8"}, OptionError, "--dtype"),
+        ({"device": "tpu"}, OptionError, "--device"),
+        ({"memory": 0}, OptionError, "--memory"),
+        ({"repetitions": 0}, OptionError, "--repetitions"),
+        ({"steps": 0}, OptionError, "--steps"),
+    ],
+    ids=str,
+)
+def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertError], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        benchmark_model(llama, options=options(**changes))
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ("absent", SourceNotFoundError, "No such file"),
+        ("{", ConfigError, "config.json"),
+        ({}, UnsupportedFamilyError, "model_type"),
+        ({"model_type": "bert"}, UnsupportedFamilyError, "encoder"),
+        ({"model_type": "chatglm"}, UnsupportedFamilyError, "chatglm"),
+        (CONFIG | {"num_attention_heads": "many"}, ConfigError, "refuses"),
+        (CONFIG | {"hidden_act": "nonsense"}, ConfigError, "nonsense"),
+        (CONFIG | {"torch_dtype": "float64"}, OptionError, "--dtype"),
+        (CONFIG | {"quantization_config": {"quant_method": "awq"}}, GQAConvertError, "quantised"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_configs(tmp_path: Path, config: Any, error: type[GQAConvertError], words: str) -> None:
+    path = tmp_path / "config.json"
+    if config != "absent":
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(error, match=words):
+        benchmark_model(config=path, options=options())
+
+
+def test_an_attention_that_the_class_lacks_is_refused(tmp_path: Path) -> None:
+    for model_type, attention, words in (
+        ("gptj", "gqa", "custom attention"),
+        ("gemma2", "gqa", "attn_logit_softcapping"),
+    ):
+        with pytest.raises(OptionError, match=f"--attention {attention}: .*{words}"):
+            benchmark_model(config=write_config(tmp_path, model_type), options=options(attention=attention))
+    used = benchmark_model(config=write_config(tmp_path, "llama"), options=options(attention="sdpa"))
+    assert used.attention == "sdpa"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """In a folder whose name looks like a mark of the console."""
+    source = write_llama(tmp_path / "so[/red]urce")
+    result = run("benchmark", source, "--candidates", "3,12", "--batch", "1,2", *QUICK, "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    told = json.loads(result.stdout)
+    assert [(each["batch"], each["groups"]) for each in told["results"]] == [(1, 3), (1, 12), (2, 3), (2, 12)]
+    assert told["command"][:2] == ["gqa-convert", "benchmark"]
+    plot = tmp_path / "speed.png"
+    result = run("benchmark", "--config", source, "--candidates", "3,12", *QUICK, "--memory", "1MB", "--plot", plot)
+    assert (result.returncode, result.stderr) == (0, "")
+    for word in ("so[/red]urce: llama", "random keys", "largest batch", "batch 1, 6 tokens cached", str(plot)):
+        assert word in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    quiet = run("benchmark", "--config", source, "--candidates", "3", *QUICK, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+
+
+def test_shares_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
+    """The largest number of K/V heads that was timed may be another."""
+    source = write_llama(tmp_path / "source")
+    table = run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
+    assert ["25.0%" in table, "100.0%" in table, "1.00x" in table] == [True] * 3
+    without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
+    assert "%" not in without
+    assert "x " not in without.split("tokens cached")[1].split("note:")[0]
+    grouped = write_config(tmp_path / "grouped", "llama", num_key_value_heads=4)
+    table = run("benchmark", "--config", grouped, "--candidates", "2,4,12", *QUICK).stdout
+    assert ["50.0%" in table, "100.0%" in table, "300.0%" in table] == [True] * 3
+
+
+def test_mistakes_take_one_line(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    assert_mistake(run("benchmark"), "MODEL", "--config")
+    assert_mistake(run("benchmark", source, "--config", source), "MODEL", "--config")
+    assert_mistake(run("benchmark", source, "--candidates", "5"), "--candidates 5", "choose one of")
+    assert_mistake(run("benchmark", source, "--batch", "two"), "--batch 'two'")
+    assert_mistake(run("benchmark", source, "--context", "half"), "--context", "'half'")
+    assert_mistake(run("benchmark", source, "--memory", "plenty"), "--memory 'plenty'")
+    assert_mistake(run("benchmark", source, "--plot", tmp_path / "speed.txt"), "--plot")
+    assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][1:]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    broken = run("benchmark", source, "--candidates", "3,12", *QUICK)
+    assert broken.returncode == 2
+    assert "no fitting tensor for model.norm.weight, which is [59] where the model needs [60]" in broken.stderr

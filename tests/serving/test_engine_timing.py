@@ -1,0 +1,119 @@
+"""benchmark --engine: real processes, whose engines are fakes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
+from gqa_convert.measuring.latency import BenchmarkOptions
+from gqa_convert.measuring.results import BenchmarkFile, load_result
+from gqa_convert.serving.engines import Engine
+from gqa_convert.serving.timing import time_engine
+from tests.helpers.checkpoints import write_llama
+from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.tiny import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ROOT / "tests" / "helpers" / "engine_packages"
+FAKE = {"fake": Engine("tests.helpers.fake_engine", ("numpy",), "luck")}
+QUICK = ("--context", "6", "--new-tokens", "40", "--repetitions", "3")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
+    monkeypatch.setenv("LLAMA_CPP", str(PACKAGES))
+    monkeypatch.setenv("FAKE_MODE", "times")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """A source with 12 K/V heads, and a model with 3."""
+    return [
+        make_checkpoint("llama", tmp_path / name, num_key_value_heads=heads)
+        for name, heads in (("source", 12), ("gqa3", 3))
+    ]
+
+
+def options(**changes: Any) -> BenchmarkOptions:
+    return BenchmarkOptions(**({"context": (4,), "new_tokens": 5, "repetitions": 1} | changes))
+
+
+def test_the_times_of_the_models(models: list[Path]) -> None:
+    """The fake takes a millisecond for each K/V head, sequence, token of the context and new token."""
+    result = time_engine("fake", models, options(batch=(1, 2), context=(4, 8)), engines=FAKE)
+    assert [(cell.model, cell.groups, cell.batch, cell.context) for cell in result.results] == [
+        (str(model), heads, batch, context)
+        for model, heads in zip(models, (12, 3), strict=True)
+        for batch in (1, 2)
+        for context in (4, 8)
+    ]
+    for cell in result.results:
+        assert isinstance(cell.groups, int)
+        expected = cell.groups * cell.batch * cell.context
+        assert cell.decode_ms_per_token == pytest.approx(expected, rel=0.35)
+        assert cell.prefill_ms == pytest.approx(expected, rel=0.5)
+        assert cell.sample_ms == pytest.approx(cell.prefill_ms + 5 * cell.decode_ms_per_token)
+        assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
+        assert cell.kv_bytes is None
+    assert [cell.fingerprint for cell in result.results[::4]] == [fingerprint(model) for model in models]
+    assert result.fingerprint == fingerprint(models[0])
+    assert (result.engine, result.kv_heads, result.layers, result.attention) == ("fake", 12, None, None)
+
+
+def test_what_an_engine_can_not_time(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="choose from fake"):
+        time_engine("vllm", models, options(), engines=FAKE)
+    with pytest.raises(OptionError, match=r"need 66 positions, and .*source has 64"):
+        time_engine("fake", models, options(context=(60,)), engines=FAKE)
+    with pytest.raises(UnsupportedFamilyError, match="modelling file"):
+        time_engine("fake", [write_llama(tmp_path / "own", config={"model_type": "gqa_opt"})], options(), engines=FAKE)
+    monkeypatch.setenv("FAKE_MODE", "instant")
+    with pytest.raises(WorkerError, match="raise --new-tokens"):
+        time_engine("fake", models, options(), engines=FAKE)
+    monkeypatch.setenv("FAKE_MODE", "raises")
+    with pytest.raises(WorkerError, match=r"did not run .*source \(failed\): RuntimeError: no tensor"):
+        time_engine("fake", models, options(), engines=FAKE)
+    with pytest.raises(MissingExtraError, match="--engine fake: not installed: luck"):
+        time_engine("fake", models, options(), engines={"fake": Engine("fake", ("no-such-package",), "luck")})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_the_command_runs_the_adapters(models: list[Path], tmp_path: Path, engine: str) -> None:
+    for model in models:
+        (model / "tokenizer.json").write_text("{}")
+    told = run("benchmark", *models, "--engine", engine, *QUICK, "--dtype", "bfloat16", "--json")
+    assert told.returncode == 0, told.stderr
+    (tmp_path / "result.json").write_text(told.stdout)
+    result = load_result(tmp_path / "result.json")
+    assert isinstance(result, BenchmarkFile)
+    assert (result.engine, result.engine_version, result.dtype) == (engine, "9.9", "bfloat16")
+    assert [cell.groups for cell in result.results] == [12, 3]
+    shown = run("benchmark", *models, "--engine", engine, *QUICK)
+    assert f"{engine} 9.9" in shown.stdout
+    for model in models:
+        assert str(model) in "".join(shown.stdout.split())
+    if engine == "llama.cpp":
+        refused = run("benchmark", *models, "--engine", engine, "--batch", "2", *QUICK)
+        assert refused.returncode == 1
+        assert "one sequence at a time" in refused.stderr
+
+
+def test_mistakes_take_one_line(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_mistake(run("benchmark", *models), "2 models", "--candidates")
+    assert_mistake(run("benchmark", "--engine", "vllm"), "name the source")
+    assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
+    assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
+    for given in (("--candidates", "3"), ("--device", "cpu"), ("--memory", "1GB"), ("--attention", "sdpa")):
+        assert_mistake(run("benchmark", models[0], "--engine", "vllm", *given), f"{given[0]} does not go with --engine")
+    assert_mistake(run("benchmark", models[0], "--engine", "vllm", "--python", "vllm=/no/python"), "/no/python")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    absent = run("benchmark", models[0], "--engine", "vllm", "--json")
+    assert absent.returncode == 2
+    assert json.loads(absent.stdout)["exit_code"] == 2
+    assert absent.stderr.count("\n") == 1
+    assert "install vllm" in absent.stderr
