@@ -57,14 +57,14 @@ def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", l
     stated = stated_by_source(model, readme)
     chosen, warnings = find_license(stated, options.license)
     measured = read_measured([local_path(path) for path in options.results], model, options.repo_id)
-    base_id, revision = model.base_model
-    if options.base_model not in (None, base_id):
-        if base_id:
-            warnings.append(f"--base-model {options.base_model} replaces {base_id}, which {PROVENANCE} names")
-        base_id, revision = options.base_model, None
-    if base_id is None:
+    base = model.base_model
+    if options.base_model not in (None, base[0]):
+        if base[0]:
+            warnings.append(f"--base-model {options.base_model} replaces {base[0]}, which {PROVENANCE} names")
+        base = options.base_model, None
+    if base[0] is None:
         warnings.append("it is not known whether the source is on the Hub: if it is, give --base-model")
-    context = CardContext(options, model, (base_id, revision), chosen, stated, measured, METHODS)
+    context = CardContext(options, model, base, chosen, stated, measured, METHODS)
     front = f"---\n{_metadata(context).to_yaml(line_break=chr(10))}\n---\n"
     card = ModelCard(sign(front, render(_TEMPLATE, context), stated), ignore_metadata_errors=True)
     return card, [*warnings, *reminders(chosen, options.name), *measured.warnings]

@@ -16,12 +16,6 @@ from gqa_convert.hub.record import ConversionRecord, Training, read_records
 from gqa_convert.merging.methods import COPY
 
 _LICENSE_FILE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
-_AUTO_CLASSES = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForSpeechSeq2Seq": "AutoModelForSpeechSeq2Seq",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-}
 
 
 @dataclass(frozen=True)
@@ -75,17 +69,17 @@ class Converted:
 
     @property
     def auto_class(self) -> str:
-        """The class of transformers that loads it."""
+        """The class of transformers that loads it, found without importing transformers."""
         if self.plan.family.wrapped:
             return "AutoModelForImageTextToText"
         architecture = str((self.checkpoint.config.get("architectures") or [""])[0])
         for name, path in self.checkpoint.config.get("auto_map", {}).items():
             if name.startswith("AutoModel") and name.isidentifier() and str(path).endswith(f".{architecture}"):
                 return str(name)
-        for suffix, name in _AUTO_CLASSES.items():
-            if architecture.endswith(suffix):
-                return name
-        return "AutoModel"
+        if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            return "AutoModelForCausalLM"
+        is_classifier = architecture.endswith("ForSequenceClassification")
+        return "AutoModelForSequenceClassification" if is_classifier else "AutoModel"
 
 
 def open_converted(folder: Path) -> Converted:
@@ -130,12 +124,8 @@ def _plan_without_change(checkpoint: Checkpoint, record: ConversionRecord) -> Pl
     native = False if record.route == "own file" else None
     try:
         plan = make_plan(checkpoint, record.groups, native=native, encoder=record.encoder)
-    except GroupsError as problem:
-        raise PublishError(
-            f"{PROVENANCE} says N = {record.groups}, which the weights contradict ({problem}): convert again"
-        ) from None
-    if plan.merge_method is not COPY:
-        raise PublishError(
-            f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again, or name another folder"
-        )
-    return plan
+        if plan.merge_method is COPY:
+            return plan
+    except GroupsError:
+        pass
+    raise PublishError(f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again")

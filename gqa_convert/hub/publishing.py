@@ -72,9 +72,8 @@ def publish(
     token = own_token()
     refuse_token("the model card", card.content.encode(), token)
     repository = None if dry_run else Repository(options, token)
-    private = True if options.private else None
+    private = repository.read() if repository else options.private or None
     if repository is not None:
-        private = repository.read()
         warnings += repository.check_weights([*model.files, CARD])
         warnings += repository.check_card(card)
     files = []

@@ -72,23 +72,20 @@ class Repository:
         """
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        options = self._options
+        options, info = self._options, None
         with self._explained():
             try:
                 info = self._info(None)
                 if options.revision is not None:
                     info = self._info(options.revision)
-            except RepositoryNotFoundError:
+            except (RepositoryNotFoundError, RevisionNotFoundError):  # a new branch begins as the main one
                 if options.is_pull_request:
                     raise PublishError(
-                        f"{self._url} does not exist or is not visible to you, so no pull request is possible: leave --create-pr and --revision out"
+                        f"{self._url} has no {options.revision or 'main branch'} that you can see, so no pull request is possible: leave "
+                        "--revision and --create-pr out"
                     ) from None
-                return True if options.private else None
-            except RevisionNotFoundError:  # a new branch begins as the main one
-                if options.is_pull_request:
-                    raise PublishError(
-                        f"{self._url} has no {options.revision}: open a pull request with --create-pr"
-                    ) from None
+        if info is None:
+            return True if options.private else None
         if options.private and not info.private:
             raise PublishError(f"{self._url} exists and is public: make it private on the Hub, or leave --private out")
         self._files = _files_of(info)
@@ -158,13 +155,9 @@ class Repository:
         with self._explained("the files were sent but could not be compared"):
             arrived = _files_of(self._info(commit.oid))
         for file in files:
-            if file.path not in arrived:
+            if file.path not in arrived or not file.is_same(arrived[file.path]):
                 raise UploadError(
-                    f"{self._url} lacks {file.path} after the upload: check whether a .gitignore there excludes it, and publish again"
-                )
-            if not file.is_same(arrived[file.path]):
-                raise UploadError(
-                    f"{self._url} holds another {file.path} than the one that was checked: do not change the folder, and publish again"
+                    f"{self._url} holds another {file.path} than the one that was checked, or none: do not change the folder, and publish again"
                 )
         return commit
 

@@ -288,7 +288,7 @@ def test_files_that_hold_no_results(base: Path, tmp_path: Path) -> None:
         (tmp_path / "nothing.json", "can't be read"),
         (tmp_path / "folder", "can't be read"),
         (tmp_path / "text.txt", "does not hold results"),
-        (lm_eval(tmp_path / "tasks.json", "m", results=[]), r"tasks\.json can't be read .*results"),
+        (lm_eval(tmp_path / "tasks.json", "m", results=[]), "does not hold results"),
     ):
         with pytest.raises(ReportError, match=words):
             card(base / "out", file)
