@@ -401,8 +401,9 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
 def test_what_was_merged_once_stays_merged(out: Path) -> None:
     content = record(out, merge_error={"a.k_proj.bias": 0.5, "a.v_proj.bias": 0.25, "a.k_proj.weight": 0.125})
     assert "| `k_proj.bias` | 1 | 0.5000 |" in card(out)[0]
-    record(out, previous=content, method="copy")
+    record(out, previous=content, method="copy", source_kv_heads=3)
     text = card(out)[0]
+    assert "| K/V heads per layer | 12 | 3 |" in text
     assert text.count("**Conversion**") == 2
     assert "from 3 K/V heads per layer to 3, method `copy`" in text
     assert "Merging heads changes what the model computes." in text
