@@ -97,15 +97,16 @@ def test_spans_of_two_seeds_are_two_texts() -> None:
     assert len(measured_texts(files)) == 2
 
 
-def test_times_stand_beside_the_checkpoint_that_was_timed() -> None:
+def test_speeds_stand_beside_the_checkpoint_that_was_timed() -> None:
     times = cells(
-        TimedCell(groups=12, fingerprint="1", batch=1, context=4096, decode_ms_per_token=7.25),
-        TimedCell(groups=4, fingerprint=None, batch=1, context=4096, decode_ms_per_token=3.0),
+        TimedCell(groups=12, fingerprint="1", batch=1, context=4096, decode_tokens_per_second=1137.25),
+        TimedCell(groups=4, fingerprint=None, batch=1, context=4096, decode_tokens_per_second=3.0),
         TimedCell(groups=3, fingerprint="2", batch=1, context=4096),
     )
-    (text,) = measured_texts([times, evaluation(scores("m", "1"), scores("n", "2"), scores("o"))])
-    heading = "ms/token at 4,096 tokens, batch 1, float32 on Example 9"
-    assert text.columns[heading] == ["7.25", "", ""]
+    vllm = times.model_copy(update={"engine": "vllm", "results": times.results[:1]})
+    (text,) = measured_texts([times, vllm, evaluation(scores("m", "1"), scores("n", "2"), scores("o"))])
+    for engine in ("transformers", "vllm"):
+        assert text.columns[f"tokens/s at 4,096 tokens, batch 1, {engine}, float32, Example 9"] == ["1,137.2", "", ""]
 
 
 def test_differences_in_bits_per_byte_say_so() -> None:

@@ -95,11 +95,11 @@ def _measured_text(heading: str, entries: list[ModelScores], files: Files) -> Me
     rows = {each.fingerprint: row for row, each in enumerate(entries) if each.fingerprint}
     for file in files:
         for cell in file.results if isinstance(file, BenchmarkFile) else ():
-            if cell.fingerprint not in rows or cell.decode_ms_per_token is None:
+            if cell.fingerprint not in rows or cell.decode_tokens_per_second is None:
                 continue
-            where = f"batch {cell.batch}, {file.dtype} on {file.machine.processor}"
-            times = cells.setdefault(f"ms/token at {cell.context:,} tokens, {where}", [""] * len(entries))
-            times[rows[cell.fingerprint]] = f"{cell.decode_ms_per_token:.2f}"
+            where = f"batch {cell.batch}, {file.engine or 'transformers'}, {file.dtype}, {file.machine.processor}"
+            speeds = cells.setdefault(f"tokens/s at {cell.context:,} tokens, {where}", [""] * len(entries))
+            speeds[rows[cell.fingerprint]] = f"{cell.decode_tokens_per_second:,.1f}"
     return MeasuredText(heading, entries, cells, notes(entries, names))
 
 

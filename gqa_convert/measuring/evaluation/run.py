@@ -203,8 +203,7 @@ class _Run:
         show = partial(self.progress, "reading")
         if data.source_field and data.target_field:
             return read_pairs(data, (data.source_field, data.target_field), self.options.tokens, show)
-        counting = self.models[1 if self.options.reference else 0].tokenizer
-        return read_pieces(data, counting, self.options.tokens, show)
+        return read_pieces(data, self.models[0].tokenizer, self.options.tokens, show)
 
     def score_models(self) -> list[ModelScores]:
         """The scores of one model after the other; all are compared with the first."""
