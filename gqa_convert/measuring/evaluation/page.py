@@ -94,7 +94,9 @@ def _measured_text(heading: str, entries: list[ModelScores], files: Files) -> Me
     cells = columns(entries, names)
     rows = {each.fingerprint: row for row, each in enumerate(entries) if each.fingerprint}
     for file in files:
-        for cell in file.results if isinstance(file, BenchmarkFile) else ():
+        if not isinstance(file, BenchmarkFile):
+            continue
+        for cell in file.results:
             if cell.fingerprint not in rows or cell.decode_tokens_per_second is None:
                 continue
             where = f"batch {cell.batch}, {file.engine or 'transformers'}, {file.dtype}, {file.machine.processor}"
