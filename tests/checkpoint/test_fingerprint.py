@@ -1,10 +1,13 @@
-"""A conversion records by what results of its source are known."""
+"""The fingerprint by which results of a checkpoint are known, and the records that hold it."""
 
 import json
 from pathlib import Path
 
+import pytest
+
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
 from tests.helpers.checkpoints import write_llama
 
 
@@ -20,3 +23,47 @@ def test_a_conversion_records_the_fingerprint_and_the_parameters_of_its_source(t
     }
     for name, size in stored.items():
         assert size - 8_000 < 4 * record["parameters"][name] < size  # the header takes the rest
+
+
+def checkpoint(folder: Path, *, sharded: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(bytes(100_000))
+    if sharded:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_fingerprint_is_that_of_the_checkpoint(tmp_path: Path, sharded: bool) -> None:
+    folder = checkpoint(tmp_path / "a" / "model", sharded=sharded)
+    known = fingerprint(folder)
+    assert known == fingerprint(checkpoint(tmp_path / "b", sharded=sharded))
+    (folder / "README.md").write_text("a card")
+    (folder / "pytorch_model.bin").write_bytes(b"weights that transformers would not load")
+    assert fingerprint(folder) == known
+    weights = folder / ("part.safetensors" if sharded else "model.safetensors")
+    found = {known}
+    with weights.open("r+b") as file:
+        file.seek(50_000)
+        file.write(b"trained")
+    found.add(fingerprint(folder))
+    with weights.open("ab") as file:
+        file.write(b"x")
+    found.add(fingerprint(folder))
+    (folder / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 2}')
+    found.add(fingerprint(folder))
+    (folder / "gqa_conversion.json").write_text("{}")
+    found.add(fingerprint(folder))
+    if sharded:
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"b": "part.safetensors"}}')
+        found.add(fingerprint(folder))
+    assert len(found) == 5 + sharded
+
+
+def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        fingerprint(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="No such file"):
+        fingerprint(tmp_path / "missing")

@@ -1,16 +1,13 @@
 """The files that `evaluate` and `benchmark` write, and the fingerprint by which results of a checkpoint are known."""
 
-import errno
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.errors import CorruptCheckpointError, NoSpaceError, OutputError, ReportError, SourceNotFoundError
+from gqa_convert.errors import OutputError, ReportError
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
@@ -18,11 +15,9 @@ from gqa_convert.measuring.results import (
     ScoredText,
     TimedCell,
     check_result_path,
-    fingerprint,
     load_result,
     write_result,
 )
-from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
 
 def evaluation(**scores: Any) -> EvaluationFile:
@@ -102,79 +97,3 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
 def test_paths_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(OutputError, match=words):
         check_result_path(tmp_path / name, "evaluate")
-
-
-def test_killed_at_any_file_event_and_run_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    write_result(file, evaluation())
-    whole, number, code = file.read_bytes(), 0, -signal.SIGKILL
-    while code:
-        number += 1
-
-        def killed(number: int = number) -> None:
-            AtFileEvent(tmp_path, number, die)
-            write_result(file, load_result(file), overwrite=True)
-
-        code, _ = in_child(killed)
-        assert file.read_bytes() == whole
-    assert number > 2
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)]
-)
-def test_a_disk_that_fails(
-    number: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(expected, match=r"a\.json"):
-        write_result(tmp_path / "a.json", evaluation())
-    assert list(tmp_path.iterdir()) == []
-
-
-def checkpoint(folder: Path, *, sharded: bool = False) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "model.safetensors").write_bytes(bytes(100_000))
-    if sharded:
-        (folder / "model.safetensors").rename(folder / "part.safetensors")
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
-    return folder
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_fingerprint_is_that_of_the_checkpoint(tmp_path: Path, sharded: bool) -> None:
-    folder = checkpoint(tmp_path / "a" / "model", sharded=sharded)
-    known = fingerprint(folder)
-    assert known == fingerprint(checkpoint(tmp_path / "b", sharded=sharded))
-    (folder / "README.md").write_text("a card")
-    (folder / "pytorch_model.bin").write_bytes(b"weights that transformers would not load")
-    assert fingerprint(folder) == known
-    weights = folder / ("part.safetensors" if sharded else "model.safetensors")
-    found = {known}
-    with weights.open("r+b") as file:
-        file.seek(50_000)
-        file.write(b"trained")
-    found.add(fingerprint(folder))
-    with weights.open("ab") as file:
-        file.write(b"x")
-    found.add(fingerprint(folder))
-    (folder / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 2}')
-    found.add(fingerprint(folder))
-    (folder / "gqa_conversion.json").write_text("{}")
-    found.add(fingerprint(folder))
-    if sharded:
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"b": "part.safetensors"}}')
-        found.add(fingerprint(folder))
-    assert len(found) == 5 + sharded
-
-
-def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        fingerprint(tmp_path)
-    with pytest.raises(CorruptCheckpointError, match="No such file"):
-        fingerprint(tmp_path / "missing")

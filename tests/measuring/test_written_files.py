@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.measuring.pictures import save_picture
+from gqa_convert.measuring.results import EvaluationFile, ScoredText, write_result
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
 
@@ -21,11 +23,17 @@ class Figure:
         file.write(b"a picture")
 
 
+def results(folder: Path) -> None:
+    head = measurement("evaluate", None).as_json()
+    file = EvaluationFile(**head, data=ScoredText(source="a"), objective="causal", results=[])
+    write_result(folder / "a.json", file.model_copy(update={"created": ""}), overwrite=True)
+
+
 def picture(folder: Path) -> None:
     save_picture(Figure(), folder / "a.png")
 
 
-@pytest.mark.parametrize("write", [picture])
+@pytest.mark.parametrize("write", [results, picture])
 def test_killed_at_any_file_event_and_run_again(write: Callable[[Path], None], tmp_path: Path) -> None:
     write(tmp_path)
     (name,) = (path.name for path in tmp_path.iterdir())
@@ -45,7 +53,7 @@ def test_killed_at_any_file_event_and_run_again(write: Callable[[Path], None], t
     assert number > 2
 
 
-@pytest.mark.parametrize("write", [picture])
+@pytest.mark.parametrize("write", [results, picture])
 @pytest.mark.parametrize(
     ("number", "expected"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)]
 )
