@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import versions
-from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.demo import CHECKPOINT
 
 OUTPUT = Path("docs/results/budget.json")
 BESIDE = ("uniform", "even")

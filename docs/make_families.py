@@ -19,7 +19,7 @@ HEAD = """\
 
 # Model families
 
-Look for the `model_type` that your checkpoint's `config.json` states. `gqa-convert plan SOURCE --groups N` gives the same answer for the checkpoint itself, before anything is
+Look for the `model_type` that your checkpoint's `config.json` states. `gqa-convert convert SOURCE --groups N --dry-run` gives the same answer for the checkpoint itself, before anything is
 written.
 
 | the type stands under | the result | it loads with |
@@ -30,14 +30,14 @@ written.
 | [Modelling file](#modelling-file): {own} types, among them T5, BART, Whisper and OPT | carries one Python file | transformers 5 with `trust_remote_code=True` |
 | [Layers that differ](#layers-that-differ): a number of K/V heads for each layer | a type with that number in its config | transformers 5 with `trust_remote_code=True` |
 | [Code in the checkpoint](#code-in-the-checkpoint): ChatGLM | keeps the source's own code | transformers with `trust_remote_code=True` |
-| [Rewritten first](#rewritten-first): Baichuan, InternLM, Yi and others | is the stock type that `restate` writes | as that type |
+| [Rewritten first](#rewritten-first): Baichuan, InternLM, Yi and others | is the stock type that `convert` rewrites it to first | as that type |
 | [Refused](#refused) | none, with the reason | |
 
 Each type is tested against its own source: logits, decoding with and without a cache, and the number of heads in the cache. The columns of the engines say:
 
 - **yes**: a tiny random checkpoint of the type, converted from 12 to 3 K/V heads, gave transformers' tokens and logits in the engine.
-- **listed**: the engine's list of architectures names the type, but it was not run here. `plan` says "untested".
-- an empty cell: it failed, or was not tried. `plan` says "not known".
+- **listed**: the engine's list of architectures names the type, but it was not run here. `convert --dry-run` says "untested".
+- an empty cell: it failed, or was not tried. `convert --dry-run` says "not known".
 
 `gqa-convert check-serving OUT` tests your own result in the engines that you have installed ([serving](serving.md)).
 
@@ -47,7 +47,7 @@ These differences were found with vLLM 0.32.0 on a CPU (with transformers 5.19) 
 same files.
 
 - **Sliding windows.** llama.cpp attends to all tokens in mistral, mixtral, phi3 and starcoder2, and in qwen2 and qwen3 with
-  `use_sliding_window`, so tokens differ beyond the window. vLLM lets cohere2 and cohere2_moe see one token more than the window. `plan`
+  `use_sliding_window`, so tokens differ beyond the window. vLLM lets cohere2 and cohere2_moe see one token more than the window. `convert --dry-run`
   states up to how many tokens the result is the same.
 - **gpt_oss in llama.cpp** has logits that differ by up to 5.3% of their spread: it rounds the bounds of YaRN and ignores `truncate: false`.
 - **dots1, phi and olmoe in llama.cpp** load only with as many K/V heads as query heads. **ernie4_5_moe** does not load in llama.cpp either.
@@ -105,8 +105,8 @@ transformers loads the result with the code in the checkpoint (`trust_remote_cod
 RESTATED_HEAD = """
 ## Rewritten first
 
-These types load with custom code and compute what a stock type computes. `gqa-convert restate SOURCE STOCK` writes a checkpoint of the stock type: it renames tensors, splits fused projections and translates config keys. The number of K/V heads stays the same. Code from the checkpoint is never run; the code of its model is
-left behind, that of its tokenizer is kept. Then convert STOCK, which also serves as the source in every other command. Logits are the source's up to rounding. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B, the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
+These types load with custom code and compute what a stock type computes. `convert` rewrites such a source as one of the stock type first, in a folder beside OUT that goes afterwards: it renames tensors, splits fused projections and translates config keys. `verify --source SOURCE` does the same. Code from the checkpoint is never run; the code of its model is
+left behind, that of its tokenizer is kept. With `--groups` at the source's own number of K/V heads, the result is the rewritten source, which serves as the source in every other command. Logits are the source's up to rounding. Functions that no stock class computes are refused: the ALiBi of Baichuan 13B, the experts and the sparse attention of MiniCPM, the stable embedding of open_llama.
 
 Qwen is the same up to `seq_length` tokens, beyond which its own code scales positions and queries by the length of the text.
 """

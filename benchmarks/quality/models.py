@@ -22,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.demo import CHECKPOINT
 from gqa_convert.families.loading import load_tokenizer
 
 DEFAULT_CACHE = Path("~/.cache/gqa-convert/quality")

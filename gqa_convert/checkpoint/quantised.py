@@ -15,7 +15,7 @@ RESTORED: Final[dict[str, str | None]] = {
     "compressed-tensors": "compressed-tensors",
     "bitsandbytes": "bitsandbytes",
 }
-"""Quantisation methods that `gqa-convert restate` dequantises on any machine, itself or through transformers, each with
+"""Quantisation methods that `gqa-convert convert` dequantises on any machine, itself or through transformers, each with
 the package that transformers needs for it."""
 
 _GPTQMODEL = frozenset({"gptq", "awq"})
@@ -45,7 +45,7 @@ _ORIGINAL = "convert the unquantised checkpoint that it was made from"
 
 
 class QuantisedSourceError(UnsupportedFormatError):
-    """The source is quantised by a method that `restate` dequantises.
+    """The source is quantised by a method that `convert` dequantises.
 
     Args:
         message: the line for users of other commands.
@@ -125,8 +125,9 @@ def _advice(method: str, source: str) -> str:
     if method in RESTORED:
         package = RESTORED[method]
         first = f"`pip install {package}`, then " if package else ""
-        command = shlex.join(["gqa-convert", "restate", source, "PLAIN"])
-        return f"{first}`{command}` writes them dequantised in bfloat16, and PLAIN can be converted"
+        command = shlex.join(["gqa-convert", "convert", source, "PLAIN", "--groups", "N"])
+        unchanged = "with the source's own number of K/V heads it changes nothing else"
+        return f"{first}`{command}` writes them dequantised in bfloat16, and {unchanged}"
     if method in _GPTQMODEL:
         call = f"from gptqmodel.utils.model_dequant import dequantize_model as d; d({source!r}, 'PLAIN')"
         return f"`pip install gptqmodel`, then `{shlex.join(['python', '-c', call])}` dequantises them; or {_ORIGINAL}"

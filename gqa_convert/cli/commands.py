@@ -15,9 +15,6 @@ COMMANDS = (
     "check-serving",
     "publish",
     "demo",
-    "plan",
-    "restate",
-    "tokenize",
 )
 
 

@@ -1,67 +1,162 @@
 """`gqa-convert convert`."""
 
+import json
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gqa_convert.errors import OptionError
+from gqa_convert.merging.methods import method_help
+
 from .options import (
     Budget,
     Calibration,
-    CalibrationContext,
-    CalibrationLength,
     CalibrationTokens,
-    Devices,
-    Encoder,
-    FitSteps,
-    Groups,
-    GroupsFile,
     Json,
-    KLRank,
-    KLSteps,
-    Method,
-    Native,
-    NewFolder,
+    Overwrite,
     Quiet,
-    ReplaceResult,
     Revision,
-    Seed,
-    ShardSize,
     Source,
     byte_count,
     cache_budget,
-    check_one_choice_of_groups,
-    group_counts,
+    token_count,
 )
 
 
 def convert(
     source: Source,
-    out: NewFolder,
-    groups: Groups = None,
-    groups_file: GroupsFile = None,
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="New folder for the result; it appears whole or not at all."),
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            "--groups",
+            "-n",
+            metavar="N|N,N,...|@FILE",
+            help="K/V heads per layer in the result; 1 is multi-query attention. Layers of most decoders may differ: a list with one number per attention layer, or @ and a file with it.",
+        ),
+    ] = None,
     kv_budget: Budget = None,
-    method: Method = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", metavar="NAME", help=method_help())] = None,
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: CalibrationLength = None,
-    calibration_context: CalibrationContext = None,
-    fit_steps: FitSteps = None,
-    kl_steps: KLSteps = None,
-    kl_rank: KLRank = None,
-    device: Devices = None,
-    seed: Seed = 0,
-    encoder: Encoder = False,
-    native: Native = None,
+    calibration_length: Annotated[
+        int | None,
+        typer.Option(
+            "--calibration-length",
+            metavar="T",
+            parser=token_count,
+            hidden=True,
+            help="Tokens per block of calibration text. Default: the model's context, at most 1,024.",
+        ),
+    ] = None,
+    calibration_context: Annotated[
+        int | None,
+        typer.Option(
+            "--calibration-context",
+            metavar="T",
+            parser=token_count,
+            hidden=True,
+            help="Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
+        ),
+    ] = None,
+    fit_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--fit-steps",
+            metavar="S",
+            hidden=True,
+            help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
+        ),
+    ] = None,
+    kl_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--kl-steps",
+            metavar="S",
+            hidden=True,
+            help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+        ),
+    ] = None,
+    kl_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--kl-rank",
+            metavar="R",
+            hidden=True,
+            help="Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAMES",
+            help="Where calibration runs: cpu, cuda or cuda:1; on several GPUs: cuda:0,cuda:1 or cuda:all. Default: a GPU if there is one.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", metavar="S", hidden=True, help="Seed for the sample of calibration text and the order of batches."
+        ),
+    ] = 0,
+    encoder: Annotated[
+        bool,
+        typer.Option("--encoder", help="Also merge heads of the encoder's self-attention, which has no K/V cache."),
+    ] = False,
+    native: Annotated[
+        bool | None,
+        typer.Option(
+            "--native/--no-native",
+            help="For types without a K/V-head count: translate to a stock class that has one, or add a modelling file. Default: translate if possible.",
+        ),
+    ] = None,
     revision: Revision = None,
-    max_shard_size: ShardSize = None,
-    overwrite: ReplaceResult = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            hidden=True,
+            help="Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
     hash_weights: Annotated[
         bool,
         typer.Option(
-            "--hash", help="Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
+            "--hash",
+            hidden=True,
+            help="Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Write nothing: show what would change, what it would save, what it would need, and what would load the result.",
+        ),
+    ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="T",
+            parser=token_count,
+            hidden=True,
+            help="With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="B", min=1, hidden=True, help="With --dry-run: sequences in the K/V cache."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -69,119 +164,108 @@ def convert(
 
     With --calibration, method fit adapts the merged heads to the text, layer by layer and then all layers together if
     the model fits in memory. It loses least by far and needs no GPU, but uses one if there is one; a killed run resumes
-    with the same command.
+    with the same command. Without --calibration, method factor measures on a few thousand tokens of this Python's own
+    sources, which is quicker and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs
+    uptraining afterwards.
 
-      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt
+    With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are merged most. Of a T5,
+    the decoder is converted, and the encoder only with --encoder. A source that loads by the code in its checkpoint
+    (the first Qwen, Baichuan, InternLM ...) or has FP8 weights is rewritten first, in a folder beside OUT that goes
+    afterwards. docs/conversion.md describes all options.
 
-    The GPUs of a machine can share the text (docs/conversion.md).
-
-      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --calibration text.txt --device cuda:0,cuda:1
-
-    Without --calibration, method factor measures on a few thousand tokens of this Python's own sources, which is
-    quicker and loses more; a source without a tokenizer gets mean. A named --method factor merges from the
-    weights alone, one layer in memory at a time. Methods mean (the GQA paper's) and first copy from disk to
-    disk and usually need uptraining afterwards.
-
-      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8
-      gqa-convert convert ./Llama-2-7b ./Llama-2-7b-gqa8 --groups 8 --method mean
-
-    Of a T5, the decoder is converted, and the encoder only with --encoder; the result loads with
-    trust_remote_code=True. Pythia becomes a stock phi unless --no-native keeps it a GPT-NeoX.
-
-      gqa-convert convert ./flan-t5-xl ./flan-t5-xl-gqa8 --groups 8 --calibration text.txt
-      gqa-convert convert ./pythia-6.9b ./pythia-6.9b-gqa8 --groups 8 --no-native
-
-    A Hub id is downloaded first. More groups than SOURCE has K/V heads repeat heads exactly, for tensor parallelism.
-
-      gqa-convert convert org/model ./model-mqa --groups 1 --revision main --calibration text.txt
-      gqa-convert convert ./gqa4 ./gqa16 --groups 16
-
-    Layers of most decoders may differ: list a number for each. The result loads with trust_remote_code=True; that of a
-    Llama, a Mistral or a Qwen2 is a DeciLM where it can be, which vLLM and llama.cpp run too.
-
-      gqa-convert convert ./model ./model-by-layer --groups 8,8,4,4,2,2,4,8 --calibration text.txt
-      gqa-convert convert ./model ./model-by-layer --groups-file counts.json --calibration text.txt
-
-    With --kv-budget the list is chosen: each layer's cost is measured on the text, with method fit by short fits, and
-    the layers that lose least are merged most.
-
-      gqa-convert convert ./model ./model-half --kv-budget 50% --calibration text.txt
+      gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
+      gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
+      gqa-convert convert ./Llama-2-7b --groups 8 --dry-run
     """
     from gqa_convert.checkpoint.early_reading import read_early
 
-    read_early(source, out)
-    from gqa_convert.cli.console.conversion import show_conversion
-    from gqa_convert.cli.console.conversion_progress import ConversionScreen
-    from gqa_convert.cli.console.progress import progress_screen
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.conversion.run import convert_checkpoint
+    if out is None and not dry_run:
+        raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")
+    if out is not None and not dry_run:
+        read_early(source, out)
+    for name, value in (("--context", context), ("--batch", batch)):
+        if value is not None and not dry_run:
+            raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")
+    from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 
-    check_one_choice_of_groups(groups, groups_file, kv_budget)
-    shard_size = byte_count(max_shard_size, "--max-shard-size")
-    budget, choice = cache_budget(kv_budget), None
-    if budget is None:
-        wanted = group_counts(groups, groups_file)
-    else:
-        from gqa_convert.cli.console.budget import note_choice
-        from gqa_convert.cli.console.progress import stage_progress
-        from gqa_convert.conversion.fit.calibrated import CalibrationOptions
-        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
+    from .conversion import Conversion, convert_source, show_dry_run
 
-        with stage_progress(quiet=quiet) as step:
-            choice = choose_num_kv_heads(
-                source,
-                budget,
-                CalibrationOptions(
-                    source=calibration,
-                    tokens=calibration_tokens,
-                    sequence_length=calibration_length,
-                    seed=seed,
-                    steps=fit_steps,
-                    kl_steps=kl_steps,
-                    kl_rank=kl_rank,
-                    context=calibration_context,
-                    device=device,
-                ),
-                out=out,
-                method=method,
-                revision=revision,
-                overwrite=overwrite,
-                progress=step,
-                encoder=encoder,
-                native=native,
-                max_shard_size=shard_size,
-            )
-        wanted = choice.groups
-        if not quiet:
-            note_choice(choice)
-    with progress_screen(quiet=quiet) as progress:
-        screen = ConversionScreen(progress)
-        result = convert_checkpoint(
-            source,
-            out,
-            wanted,
-            method=method,
-            calibration=calibration,
-            calibration_tokens=calibration_tokens,
-            calibration_length=calibration_length,
-            calibration_context=calibration_context,
-            fit_steps=fit_steps,
+    wanted = Conversion(
+        source,
+        revision,
+        None if dry_run else out,
+        groups=group_counts(groups, kv_budget),
+        budget=cache_budget(kv_budget),
+        method=method,
+        calibration=CalibrationOptions(
+            source=calibration,
+            tokens=calibration_tokens,
+            sequence_length=calibration_length,
+            seed=seed,
+            steps=fit_steps,
             kl_steps=kl_steps,
             kl_rank=kl_rank,
+            context=calibration_context,
             device=device,
-            seed=seed,
-            encoder=encoder,
-            native=native,
-            revision=revision,
-            overwrite=overwrite,
-            hash_weights=hash_weights,
-            on_layer=screen.layer,
-            max_shard_size=shard_size,
-            command=["gqa-convert", *sys.argv[1:]],
-            on_plan=lambda plan: screen.will_write(plan.weight_bytes_after),
-            progress=screen.written,
+        ),
+        plan_options={
+            "encoder": encoder,
+            "native": native,
+            "max_shard_size": byte_count(max_shard_size, "--max-shard-size"),
+        },
+        overwrite=overwrite,
+        hash_weights=hash_weights,
+        command=["gqa-convert", *sys.argv[1:]],
+    )
+    if dry_run:
+        show_dry_run(wanted, context, batch or 1, as_json=as_json, quiet=quiet)
+    else:
+        convert_source(wanted, as_json=as_json, quiet=quiet)
+
+
+def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | None:
+    """Parse `--groups`: one number for all layers, or a list with one for each layer; None with `--kv-budget`.
+
+    Raises:
+        OptionError: neither or both are given, the file cannot be read, or what is given is not a number or a list of
+            numbers.
+    """
+    if text is not None and kv_budget is not None:
+        raise OptionError(
+            "--kv-budget and --groups exclude each other: a budget chooses the number of K/V heads of each layer"
         )
-    if as_json:
-        print_json(result.as_json() | ({} if choice is None else {"budget": choice.as_json()}))
-    elif not quiet:
-        show_conversion(result)
+    if text is None:
+        if kv_budget is None:
+            raise OptionError(
+                "--groups is missing: give the number of K/V heads per layer, or the K/V cache to keep (--kv-budget)"
+            )
+        return None
+    if text.startswith("@"):
+        return _counts_in_file(Path(text[1:]))
+    if "," in text:
+        return [_integer(part, "--groups") for part in text.split(",")]
+    return _integer(text, "--groups")
+
+
+def _counts_in_file(file: Path) -> list[int]:
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise OptionError(f"--groups @{file} cannot be read ({problem}): name a text file") from None
+    option = f"--groups @{file}:"
+    if content.lstrip().startswith("["):
+        try:
+            listed = json.loads(content)
+        except ValueError as problem:
+            raise OptionError(f"{option} not JSON ({problem}): write it like [8, 8, 4, 4]") from None
+        return [_integer(json.dumps(each), option) for each in listed]
+    counts = [_integer(line, option) for line in content.splitlines() if line.strip()]
+    if not counts:
+        raise OptionError(f"{option} no number: write one for each layer, one per line")
+    return counts
+
+
+def _integer(text: str, option: str) -> int:
+    if not re.fullmatch(r"\s*-?\d{1,9}\s*", text, re.ASCII):
+        raise OptionError(f"{option} {text.strip()!r} is not an integer: write one number, or a list such as 8,8,4,4")
+    return int(text)

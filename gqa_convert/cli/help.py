@@ -8,12 +8,9 @@ from typer.core import TyperCommand, TyperGroup
 
 SUMMARY = """Convert a multi-head or grouped-query checkpoint to fewer K/V heads, prove the result, and measure what it costs and saves.
 
-Try it on a small bundled model, offline, in a few minutes:
+With calibration text (any text like what the model will read) a model loses least; demo shows it on a bundled one.
 
   gqa-convert demo
-
-Convert a model. With calibration text (any text like what the model will read) it loses least:
-
   gqa-convert convert  ./Llama-2-7b --groups 8 --dry-run
   gqa-convert convert  ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
   gqa-convert verify   ./gqa8 --source ./Llama-2-7b

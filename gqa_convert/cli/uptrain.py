@@ -1,8 +1,9 @@
 """`gqa-convert uptrain`."""
 
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,19 +12,15 @@ from gqa_convert.errors import OptionError
 from .options import Json, Quiet, byte_count
 
 if TYPE_CHECKING:
-    from gqa_convert.training.dry_run import DryRun
+    from gqa_convert.training.dry_run import Hardware
 
 
 def uptrain(
     recipe: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE.yaml", help="Recipe file: the model, the text and the budget.", show_default=False
-        ),
+        Path, typer.Argument(metavar="RECIPE.yaml", help="Recipe file: the model, the text and the budget.")
     ],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that replace keys of the recipe.", show_default=False),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace keys of the recipe.")
     ] = None,
     dry_run: Annotated[
         bool,
@@ -31,30 +28,29 @@ def uptrain(
             "--dry-run", help="Estimate memory, arithmetic, communication, time and text of the run; train nothing."
         ),
     ] = False,
-    gpus: Annotated[
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NxGPU",
+            help="With --dry-run: GPUs by their type or their memory, such as 8xh100 or 4x24GB. Default: as many as the launcher has processes, of no known type.",
+        ),
+    ] = None,
+    tokenize_only: Annotated[
+        bool,
+        typer.Option(
+            "--tokenize-only", help="Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."
+        ),
+    ] = False,
+    processes: Annotated[
         int | None,
         typer.Option(
-            "--gpus",
+            "--processes",
             metavar="N",
             min=1,
-            max=100_000,
-            help="With --dry-run: the number of GPUs. The default is that of the launcher, or 1.",
-            show_default=False,
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", metavar="NAME", help="With --dry-run: the type of the GPUs, such as h100.", show_default=False
-        ),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            metavar="SIZE",
-            help="With --dry-run: the memory of a GPU, such as 80GiB. The default is that of its type.",
-            show_default=False,
+            max=4096,
+            hidden=True,
+            help="With --tokenize-only: processes that tokenise files. Default: one for each core.",
         ),
     ] = None,
     utilisation: Annotated[
@@ -64,104 +60,106 @@ def uptrain(
             metavar="SHARE",
             min=0.001,
             max=1,
-            help="With --dry-run: the share of the peak arithmetic that a step reaches. The default is 0.35.",
-            show_default=False,
+            hidden=True,
+            help="With --dry-run: the share of the peak arithmetic that a step reaches. Default: 0.35.",
         ),
     ] = None,
     price: Annotated[
         float | None,
         typer.Option(
-            "--price",
-            metavar="AMOUNT",
-            min=0,
-            help="With --dry-run: the price of one GPU for one hour.",
-            show_default=False,
+            "--price", metavar="AMOUNT", min=0, hidden=True, help="With --dry-run: the price of one GPU for one hour."
         ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a converted checkpoint to recover quality, with its source as teacher if the recipe names one.
+    """Train a converted checkpoint to recover quality, with its source as teacher.
 
     RECIPE.yaml names at least a model, text and an output folder; docs/uptraining.md lists all keys with their
     defaults. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
     stopped the run after its state was saved.
 
-    With --dry-run, nothing is trained, tokenised or written: the command estimates the run on the GPUs that the options
-    describe, from the recipe, the configs and the headers of the weight files.
+    With --dry-run, the run is estimated from the recipe, the configs and the headers of the weight files. With
+    --tokenize-only, the tokens go into the cache in which the run looks for them, $XDG_CACHE_HOME/gqa-convert or
+    ~/.cache/gqa-convert; the same command continues after it was stopped.
 
-    Examples:
-
-      gqa-convert uptrain recipes/tiny.yaml
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
-      gqa-convert uptrain recipe.yaml --dry-run --gpus 8 --gpu h100 --price 2.5
+      gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
-      ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -m gqa_convert uptrain recipe.yaml
     """
-    from gqa_convert.cli.console.screen import print_json
+    _check_together(dry_run, hardware=hardware, utilisation=utilisation, price=price)
+    if processes is not None and not tokenize_only:
+        raise OptionError("--processes is for tokenising ahead: add --tokenize-only, or remove --processes")
+    if dry_run and tokenize_only:
+        raise OptionError("--dry-run and --tokenize-only exclude each other: give one of them")
+    from .console.progress import progress_screen
+    from .console.screen import print_json
+    from .console.training import TrainingScreen, show_dry_run, show_tokenized, show_training
 
-    if dry_run:
-        found = _estimate(recipe, overrides or [], gpus, gpu, gpu_memory, utilisation, price)
-        if as_json:
-            print_json(found.as_json())
-        elif not quiet:
-            from gqa_convert.cli.console.dry_run import show_dry_run
-
-            show_dry_run(found)
-        return
-    _refuse_hardware(gpus=gpus, gpu=gpu, gpu_memory=gpu_memory, utilisation=utilisation, price=price)
-    from gqa_convert.cli.console.progress import progress_screen
-    from gqa_convert.cli.console.training import TrainingScreen, show_training
-    from gqa_convert.training.uptrain import uptrain_checkpoint as run
-
+    result: Any
+    show: Any
     with progress_screen(quiet=quiet) as progress:
         screen = TrainingScreen(progress)
-        summary = run(
-            recipe,
-            overrides or [],
-            on_message=screen.say,
-            on_step=screen.step,
-            on_tokenize=screen.tokenize,
-            command=["gqa-convert", *sys.argv[1:]],
-        )
-    if summary is None:  # only the main process has the summary
+        if dry_run:
+            from gqa_convert.training.dry_run import dry_run as estimate
+
+            result = estimate(recipe, overrides or [], _hardware(hardware, utilisation, price))
+            show = show_dry_run
+        elif tokenize_only:
+            from gqa_convert.training.tokenizing import tokenize_recipe
+
+            result = tokenize_recipe(recipe, overrides or [], processes=processes, on_tokenize=screen.tokenize)
+            show = show_tokenized
+        else:
+            from gqa_convert.training.uptrain import uptrain_checkpoint
+
+            result = uptrain_checkpoint(
+                recipe,
+                overrides or [],
+                on_message=screen.say,
+                on_step=screen.step,
+                on_tokenize=screen.tokenize,
+                command=["gqa-convert", *sys.argv[1:]],
+            )
+            show = show_training
+    if result is None:  # only the main process has the summary
         return
     if as_json:
-        print_json(summary.as_json())
+        print_json(result.as_json())
     elif not quiet:
-        show_training(summary)
+        show(result)
 
 
-def _estimate(
-    recipe: Path,
-    overrides: list[str],
-    gpus: int | None,
-    gpu: str | None,
-    gpu_memory: str | None,
-    utilisation: float | None,
-    price: float | None,
-) -> "DryRun":
-    from gqa_convert.training.dry_run import UTILISATION, Hardware, launched_gpus
-    from gqa_convert.training.dry_run import dry_run as estimate
-    from gqa_convert.training.gpus import named_gpu
-
-    hardware = Hardware(
-        gpus=gpus or launched_gpus(),
-        gpu=None if gpu is None else named_gpu(gpu),
-        memory=byte_count(gpu_memory, "--gpu-memory"),
-        utilisation=UTILISATION if utilisation is None else utilisation,
-        price=price,
-    )
-    return estimate(recipe, overrides, hardware)
-
-
-def _refuse_hardware(**options: object) -> None:
+def _check_together(dry_run: bool, **options: object) -> None:
     """Refuse options that have a meaning with --dry-run only.
 
     Raises:
-        OptionError: one of them is given.
+        OptionError: one of them is given without it.
     """
     for name, value in options.items():
-        if value is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{option} describes GPUs to estimate for: add --dry-run, or remove {option}")
+        if value is not None and not dry_run:
+            raise OptionError(f"--{name} describes GPUs to estimate for: add --dry-run, or remove --{name}")
+
+
+def _hardware(text: str | None, utilisation: float | None, price: float | None) -> "Hardware":
+    """Parse --hardware: 8xh100, h100, or 4x24GB for GPUs of that memory.
+
+    Raises:
+        OptionError: the type of the GPU is not known.
+    """
+    from gqa_convert.training.dry_run import UTILISATION, Hardware, launched_gpus
+    from gqa_convert.training.gpus import named_gpu
+
+    number, kind = re.fullmatch(r"(?:([1-9]\d{0,5}) ?x ?)?(.*)", text or "", re.IGNORECASE).groups()  # type: ignore[union-attr]
+    gpu = memory = None
+    if kind[:1].isdigit():
+        memory = byte_count(kind, "--hardware")
+    elif kind:
+        gpu = named_gpu(kind)
+    return Hardware(
+        gpus=int(number) if number else launched_gpus(),
+        gpu=gpu,
+        memory=memory,
+        utilisation=utilisation or UTILISATION,
+        price=price,
+    )

@@ -2,25 +2,19 @@
 
 import gc
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .options import Json, Quiet, Revision
+from .options import Converted, Json, Quiet, Revision
 
 
 def verify(
-    out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="Folder of the converted checkpoint.", show_default=False),
-    ],
+    out: Converted,
     source: Annotated[
         str,
         typer.Option(
-            "--source",
-            metavar="SOURCE",
-            help="Checkpoint that OUT was converted from: a folder or a Hub id.",
-            show_default=False,
+            "--source", metavar="SOURCE", help="Checkpoint that OUT was converted from: a folder or a Hub id."
         ),
     ],
     revision: Revision = None,
@@ -28,41 +22,53 @@ def verify(
         bool, typer.Option("--logits/--no-logits", help="Load both models and compare their outputs.")
     ] = True,
     text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text", metavar="FILE", help="Text on which to report the loss of both models.", show_default=False
-        ),
+        Path | None, typer.Option("--text", metavar="FILE", help="Text on which to report the loss of both models.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prove that OUT is SOURCE with merged K/V heads and no other change; exit with code 1 if it is not.
+    """Prove that OUT is SOURCE with merged K/V heads and no other change.
 
     Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded,
-    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For factor,
-    the attention functions of the weights are compared. For fit, which depends on its calibration text, the form is
-    proven, and that OUT predicts more like SOURCE than mean pooling does, on --text or on random tokens.
+    which needs memory for both, and OUT must compute what SOURCE computes with merged K/V heads. For factor, the
+    attention functions of the weights are compared. For fit, which depends on its calibration text, the form is proven,
+    and that OUT predicts more like SOURCE than mean pooling does, on --text or on random tokens. The exit code is 1 if
+    a check fails.
 
-    An uptrained checkpoint has other weights: verify the checkpoint that training started from.
+    An uptrained checkpoint has other weights: verify the checkpoint that training started from. A source that convert
+    has rewritten first is rewritten again, in a folder beside OUT that goes afterwards.
 
-    Examples:
-
-      gqa-convert verify ./Llama-2-7b-gqa8 --source ./Llama-2-7b
-      gqa-convert verify ./Llama-2-70b-gqa4 --source ./Llama-2-70b --no-logits
+      gqa-convert verify ./gqa8 --source ./Llama-2-7b
+      gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
     """
     gc.disable()  # a search for garbage among the many objects of libraries finds none and takes a tenth of a second
-    from gqa_convert.cli.console.progress import stage_progress
-    from gqa_convert.cli.console.screen import print_json
-    from gqa_convert.cli.console.verification import show_verification
+    from gqa_convert.conversion.restating.restate import must_be_restated, restated
     from gqa_convert.verify import verify_checkpoint
+
+    from .console.progress import progress_screen
+    from .console.screen import print_json, stdout_console, styled
 
     gc.freeze()
     gc.enable()
-    with stage_progress(quiet=quiet) as step:
-        report = verify_checkpoint(out, source, revision=revision, logits=logits, text=text, progress=step)
+    with progress_screen(quiet=quiet) as screen:
+        options: dict[str, Any] = {"logits": logits, "text": text, "progress": screen.show}
+        if must_be_restated(source, revision):
+            with restated(source, revision, out, lambda note: screen.say(f"note: {note}")) as plain:
+                report = verify_checkpoint(out, plain.out, **options)
+            report.source = source
+        else:
+            report = verify_checkpoint(out, source, revision=revision, **options)
     if as_json:
         print_json(report.summary())
     elif not quiet:
-        show_verification(report.summary())
+        console = stdout_console()
+        for check in report.checks:
+            mark = ("ok  ", "green") if check.passed else ("FAIL", "red")
+            console.print(styled(mark, f"  {check.name:<22} {check.detail}"), soft_wrap=True)
+        verdict = ("verified", "green")
+        if not report.passed:
+            consequence = "do not use it, unless it was uptrained after the conversion"
+            verdict = (f"not verified: OUT is not SOURCE with merged K/V heads; {consequence}", "red")
+        console.print(styled(verdict), soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)

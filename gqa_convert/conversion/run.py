@@ -6,7 +6,7 @@ Only K/V heads are read into memory; the kernel copies everything else. Memory d
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from gqa_convert.checkpoint.provenance import (
 )
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.fit.run import LayerDone, merge_whole_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.provenance import FileHasher, record_conversion
+from gqa_convert.conversion.restating.restate import NEEDED, restated
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
 
@@ -80,19 +81,22 @@ def convert_checkpoint(
     hash_weights: bool = False,
     command: list[str] | None = None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_note: Callable[[str], None] = lambda sentence: None,
     on_layer: LayerDone = lambda done, total, record: None,
     progress: Progress = lambda nbytes: None,
 ) -> ConversionResult:
     """Convert a checkpoint to grouped-query attention.
 
     Args:
-        source: a local folder or a Hub id.
+        source: a local folder or a Hub id. One that loads by the code in its checkpoint, or whose weights are quantised
+            in a way that can be undone, is rewritten first in a folder beside `out`, which is deleted afterwards.
         out: the folder to make.
         groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
         method: `mean`, `first`, `factor` or `fit`; by default `fit` with calibration text.
             Without it, `factor` on text that every machine has, or `mean` where the source cannot read text.
         calibration: text for `fit` or `factor`: a file, a folder, a pattern, the id of a Hub dataset, or a mapping as
-            in a recipe's `data`; or a list of these, which are mixed in equal shares.
+            in a recipe's `data`; or a list of these, which are mixed in equal shares. Or all options of calibration as
+            `CalibrationOptions`, in place of the arguments below.
         calibration_tokens: how much of it, by default from the model's hidden_size.
         calibration_length: tokens of a block of it, by default the model's context up to 1024.
         calibration_context: the position up to which every second block skips, by default the model's context up to
@@ -116,7 +120,8 @@ def convert_checkpoint(
             by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
-            on_layer: called as each layer is merged by a method that works on whole layers.
+        on_note: called with sentences about a source that is rewritten first.
+        on_layer: called as each layer is merged by a method that works on whole layers.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -125,19 +130,23 @@ def convert_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
-    text = CalibrationOptions(
-        source=calibration,
-        tokens=calibration_tokens,
-        sequence_length=calibration_length,
-        seed=seed,
-        steps=fit_steps,
-        kl_steps=kl_steps,
-        kl_rank=kl_rank,
-        context=calibration_context,
-        device=device,
+    text = (
+        calibration
+        if isinstance(calibration, CalibrationOptions)
+        else CalibrationOptions(
+            source=calibration,
+            tokens=calibration_tokens,
+            sequence_length=calibration_length,
+            seed=seed,
+            steps=fit_steps,
+            kl_steps=kl_steps,
+            kl_rank=kl_rank,
+            context=calibration_context,
+            device=device,
+        )
     )
     options: dict[str, Any] = {
-        "seed": seed,
+        "seed": text.seed,
         "encoder": encoder,
         "native": native,
         "max_shard_size": max_shard_size,
@@ -148,8 +157,14 @@ def convert_checkpoint(
 
     with ExitStack() as stack:
         out = local_path(out)
-        checkpoint = open_local(source, revision, planned)
-        plan, asked = planned(checkpoint)
+        try:
+            checkpoint = open_local(source, revision, planned)
+            plan, asked = planned(checkpoint)
+        except NEEDED:
+            check_destination(out, None, overwrite=overwrite)
+            made = stack.enter_context(restated(source, revision, out, on_note))
+            checkpoint = replace(open_checkpoint(made.out), source_id=made.source, revision=made.revision)
+            plan, asked = planned(checkpoint)
         check_destination(out, checkpoint.folder, overwrite=overwrite)
         previous = earlier_record(checkpoint)
         on_plan(plan)

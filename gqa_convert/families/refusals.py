@@ -59,7 +59,7 @@ RESTATED: Final[dict[str, str]] = {
     "stablelm_epoch": "stablelm",
 }
 """Model types that load only by the code in their checkpoints, and the stock type that computes the same;
-`gqa-convert restate` rewrites the one as the other."""
+`gqa-convert convert` rewrites the one as the other first."""
 
 REFUSALS: Final[dict[str, Refusal]] = {
     model_type: Refusal(model_type, reason)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.errors import RemoteCodeError, UnsupportedFamilyError
 from gqa_convert.families.family import Family, FamilyRecordError, Modeling, Refusal
 from gqa_convert.families.records.decoders import decoders
 from gqa_convert.families.records.encoder_decoders import encoder_decoders
@@ -74,9 +74,10 @@ def find_family(model_type: object) -> Family:
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type].reason}")
     if model_type in RESTATED:
-        raise UnsupportedFamilyError(
-            f"model type {model_type} loads only by the code in its checkpoint and can't be converted directly: `gqa-convert "
-            f"restate SOURCE STOCK` rewrites it as a {RESTATED[model_type]}, which computes the same; then convert STOCK"
+        raise RemoteCodeError(
+            f"model type {model_type} loads only by the code in its checkpoint: `gqa-convert convert SOURCE PLAIN --groups N` "
+            f"rewrites it as a {RESTATED[model_type]}, which computes the same, and with SOURCE's own number of K/V heads "
+            "changes nothing else"
         )
     raise UnsupportedFamilyError(
         f"model type {model_type!r} is unknown: docs/families.md lists the {len(FAMILIES)} that can be converted, and "

@@ -1,4 +1,4 @@
-"""Whether a model's attention has a sliding window."""
+"""Which layers of a model attend to a sliding window, and so cache fewer tokens than a text has."""
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.wrappers import decoder_config
@@ -11,3 +11,30 @@ def has_window(config: Config) -> bool:
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return False
     return not isinstance(kinds, list) or "sliding_attention" in kinds
+
+
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
+"""Where a config.json says nothing more: every how many layers one attends to the whole text."""
+
+
+def window_of(config: Config, layer: int) -> int | None:
+    """Return the tokens of the sliding window of a decoder layer; None if it attends to the whole text.
+
+    Args:
+        config: what config.json holds.
+        layer: the number of the layer, from 0.
+    """
+    if not has_window(config):
+        return None
+    config = decoder_config(config)
+    window = config["sliding_window"]
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return window if kinds[layer : layer + 1] == ["sliding_attention"] else None
+    first = config.get("max_window_layers")
+    if isinstance(first, int) and layer < first:
+        return None
+    every = config.get("sliding_window_pattern", _FULL_EVERY.get(str(config.get("model_type"))))
+    if isinstance(every, str):  # such as LLLG, where G is a layer that attends to the whole text
+        every = len(every)
+    return None if every and (layer + 1) % every == 0 else window

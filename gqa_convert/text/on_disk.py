@@ -67,7 +67,7 @@ def text_on_disk(
     if len(pairs) < len(sources):
         missing = next(text.source for text, tokens in found if tokens is None)
         raise DataError(
-            f"{missing} is not tokenised, and the length of its pairs is unknown: run gqa-convert tokenize with this recipe first"
+            f"{missing} is not tokenised, and the length of its pairs is unknown: run gqa-convert uptrain --tokenize-only with this recipe first"
         )
     return [text for text, _ in found], PairSampler(settings.length, pairs, settings.decoder_input).raw_tokens
 

@@ -64,7 +64,7 @@ def named_gpu(name: str) -> Gpu:
             return gpu
     known = ", ".join(_bare(gpu.name) for gpu in _GPUS)
     raise OptionError(
-        f"--gpu is {name!r}, which is not known: name one of {known}, or give --gpu-memory instead, which estimates no hours"
+        f"--hardware names {name!r}, which is not known: name one of {known}, or the memory of a GPU (8x80GB), which estimates no hours"
     )
 
 

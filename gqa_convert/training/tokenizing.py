@@ -44,7 +44,7 @@ class TokenizedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedRecipe(Result):
-    """What `tokenize` has made.
+    """What `uptrain --tokenize-only` has made.
 
     Attributes:
         cache: the folder in which a run finds the tokens.

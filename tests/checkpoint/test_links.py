@@ -193,5 +193,7 @@ def test_other_folders_beside_a_snapshot_are_not_the_cache(source: Path, tmp_pat
 
 def test_the_plan_warns_in_json(source: Path, outside: Path) -> None:
     absolute(source, outside)
-    found: dict[str, Any] = json.loads(run("plan", source, "--groups", "3", "--method", "mean", "--json").stdout)
+    found: dict[str, Any] = json.loads(
+        run("convert", source, "--groups", "3", "--method", "mean", "--json", "--dry-run").stdout
+    )
     assert "links that lead out of the folder are not copied: notes.txt" in found["warnings"]

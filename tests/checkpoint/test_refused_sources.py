@@ -27,8 +27,8 @@ def quantised(**stated: Any) -> Files:
 def plain(method: str, package: str | None = None) -> str:
     first = f"`pip install {package}`, then " if package else ""
     return (
-        f"HERE/config.json says that the weights are quantised ({method}): {first}`gqa-convert restate HERE PLAIN` writes them "
-        "dequantised in bfloat16, and PLAIN can be converted"
+        f"HERE/config.json says that the weights are quantised ({method}): {first}`gqa-convert convert HERE PLAIN --groups N` writes them "
+        "dequantised in bfloat16, and with the source's own number of K/V heads it changes nothing else"
     )
 
 

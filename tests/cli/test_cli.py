@@ -18,26 +18,15 @@ from typer.testing import CliRunner
 from gqa_convert import __version__
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.cli import app
-from gqa_convert.cli.console.advice import quality_advice
+from gqa_convert.cli.commands import COMMANDS
+from gqa_convert.cli.console.conversion import quality_advice
 from gqa_convert.merging.methods import CHOICES
 from tests.helpers.checkpoints import HIDDEN, WIDTH, write_config, write_llama
 from tests.helpers.command_line import COMMAND, assert_mistake, run
 
 POOLING = [method.name for method in CHOICES if method.pooling is not None]
 
-COMMANDS = (
-    "plan",
-    "inspect",
-    "restate",
-    "convert",
-    "verify",
-    "benchmark",
-    "check-serving",
-    "uptrain",
-    "evaluate",
-    "publish",
-    "demo",
-)
+OURS = ("convert", "verify", "uptrain", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +47,46 @@ def help_of(command: str, columns: int) -> str:
     return result.stdout
 
 
-def test_the_first_help_names_every_command() -> None:
-    for columns in (60, 80):
-        shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": str(columns)}).stdout
-        assert all(command in shown for command in COMMANDS)
-        assert "--calibration text.txt" in shown
+def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).stdout
+    lines = shown.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "--calibration text.txt" in shown
+    listed = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[2:3] != " "]
+    assert listed == [
+        "inspect",
+        "convert",
+        "verify",
+        "uptrain",
+        "evaluate",
+        "benchmark",
+        "check-serving",
+        "publish",
+        "demo",
+    ]
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_the_help_of_a_command_fits_two_screens(command: str) -> None:
+    shown = help_of(command, 100).splitlines()
+    assert len(shown) <= 80
+    options = [line for line in shown if line.startswith("  -") and "--help" not in line]
+    assert 1 <= len(options) <= 12
+    assert (
+        1 <= sum(" gqa-convert " in line or "-m gqa_convert" in line for line in shown if line.startswith("    ")) <= 3
+    )
+
+
+def test_hidden_options_are_shown_when_all_are_asked_for() -> None:
+    few = help_of("convert", 100)
+    assert "--kl-steps" not in few
+    assert few.endswith(" more options are shown by: gqa-convert convert --help-all\n")
+    shown = run("convert", "--help-all").stdout
+    for param in get_command(app).commands["convert"].params:  # type: ignore[attr-defined]
+        assert max(param.opts, key=len).removeprefix("as_") in shown.replace("SOURCE", "source").replace("OUT", "out")
+    assert "more options" not in shown
+    assert "--kl-steps S" in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -88,13 +112,13 @@ def test_the_help_of_method_is_the_registrys() -> None:
 
 
 def test_a_mistake_points_to_the_help_of_its_command() -> None:
-    assert_mistake(run("plan"), "Missing argument 'SOURCE': see gqa-convert plan --help")
-    assert_mistake(run("plan", "x", "--gruops", "3"), "see gqa-convert plan --help")
+    assert_mistake(run("convert"), "Missing argument 'SOURCE': see gqa-convert convert --help")
+    assert_mistake(run("convert", "x", "--gruops", "3"), "see gqa-convert convert --help")
     assert_mistake(run("frobnicate"), "see gqa-convert --help")
 
 
 def test_a_copy_changes_no_tensor(source: Path, tmp_path: Path) -> None:
-    planned = run("plan", source, "--groups", 12).stdout
+    planned = run("convert", source, "--groups", 12, "--dry-run").stdout
     assert "No tensor changes: the source has 12 K/V heads already" in planned
     assert "Changes" not in planned
     made = run("convert", source, tmp_path / "copy", "--groups", 12).stdout
@@ -139,19 +163,45 @@ def test_advice_on_quality(method: str, calibration: CalibrationRecord | None, w
     assert quality_advice("copy", "in", "out", None) is quality_advice("repeat", "in", "out", None) is None
 
 
-def test_a_plan_shows_the_cache_of_contexts(tmp_path: Path) -> None:
-    """Also where the config states a sliding window that no layer uses."""
+def test_who_asked_for_no_last_stage_is_not_told_to_ask_for_it() -> None:
+    advice = quality_advice("fit", "in", "out", measured(0.4), last_stage_refused=True)
+    assert advice == "to lower the divergence, uptrain with the source as teacher: docs/uptraining.md"
+
+
+def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
+    """Of two layers, the second has a window of 64 tokens."""
     source = write_llama(tmp_path / "source")
-    write_config(source, sliding_window=4096, use_sliding_window=False)
-    shown = " ".join(run("plan", source, "-n", 4).stdout.split())
-    per_token = 2 * 2 * 12 * WIDTH * 4
+    head = 2 * WIDTH * 4
+    write_config(source, sliding_window=64, layer_types=["full_attention", "sliding_attention"])
+    words = ("convert", source, "-n", "4", "--dry-run", "--context", "1k", "--batch", "3")
+    cache = json.loads(run(*words, "--json").stdout)["kv_cache"]
+    assert cache == {
+        "tokens": 1000,
+        "batch": 3,
+        "before": 3 * 12 * head * (1000 + 64),
+        "after": 3 * 4 * head * (1000 + 64),
+    }
+    shown = " ".join(run(*words).stdout.split())
     assert (
-        f"K/V cache at 32,768 tokens {per_token * 32768 / 1e6:.1f} MB {per_token * 32768 / 3e6:.1f} MB 0.333" in shown
+        f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB {cache['after'] / 1e3:.1f} kB 0.333" in shown
     )
+    short = json.loads(run(*words[:-3], "40", "--json").stdout)["kv_cache"]
+    assert (short["batch"], short["before"]) == (1, 12 * head * 80)
+    write_config(source, sliding_window=16, use_sliding_window=False, layer_types=None)
+    whole = json.loads(run("convert", source, "-n", "4", "--dry-run", "--json").stdout)["kv_cache"]
+    assert (whole["tokens"], whole["before"]) == (64, 2 * 12 * head * 64)
+
+
+def test_options_of_a_dry_run_need_it(source: Path, tmp_path: Path) -> None:
+    for option in ("--context", "--batch"):
+        assert_mistake(run("convert", source, tmp_path / "out", "-n", "4", option, "2"), option, "add --dry-run")
+    assert_mistake(run("convert", source, "-n", "4", "--dry-run", "--context", "4q"), "write it like 4096, 4k or 2M")
+    assert run("convert", source, tmp_path / "out", "-n", "4", "--dry-run").returncode == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
-    result = run("plan", source, "--groups", 3, "--method", "mean", "--json")
+    result = run("convert", source, "--groups", 3, "--method", "mean", "--json", "--dry-run")
     assert result.returncode == 0
     plan = json.loads(result.stdout)
     assert (plan["heads"], plan["source_kv_heads"], plan["groups"], plan["method"]) == (12, 12, 3, "mean")
@@ -164,7 +214,7 @@ def test_plan_writes_json_to_stdout_and_nothing_else(source: Path) -> None:
 
 
 def test_plan_for_people(source: Path) -> None:
-    result = run("plan", source, "-n", 4)
+    result = run("convert", source, "-n", 4, "--dry-run")
     assert result.returncode == 0
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
@@ -175,7 +225,7 @@ def test_plan_for_people(source: Path) -> None:
         "K/V cache per token",
         "tensor parallel",
         "vLLM",
-        "disk needed",
+        "of disk",
     ):
         assert word in result.stdout
 
@@ -237,16 +287,16 @@ def test_a_new_shard_size(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("plan", "{source}", "--groups", "5"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
-        (("plan", "{source}", "--groups", "0"), ("--groups 0",)),
-        (("plan", "{source}", "--groups", "24"), ("--groups 24",)),
-        (("plan", "{source}", "--groups", "many"), ("--groups", "integer")),
-        (("plan", "{source}"), ("--groups",)),
-        (("plan", "{source}", "--groups", "3", "--method", "median"), ("median", "mean")),
-        (("plan", "{source}", "--groups", "3", "--gruops", "4"), ("--gruops",)),
-        (("plan", "{source}", "--groups", "3", "--revision", "main"), ("local folder", "--revision")),
-        (("plan", "{missing}", "--groups", "3"), ("neither a local folder nor a Hub id",)),
-        (("plan", "{source}/config.json", "--groups", "3"), ("is a file",)),
+        (("convert", "{source}", "--groups", "5", "--dry-run"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
+        (("convert", "{source}", "--groups", "0", "--dry-run"), ("--groups 0",)),
+        (("convert", "{source}", "--groups", "24", "--dry-run"), ("--groups 24",)),
+        (("convert", "{source}", "--groups", "many", "--dry-run"), ("--groups", "integer")),
+        (("convert", "{source}", "--dry-run"), ("--groups",)),
+        (("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"), ("median", "mean")),
+        (("convert", "{source}", "--groups", "3", "--gruops", "4", "--dry-run"), ("--gruops",)),
+        (("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"), ("local folder", "--revision")),
+        (("convert", "{missing}", "--groups", "3", "--dry-run"), ("neither a local folder nor a Hub id",)),
+        (("convert", "{source}/config.json", "--groups", "3", "--dry-run"), ("is a file",)),
         (("convert", "{source}", "{source}", "--groups", "3"), ("is the source itself",)),
         (("convert", "{source}", "{source}/out", "--groups", "3"), ("inside the source",)),
         (
@@ -271,7 +321,7 @@ def test_mistakes_get_one_line(
 
 
 def test_a_mistake_with_json_is_one_object_too(source: Path) -> None:
-    result = run("plan", source, "--groups", 5, "--json")
+    result = run("convert", source, "--groups", 5, "--json", "--dry-run")
     assert result.returncode == 2
     assert "--groups 5" in json.loads(result.stdout)["error"]
 
@@ -327,7 +377,12 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3"), ("--help",), ("--version",)],
+    [
+        ("convert", "{source}", "-n", "3", "--json", "--dry-run"),
+        ("convert", "{source}", "-n", "3", "--dry-run"),
+        ("--help",),
+        ("--version",),
+    ],
 )
 def test_a_full_disk_behind_stdout_gets_one_line(source: Path, arguments: tuple[str, ...]) -> None:
     command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
@@ -337,7 +392,10 @@ def test_a_full_disk_behind_stdout_gets_one_line(source: Path, arguments: tuple[
     assert result.stderr.endswith("No space left on device\n")
 
 
-@pytest.mark.parametrize("arguments", [("plan", "{source}", "-n", "3", "--json"), ("plan", "{source}", "-n", "3")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("convert", "{source}", "-n", "3", "--json", "--dry-run"), ("convert", "{source}", "-n", "3", "--dry-run")],
+)
 def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str, ...]) -> None:
     command = [*COMMAND, *(argument.format(source=source) for argument in arguments)]
     read, write = os.pipe()
@@ -351,7 +409,11 @@ def test_a_reader_that_has_gone_is_no_matter(source: Path, arguments: tuple[str,
 def test_mistakes_exit_with_2_whatever_is_behind_the_streams(source: Path, flags: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [*COMMAND, "plan", source, "-n", "5", *flags], stdout=full, stderr=full, timeout=120, check=False
+            [*COMMAND, "convert", source, "-n", "5", "--dry-run", *flags],
+            stdout=full,
+            stderr=full,
+            timeout=120,
+            check=False,
         )
     assert result.returncode == 2
 

@@ -140,7 +140,9 @@ def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], 
 
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     record = CalibratedRecord(module="layers.0.self_attn", output=0.1, gap_left=0.25, first_low_frequency_pair=None)
-    trained = TrainingRecord(kl_steps=8, kl=Divergence(0.5, 0.125), requested_steps=None)
+    trained = TrainingRecord(
+        kl_steps=8, kl=Divergence(0.5, 0.125), requested_steps=None, kl_rank=0, requested_rank=None
+    )
     shown = shown_by(
         ConversionScreen,
         clock,

@@ -1,27 +1,30 @@
-"""The printed form of a plan."""
+"""The caches of encoder-decoders in a plan."""
 
 from pathlib import Path
 
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.cli.console.plan import show_plan
+from gqa_convert.cli.console.plan import caches_at_context, show_plan
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.needs import estimate_needs
 from gqa_convert.conversion.plan import make_plan
 from tests.helpers.own_files import make_source
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "contexts"),
+    ("model_type", "changes", "context", "label"),
     [
-        ("bart", {"max_position_embeddings": 64}, [64, 32_768]),
-        ("t5", {}, [32_768]),
-        ("whisper", {"max_source_positions": 20}, [20]),
+        ("bart", {"max_position_embeddings": 64}, 64, "64"),
+        ("t5", {}, 32_768, "32.8k"),
+        ("whisper", {"max_source_positions": 20}, 20, "20"),
     ],
 )
 def test_the_cross_attention_cache_at_the_encoders_context(
     model_type: str,
     changes: dict[str, int],
-    contexts: list[int],
+    context: int,
+    label: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -29,10 +32,12 @@ def test_the_cross_attention_cache_at_the_encoders_context(
     monkeypatch.setenv("COLUMNS", "120")
     source = make_source(model_type, tmp_path / "source", **changes)
     plan = make_plan(open_checkpoint(source), 3, method="mean")
-    show_plan(plan)
+    caches = caches_at_context(plan, None, 2)
+    show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
+    before = 2 * plan.cache_bytes_per_token(False, "cross") * context
+    assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    rows = [line for line in shown if line.startswith("cross cache at ")]
-    assert [line.partition(" encoder tokens ")[0] for line in rows] == [f"cross cache at {n:,}" for n in contexts]
-    before = plan.cache_bytes_per_token(False, "cross") * contexts[0]
+    (row,) = [line for line in shown if line.startswith("cross cache at ")]
+    assert row.startswith(f"cross cache at {label} encoder tokens, batch 2 ")
     unit, name = (1e6, "MB") if before >= 1e6 else (1e3, "kB")
-    assert f"{before / unit:,.1f} {name} {before / 4 / unit:,.1f} {name} 0.250" in rows[0]
+    assert row.endswith(f"{before / unit:,.1f} {name} {before / 4 / unit:,.1f} {name} 0.250")

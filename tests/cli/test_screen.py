@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
-    planned = run("plan", source, "--groups", 4)
+    planned = run("convert", source, "--groups", 4, "--dry-run")
     assert planned.stdout.startswith(f"{source}: llama, 12 query heads")
     assert f"{source}: llama" in run("inspect", source, "--candidates", 4).stdout
     out = tmp_path / "[red]out[/]"
@@ -33,22 +33,22 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
         "FAIL  carried files          [red].json is not in SOURCE"
         in run("verify", out, "--source", source, "--no-logits").stdout
     )
-    missing = run("plan", tmp_path / "no[/]thing", "--groups", 4)
+    missing = run("convert", tmp_path / "no[/]thing", "--groups", 4, "--dry-run")
     assert str(tmp_path / "no[/]thing") in missing.stderr
 
 
 def test_terminals_that_know_ascii_only(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    shown = run("plan", source, "--groups", 4)
+    shown = run("convert", source, "--groups", 4, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.isascii()
     assert "[bold]x[/] :warning: \\xe9 +-: llama" in shown.stdout
-    assert json.loads(run("plan", source, "--groups", 4, "--json").stdout)["source"] == str(source)
-    mistake = run("plan", source, "--groups", 5, "--json")
+    assert json.loads(run("convert", source, "--groups", 4, "--json", "--dry-run").stdout)["source"] == str(source)
+    mistake = run("convert", source, "--groups", 5, "--json", "--dry-run")
     assert mistake.returncode == 2
     assert json.loads(mistake.stdout)["exit_code"] == 2
-    assert run("plan", f"{source}?", "--groups", 4).stderr.count("\n") == 1
-    assert run("plan", "--help").returncode == 0
+    assert run("convert", f"{source}?", "--groups", 4, "--dry-run").stderr.count("\n") == 1
+    assert run("convert", "--help").returncode == 0
 
 
 def test_json_in_every_encoding(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -60,7 +60,9 @@ def test_json_in_every_encoding(capsysbinary: pytest.CaptureFixture[bytes]) -> N
 
 def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     """A command of the shell in which `plan` stands for this program's, with pipes whose first failure counts."""
-    command = f'plan() {{ "{sys.executable}" -m gqa_convert plan "$1" --groups 4; }}; set -o pipefail; {words}'
+    command = (
+        f'plan() {{ "{sys.executable}" -m gqa_convert convert "$1" --groups 4 --dry-run; }}; set -o pipefail; {words}'
+    )
     return subprocess.run(
         ["bash", "-c", command, "bash", *map(str, arguments)], capture_output=True, text=True, check=False
     )

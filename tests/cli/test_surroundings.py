@@ -48,7 +48,7 @@ def commands(place: str) -> list[list[str]]:
     pool = ["convert", f"{place}source/", f"{place}out/", "-n", "4", "-m", "mean"]
     publish = ["publish", f"{place}out/", "--repo-id", "me/x", "--base-model", "a/b", "--license", "mit", "--dry-run"]
     return [
-        ["plan", f"{place}source/", "-n", "4"],
+        ["convert", f"{place}source/", "-n", "4", "--dry-run"],
         pool,
         ["verify", f"{place}out/", "--source", f"{place}source/", "--no-logits"],
         publish,

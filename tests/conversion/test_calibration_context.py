@@ -10,7 +10,7 @@ import pytest
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, check_calibration
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
 from tests.helpers.command_line import run
 

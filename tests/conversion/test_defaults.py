@@ -11,7 +11,7 @@ from gqa_convert.conversion.fit import defaults
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
 from gqa_convert.text import sources
 from gqa_convert.text.stdlib_text import source_files
@@ -58,7 +58,7 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
     assert any(reason in warning for warning in found["warnings"])
     convert_checkpoint(source, tmp_path / "mean", GROUPS, method="mean")
     assert same_weights(tmp_path / "out", tmp_path / "mean")
-    plan = run("plan", source, "--groups", str(GROUPS))
+    plan = run("convert", source, "--groups", str(GROUPS), "--dry-run")
     assert reason in plan.stdout
 
 

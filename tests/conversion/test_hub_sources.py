@@ -68,8 +68,8 @@ def test_a_snapshot_of_links_in_the_cache_of_the_hub(folder: Callable[[str], Pat
 
 
 _RESTATE = (
-    "model type {} loads only by the code in its checkpoint and can't be converted directly: `gqa-convert restate SOURCE STOCK` rewrites it "
-    "as a {}, which computes the same; then convert STOCK"
+    "model type {} loads only by the code in its checkpoint: `gqa-convert convert SOURCE PLAIN --groups N` rewrites it as a {}, "
+    "which computes the same, and with SOURCE's own number of K/V heads changes nothing else"
 )
 _CODE = {
     "auto_map": {"AutoConfig": "configuration_RW.RWConfig", "AutoModelForCausalLM": "modelling_RW.RWForCausalLM"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.cli.options import group_counts
+from gqa_convert.cli.convert import group_counts
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, OptionError
@@ -179,7 +179,7 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "again", factored).passed
     assert make_plan(open_checkpoint(factored), 1).config["multi_query_group_num"] == [1, 1, 1, 1]
     assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE
-    shown = run("plan", factored, "--groups", "1", "-m", "mean").stdout
+    shown = run("convert", factored, "--groups", "1", "-m", "mean", "--dry-run").stdout
     assert "12 query heads, 1 to 12 -> 1 K/V heads in 4 attention layers" in shown
     with pytest.raises(
         GroupsError, match="states 2 for layer 2, which does not divide its 3 K/V heads: choose one of 1, 3"
@@ -204,13 +204,12 @@ def test_a_bad_list_writes_nothing(listed: str, words: tuple[str, ...], source: 
 def test_a_file_of_numbers(source: Path, tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     numbers.write_text("12\n4\n3\n\n1\n")
-    shown = run("plan", source, "--groups-file", numbers, "-m", "mean", "--json")
+    shown = run("convert", source, "--groups", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
     assert json.loads(shown.stdout)["groups"] == COUNTS
-    assert_mistake(run("plan", source, "--groups-file", numbers, "--groups", "3"), "exclude each other")
-    assert group_counts("12,4,3,1", None) == group_counts(None, numbers) == COUNTS
+    assert group_counts("12,4,3,1", None) == group_counts(f"@{numbers}", None) == COUNTS
     assert group_counts("4", None) == 4
     numbers.write_text("[12, 4, 3, 1]")
-    assert group_counts(None, numbers) == COUNTS
+    assert group_counts(f"@{numbers}", None) == COUNTS
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ def test_a_bad_file_of_numbers(content: str | None, word: str, tmp_path: Path) -
     if content is not None:
         numbers.write_text(content)
     with pytest.raises(OptionError, match=word):
-        group_counts(None, numbers)
+        group_counts(f"@{numbers}", None)
 
 
 def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.restating import remote_code_types as types
 from gqa_convert.conversion.restating.restate import restate_checkpoint
-from gqa_convert.errors import ConfigError, GQAConvertError, UnsupportedFamilyError
+from gqa_convert.errors import ConfigError, GQAConvertError, RemoteCodeError, UnsupportedFamilyError
 from gqa_convert.families.table import FAMILIES, REFUSALS, RESTATED, find_family
 from tests.helpers.checkpoints import digests
-from tests.helpers.command_line import run
+from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.remote_types import REFERENCES, VOCABULARY, Reference
 from tests.helpers.tiny import randomise
 
@@ -190,7 +190,7 @@ def test_a_tensor_that_is_missing_or_strange(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", RESTATED)
 def test_convert_says_what_to_do(model_type: str) -> None:
-    with pytest.raises(UnsupportedFamilyError, match=rf"gqa-convert restate SOURCE STOCK.*{RESTATED[model_type]}"):
+    with pytest.raises(RemoteCodeError, match=rf"gqa-convert convert SOURCE PLAIN.*{RESTATED[model_type]}"):
         find_family(model_type)
 
 
@@ -206,22 +206,36 @@ def test_stock_types_need_no_rewriting(tmp_path: Path) -> None:
         restate_checkpoint(source, tmp_path / "stock")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_path: Path) -> None:
     source = REFERENCES["qwen"]().save(tmp_path / "source")
-    plain = run("restate", source, tmp_path / "other")
-    assert plain.returncode == 0, plain.stderr
-    assert "qwen -> qwen2" in plain.stdout
-    assert "the same up to 48 tokens" in plain.stderr
-    words = ("restate", source, tmp_path / "stock", "--json", "-q")
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["result_model_type"] == "qwen2"
-    again = run(*words)
-    assert again.returncode == 2
-    assert "exists already" in again.stderr
-    (tmp_path / "stock" / "thesis.tex").write_text("mine")
-    refused = run(*words, "--overwrite")
-    assert (refused.returncode, (tmp_path / "stock" / "thesis.tex").read_text()) == (2, "mine")
-    assert "thesis.tex" in refused.stderr
-    (tmp_path / "stock" / "thesis.tex").unlink()
-    assert run(*words, "--overwrite").returncode == 0
+    out = tmp_path / "out"
+    made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
+    assert made.returncode == 0, made.stderr
+    assert "note: the same up to 48 tokens" in made.stderr
+    assert "is rewritten for stock classes in a folder beside" in made.stderr
+    summary = json.loads(made.stdout)
+    assert (summary["source"], summary["model_type"], summary["groups"]) == (str(source), "qwen2", 3)
+    assert json.loads((out / "gqa_conversion.json").read_text())["source"]["id"] == str(source)
+    verified = run("verify", out, "--source", source, "--json")
+    assert verified.returncode == 0, verified.stdout
+    assert json.loads(verified.stdout)["source"] == str(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    whole = run("convert", source, tmp_path / "plain", "--groups", 12, "-q")
+    assert (whole.returncode, whole.stdout, whole.stderr) == (0, "", "")
+    restate_checkpoint(source, tmp_path / "stock")
+    name = "model.safetensors"
+    assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+
+
+def test_what_is_refused_before_and_after_a_source_is_rewritten(tmp_path: Path) -> None:
+    source = REFERENCES["qwen"]().save(tmp_path / "source")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    for out, groups, words in (("mine", 3, "thesis.tex"), ("out", 5, "--groups 5"), ("source", 3, "exists already")):
+        refused = run("convert", source, tmp_path / out, "--groups", groups, "--overwrite", "-q")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert words in refused.stderr
+    assert_mistake(
+        run("convert", source, "--groups", 3, "--dry-run"), "--dry-run cannot plan", "rewrites it as a qwen2"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "source"]

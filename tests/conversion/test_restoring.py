@@ -1,4 +1,4 @@
-"""Quantised checkpoints that `restate` writes dequantised."""
+"""Quantised checkpoints, which a conversion dequantises first."""
 
 import json
 from pathlib import Path
@@ -56,8 +56,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_scales_per_block(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="gqa-convert restate"):
-        convert_checkpoint(source, tmp_path / "out", 3)
+    with pytest.raises(UnsupportedFormatError, match="gqa-convert convert"):
+        open_checkpoint(source)
     plain = tmp_path / "plain"
     made = restate_checkpoint(source, plain)
     assert made.notes[0].startswith("the weights were quantised (fp8) and are written in bfloat16")
@@ -75,7 +75,8 @@ def test_scales_per_block(source: Path, tmp_path: Path) -> None:
         each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
         torch.testing.assert_close(tensor.float(), stored[name].float() * each, rtol=2.0**-7, atol=0)
     open_checkpoint(plain)
-    convert_checkpoint(plain, tmp_path / "out", 3, method="mean")
+    convert_checkpoint(source, tmp_path / "out", 3, method="mean")
+    (plain / "gqa_restated.json").unlink()
     assert failed(verify_checkpoint(tmp_path / "out", plain)) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "source"]
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
-from gqa_convert.families.windows import has_window
+from gqa_convert.families.windows import has_window, window_of
 from gqa_convert.text.scoring.text_loss import text_loss
 from tests.helpers.own_files import make_source_model
 
@@ -67,3 +67,28 @@ def test_t5_reads_any_number() -> None:
 @pytest.mark.parametrize("positions", [1, 2, 5])
 def test_a_text_longer_than_the_positions_has_a_loss(positions: int) -> None:
     assert text_loss(make_source_model("gpt2", n_positions=positions), list(range(3, 26))) > 0
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mistral", "qwen2", "gemma2", "gemma3_text", "cohere2", "olmo3", "gpt_oss", "phi3"]
+)
+def test_windows_by_layer_are_those_of_transformers(model_type: str) -> None:
+    """With the list of kinds of layers that newer configs have, and without it where older configs have none."""
+    from transformers import CONFIG_MAPPING
+
+    asked = {"use_sliding_window": True, "max_window_layers": 5} if model_type == "qwen2" else {}
+    config = CONFIG_MAPPING[model_type](num_hidden_layers=12, sliding_window=64, **asked)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
+    wanted = [64 if kind == "sliding_attention" else None for kind in kinds]
+    stated = config.to_dict() | {"model_type": model_type}
+    assert [window_of(stated, layer) for layer in range(12)] == wanted
+    if model_type in ("qwen2", "gemma2", "gemma3_text"):
+        del stated["layer_types"]
+        assert [window_of(stated, layer) for layer in range(12)] == wanted
+    assert window_of(stated | {"sliding_window": None}, 0) is None
+
+
+def test_patterns_of_windows() -> None:
+    for pattern in (4, "LLLG"):
+        stated = {"sliding_window": 64, "sliding_window_pattern": pattern}
+        assert [window_of(stated, layer) for layer in range(5)] == [64, 64, 64, None, 64]

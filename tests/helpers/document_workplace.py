@@ -30,7 +30,7 @@ NOT_RUN = {
     r"^(\S*/)?pip install": "fetches packages: .ci/run types the README's line",
     r"^python3 -m venv|^source ": "likewise",
     r"^(\S*/)?python -m pytest": "this suite",
-    r"^(\S*/)?gqa-convert demo$": "takes six minutes: tests/demo/test_demo.py runs it with less text",
+    r"^(\S*/)?gqa-convert demo$": "takes minutes: tests/demo/test_demo.py runs it with less text",
     r"^torchrun |^accelerate launch": "starts processes of its own, mostly on GPUs: tests/training/test_distributed_runs.py has such runs",
     r"^sbatch ": "needs a cluster",
     r"^hf download": "fetches a model from the Hub",
@@ -206,7 +206,7 @@ def shortened(command: Command) -> list[str]:
     """Return the arguments of gqa-convert, with options that keep the command short."""
     name, *words = [TEXTS.get(word, word) for word in command.ours or ()]
     instead = dict(INSTEAD.get(name, {}))
-    if name in ("uptrain", "tokenize"):
+    if name == "uptrain":
         recipe = words[0]
         first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         words, options, instead = words[:first], words[first:], dict(INSTEAD["uptrain"])

@@ -47,10 +47,9 @@ def imported(path: Path) -> set[tuple[str, str]]:
 
 def test_the_sheet_lists_the_thirteen_rooms() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
-    assert folders == set(ROOMS)
-    assert len(ROOMS) == 13
     modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert modules == SHARED | DOORS
+    assert folders | (modules - SHARED - DOORS) == set(ROOMS)
+    assert len(ROOMS) == 13
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -59,7 +58,7 @@ def test_imports_point_down_the_sheet(room: str) -> None:
     below = set(order[order.index(room) + 1 :])
     assert ROOMS[room] <= below, f"docs/architecture.md gives {room} an arrow that points up"
     used = set()
-    for path in sorted((PACKAGE / room).rglob("*.py")):
+    for path in sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]:
         for module, _ in imported(path):
             target = module.split(".")[0]
             if target in SHARED | {room}:

@@ -78,18 +78,18 @@ def check(command: Command) -> None:
 def test_what_counts_as_a_command(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "Text.\n\n    gqa-convert plan A \\\n        -n 3\n    other program\n\n- a list\n\n    goes on\n\nText\n    and more of it.\n\n"
-        "```console\n$ A=1 gqa-convert plan B && gqa-convert plan C > D  # comment\nshown\n\nshown too\n$ torchrun -m gqa_convert uptrain E\n```\n",
+        "Text.\n\n    gqa-convert convert A \\\n        -n 3\n    other program\n\n- a list\n\n    goes on\n\nText\n    and more of it.\n\n"
+        "```console\n$ A=1 gqa-convert convert B && gqa-convert convert C > D  # comment\nshown\n\nshown too\n$ torchrun -m gqa_convert uptrain E\n```\n",
         encoding="utf-8",
     )
     indented, session = blocks(page)
     assert (indented.language, indented.line, session.language, session.line) == ("indented", 3, "console", 15)
     first, other = commands(indented)
-    assert (first.words, other.program, reason(other)) == (("gqa-convert", "plan", "A", "-n", "3"), "other", None)
+    assert (first.words, other.program, reason(other)) == (("gqa-convert", "convert", "A", "-n", "3"), "other", None)
     before, after, launched = commands(session)
     assert (before.ours, after.ours, after.stdout, after.shown) == (
-        ("plan", "B"),
-        ("plan", "C"),
+        ("convert", "B"),
+        ("convert", "C"),
         "D",
         "shown\n\nshown too",
     )
@@ -97,7 +97,7 @@ def test_what_counts_as_a_command(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="neither run nor listed"):
         test_a_command_is_understood(page, other)
     with pytest.raises(Exception, match="No such option"):
-        check(Command(1, ("gqa-convert", "plan", "A", "-n", "3", "--no-such-option")))
+        check(Command(1, ("gqa-convert", "convert", "A", "-n", "3", "--no-such-option")))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
@@ -147,13 +147,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def shown_is_printed(shown: str, printed: str, name: str) -> None:
-    """The lines of a session occur in what was printed, in order; numbers are compared for `plan` and for mistakes
+    """The lines of a session occur in what was printed, in order; numbers are compared for `convert` and for mistakes
     alone.
     """
 
     def masked(line: str) -> str:
         line = " ".join(line.split())
-        return line if name == "plan" or line.startswith("gqa-convert:") else re.sub(r"\d[\d.,]*(e-\d+)?", "#", line)
+        return line if name == "convert" or line.startswith("gqa-convert:") else re.sub(r"\d[\d.,]*(e-\d+)?", "#", line)
 
     lines = iter([masked(line) for line in printed.splitlines()])
     for line in map(masked, shown.splitlines()):
@@ -163,7 +163,7 @@ def shown_is_printed(shown: str, printed: str, name: str) -> None:
 def test_what_a_session_may_leave_out() -> None:
     shown_is_printed("one 1.5\n...\nthree", "zero\none  2.5\ntwo\nthree", "verify")
     for shown, name in (
-        ("one 1.5", "plan"),
+        ("one 1.5", "convert"),
         ("three\none 2.5", "verify"),
         ("four", "verify"),
         ("gqa-convert: choose 3", "verify"),

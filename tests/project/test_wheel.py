@@ -92,7 +92,9 @@ def test_it_runs_without_the_repository(installed: Path) -> None:
 
 def test_it_converts_the_model_that_it_carries(installed: Path) -> None:
     source = installed / "gqa_convert" / "demo_checkpoint"
-    planned = _python(installed, "-m", "gqa_convert", "plan", source, "--groups", "3", "--method", "mean", "--json")
+    planned = _python(
+        installed, "-m", "gqa_convert", "convert", source, "--groups", "3", "--method", "mean", "--dry-run", "--json"
+    )
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["kv_bytes_per_token"] == {"before": 7680, "after": 1920}
     converted = _python(

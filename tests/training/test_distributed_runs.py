@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.demo.files import CHECKPOINT
+from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import LaunchError
 from gqa_convert.training.distributed import check_environment, check_launch
 from tests.helpers.ranks import Job, free_port, uptrain, uptrain_on_a_full_disk

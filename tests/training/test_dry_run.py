@@ -253,7 +253,7 @@ def test_gpus_are_found_by_the_names_of_drivers_and_users() -> None:
     assert (
         find_gpu("NVIDIA H100 PCIe") == named_gpu("h100pcie") != named_gpu("h100") == find_gpu("NVIDIA H100 80GB HBM3")
     )
-    with pytest.raises(OptionError, match="--gpu is 'h1000', which is not known: name one of b200, h200"):
+    with pytest.raises(OptionError, match="--hardware names 'h1000', which is not known: name one of b200, h200"):
         named_gpu("h1000")
 
 
@@ -315,7 +315,7 @@ def test_tokens_on_disk_are_counted_once_they_are_there(home: Path, tmp_path: Pa
 
 def test_the_command_line(home: Path, tmp_path: Path) -> None:
     path = recipe(home, tmp_path / "run", teacher=str(DEMO))
-    command = ["uptrain", str(path), "sharding=full", "--dry-run", "--gpus", "8", "--gpu", "h100"]
+    command = ["uptrain", str(path), "sharding=full", "--dry-run", "--hardware", "8xh100"]
     shown = CliRunner().invoke(app, [*command, "--price", "2.5"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0
     for words in (
@@ -335,6 +335,6 @@ def test_the_command_line(home: Path, tmp_path: Path) -> None:
 
 def test_options_of_a_dry_run_need_it(home: Path, tmp_path: Path) -> None:
     path = recipe(home, tmp_path / "run")
-    found = CliRunner().invoke(app, ["uptrain", str(path), "--gpu-memory", "80GiB"])
+    found = CliRunner().invoke(app, ["uptrain", str(path), "--hardware", "8x80GiB"])
     assert isinstance(found.exception, OptionError)
-    assert str(found.exception) == "--gpu-memory describes GPUs to estimate for: add --dry-run, or remove --gpu-memory"
+    assert str(found.exception) == "--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware"

@@ -24,6 +24,10 @@ class ConversionScreen:
         self._show = progress.show
         self._written = self._to_write = 0
 
+    def note(self, sentence: str) -> None:
+        """Print a sentence about the source."""
+        self.say(f"note: {sentence}")
+
     def will_write(self, nbytes: int) -> None:
         """Note the size of the result's weights."""
         self._to_write = nbytes

@@ -18,6 +18,7 @@ from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.target_architectures import TargetArchitecture
 from gqa_convert.families.target_choice import engines_for
 from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degrees
+from gqa_convert.families.windows import window_of
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
 
 _ENTRY_BYTES: Final = 120
@@ -308,6 +309,17 @@ class Plan:
             for key, attention_kind in attention_kinds.items()
         }
         return {key: both for key, both in sizes.items() if both.before}
+
+    def cache_bytes_at(self, tokens: int) -> BeforeAfter:
+        """The K/V cache of a text of `tokens` tokens, in bytes: a layer with a sliding window holds no more than that."""
+        before = after = 0
+        for layer, groups in zip(self.layers, self.layer_groups, strict=True):
+            if layer.attention_kind == "decoder":
+                held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
+                head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
+                before += layer.kv_heads * head_bytes * held
+                after += groups * head_bytes * held
+        return BeforeAfter(before, after)
 
     def tensor_parallel_degrees(self) -> ParallelDegrees:
         """Degrees of tensor parallelism that fit the K/V heads of every layer."""

@@ -26,7 +26,7 @@ _HEADERS_SIZE: Final = 65536
 
 @dataclass(frozen=True)
 class StockPlan:
-    """What `restate` writes."""
+    """What `restate_checkpoint` writes."""
 
     checkpoint: Checkpoint
     record: Restated

@@ -3,8 +3,8 @@ dequantised; the folder appears whole or not at all.
 """
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,18 @@ from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import StagedFolder, check_destination, sweep
 from gqa_convert.checkpoint.quantised import QuantisedSourceError
 from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.source import open_local, whole_folder
+from gqa_convert.checkpoint.source import open_checkpoint, open_local, whole_folder
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.restating.dequantised import write_dequantised_checkpoint
 from gqa_convert.conversion.restating.planning import StockPlan, plan_stock
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
 from gqa_convert.conversion.writing import Progress, write_weights
+from gqa_convert.errors import GQAConvertError, RemoteCodeError
 from gqa_convert.families.loading import read_config
+from gqa_convert.families.table import find_family
+
+NEEDED = (RemoteCodeError, QuantisedSourceError)
+"""What is raised where a checkpoint is opened or planned that must be rewritten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +138,35 @@ def _write(
         write_json(staged.path / RESTATED, made.record() | {WRITTEN: list_written(staged.path)})
         staged.publish(overwrite=overwrite)
     return made
+
+
+def must_be_restated(source: str | Path, revision: str | None) -> bool:
+    """Return whether a checkpoint can be converted only after it is rewritten; other mistakes are not reported."""
+    try:
+        find_family(open_checkpoint(source, revision=revision).config.get("model_type"))
+    except NEEDED:
+        return True
+    except GQAConvertError:
+        return False
+    return False
+
+
+@contextmanager
+def restated(
+    source: str | Path, revision: str | None, out: Path, on_note: Callable[[str], None]
+) -> Iterator[RestatedCheckpoint]:
+    """Rewrite `source` into a hidden folder beside `out`, which goes at the end of the context.
+
+    Args:
+        source, revision: as for `restate_checkpoint`.
+        out: a folder on the disk that has room.
+        on_note: called with sentences on what is done and what differs.
+    """
+    on_note(f"{source} is rewritten for stock classes in a folder beside {out}, which is deleted afterwards")
+    sweep(Path(os.path.realpath(out)).parent)
+    with StagedFolder(out) as scratch:
+        made = restate_checkpoint(source, scratch.path / "source", revision=revision)
+        (Path(made.out) / RESTATED).unlink()  # it has times, and would be copied into the result
+        for note in made.notes:
+            on_note(note)
+        yield made

@@ -1,0 +1,152 @@
+"""The demo: the bundled checkpoint with a quarter of its K/V heads, by mean pooling and by fitting, offline."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.conversion.run import convert_checkpoint
+from gqa_convert.errors import InterruptedRunError, OutputError, SourceNotFoundError, StoppedError
+from gqa_convert.verify import verify_checkpoint
+
+CHECKPOINT: Final = Path(__file__).parent / "demo_checkpoint"
+"""A Llama-style model with 12 K/V heads, trained by recipes/demo/train.py."""
+
+GROUPS: Final = 3
+"""K/V heads per layer of the results."""
+
+_TEXT, _HELD_OUT = "python-stdlib", "python-stdlib:held-out"
+"""The sources of this Python's standard library, on which the checkpoint was trained, without and with a held-out part."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, the amount done and the total."""
+
+
+def run_demo(
+    out: str | Path,
+    *,
+    calibration_tokens: int = 20_480,
+    held_out_tokens: int = 40_000,
+    uptraining_tokens: int = 122_880,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and uptrain the fitted one.
+
+    Args:
+        out: a new folder for the checkpoints `mean` and `fit`, the recipe `uptraining.yaml` and its run `uptraining`.
+        calibration_tokens: how many tokens to fit on; fewer than by default, so that the demo takes only minutes.
+        held_out_tokens: on how many tokens the loss of every model is measured.
+        uptraining_tokens: how many tokens to uptrain on, with the source as teacher.
+        progress: called as the work advances.
+
+    Returns:
+        `results` has a row for the source, both results and the uptrained one: `name`, `model` (a folder), `groups` (K/V
+        heads per layer), `kv_bytes_per_token`, `loss` in nats per token of held-out text, and whether it was `verified`
+        (None where there is nothing to prove).
+
+    Raises:
+        OutputError: `out` is not empty.
+        InterruptedRunError: the uptraining was stopped.
+        SourceNotFoundError: the package lacks the checkpoint, or Python lacks the sources of its library.
+    """
+    out = local_path(out)
+    if not (CHECKPOINT / "config.json").is_file():
+        raise SourceNotFoundError(f"{CHECKPOINT} is missing: install the package again")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out} exists already: name a new folder, as in gqa-convert demo FOLDER")
+    ids = _held_out_ids(held_out_tokens)
+    fitting: dict[str, Any] = {
+        "calibration": _TEXT,
+        "calibration_tokens": calibration_tokens,
+        "kl_steps": 0,
+    }  # 200 take two minutes
+    results: list[dict[str, Any]] = []
+    for done, (name, options) in enumerate({"mean": {"method": "mean"}, "fit": fitting}.items()):
+        progress("converting, verifying and measuring", done, 2)
+        made = convert_checkpoint(CHECKPOINT, out / name, GROUPS, **options)
+        plan = made.plan
+        if not results:
+            before = plan.cache_bytes_per_token(after=False)
+            results.append(_row("source", CHECKPOINT, plan.source_kv_heads, before, ids, None))
+        after = plan.cache_bytes_per_token(after=True)
+        verified = verify_checkpoint(made.out, CHECKPOINT).passed
+        results.append(_row(name, made.out, GROUPS, after, ids, verified))
+    progress("converting, verifying and measuring", 2, 2)
+    model = _uptrain(out, uptraining_tokens, progress)
+    results.append(_row("fit, uptrained", model, GROUPS, after, ids, None))
+    return {
+        "calibration_tokens": calibration_tokens,
+        "held_out_tokens": len(ids),
+        "uptraining_tokens": uptraining_tokens,
+        "passed": all(row["verified"] is not False for row in results),
+        "results": results,
+    }
+
+
+def _held_out_ids(count: int) -> list[int]:
+    """Return the first tokens of the held-out part of the standard library's sources."""
+    from gqa_convert.families.loading import load_tokenizer
+    from gqa_convert.text.stdlib_text import read_texts, source_files
+
+    tokenizer = load_tokenizer(CHECKPOINT)
+    ids: list[int] = []
+    for text in read_texts(source_files(held_out=True)):
+        if len(ids) < count:
+            ids += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]
+    if not ids:
+        raise SourceNotFoundError(
+            "this Python has no sources of its standard library, on which the demo measures losses: use a Python installation that includes them"
+        )
+    return ids[:count]
+
+
+def _row(
+    name: str, folder: Path, groups: int, kv_bytes_per_token: int, ids: list[int], verified: bool | None
+) -> dict[str, Any]:
+    import torch
+
+    from gqa_convert.families.loading import load_causal_lm
+    from gqa_convert.text.scoring.text_loss import text_loss
+
+    model, _ = load_causal_lm(folder, torch.float32)
+    return {
+        "name": name,
+        "model": str(folder),
+        "groups": groups,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "loss": text_loss(model, ids, batch=8),
+        "verified": verified,
+    }
+
+
+def _uptrain(out: Path, tokens: int, progress: Progress) -> Path:
+    """Uptrain the fitted checkpoint with the source as teacher, by a recipe that stays in `out`; return the result."""
+    import yaml
+
+    from gqa_convert.training.uptrain import uptrain_checkpoint
+
+    recipe = {
+        "model": str(out / "fit"),
+        "teacher": str(CHECKPOINT),
+        "output": str(out / "uptraining"),
+        "data": _TEXT,
+        "tokens": tokens,
+        "tokens_per_step": 4096,
+        "sequence_length": 512,
+        "micro_batch_size": 8,
+        "learning_rate": 4e-4,
+        "precision": "no",
+        "save_every": 1000,
+    }
+    path = out / "uptraining.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    try:
+        run = uptrain_checkpoint(
+            path, [], on_step=lambda report: progress("uptraining", report.line.step, report.steps)
+        )
+    except StoppedError:
+        raise InterruptedRunError(
+            f"stopped while uptraining: gqa-convert uptrain {path} continues, or gqa-convert demo FOLDER starts over"
+        ) from None
+    assert run is not None
+    return Path(run.model)

@@ -1,1 +1,0 @@
-"""The workflow that `gqa-convert demo` runs on the bundled checkpoint."""
