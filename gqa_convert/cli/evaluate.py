@@ -9,7 +9,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, token_count
+from .options import Json, Quiet, token_count
 
 
 def _option(names: str, metavar: str | None, text: str, **more: Any) -> Any:
@@ -85,7 +85,7 @@ def evaluate(
     data_revision: Annotated[
         str | None, _hidden("--data-revision", "REV", "Branch, tag or commit of a Hub dataset.")
     ] = None,
-    quiet: Annotated[bool, _hidden("--quiet -q", None, "Print errors only, and the JSON object with --json.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 

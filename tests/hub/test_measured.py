@@ -225,12 +225,42 @@ def test_times_of_the_model_and_its_source(base: Path, tmp_path: Path, timed: st
     file = benchmark(tmp_path / "b.json", base / timed, {12: 10.0, 4: 6.0, 3: 5.0})
     text, _, warnings = card(base / "out", file)
     assert warnings == []
-    assert "- **Decode step: 2.00 times as fast as the source's** on cpu; Example Processor 9." in headline(text)
+    assert (
+        "- **Decode step: 2.00 times as fast as the source's** in transformers on cpu; Example Processor 9."
+        in headline(text)
+    )
     assert f"Decode time of `{timed}` (float32, own weights):" in text
     assert "| 12 | 2 | 512 | 10.00 | 1.500 | 99.50 |  |  |" in text
     assert "| 3 | 2 | 1,024 | 10.00 | 1.500 | 99.50 |  | 2.00 |" in text
     assert "| 4 | 2 |" not in text
     assert "Decode speed: not measured" not in text
+
+
+def test_times_of_an_engine(base: Path, tmp_path: Path) -> None:
+    """Every model that an engine ran has its own fingerprint; another result may have the same N."""
+    other = shutil.copytree(base / "out", tmp_path / "other")
+    record = json.loads((other / "gqa_conversion.json").read_bytes())
+    (other / "gqa_conversion.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00Z"}))
+    cells = [
+        TimedCell(
+            groups=groups,
+            model=folder.name,
+            fingerprint=fingerprint(folder),
+            batch=1,
+            context=64,
+            decode_ms_per_token=time,
+        )
+        for folder, groups, time in ((base / "source", 12, 6.0), (other, 3, 1.0), (base / "out", 3, 4.0))
+    ]
+    file = BenchmarkFile(
+        **HEAD, engine="vllm", engine_version="0.11", model="source", fingerprint=cells[0].fingerprint, results=cells
+    )
+    write_result(tmp_path / "b.json", file)
+    text, _, _ = card(base / "out", tmp_path / "b.json")
+    assert "- **Decode step: 1.50 times as fast as the source's** in vllm on cpu" in headline(text)
+    assert "Decode time of `source` (vllm 0.11):" in text
+    assert "| 3 | 1 | 64 | 4.000 |  |  |  | 1.50 |" in text
+    assert "1.000" not in text.split("Decode time")[1]
 
 
 def test_times_that_say_nothing_of_the_model(base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.hub.repository import own_token
+from gqa_convert.errors import UploadError
+from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.repository import Repository, own_token
 from tests.helpers.checkpoints import digests, write_llama
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub
@@ -86,6 +88,8 @@ def test_everything_arrives_and_nothing_is_sent_twice(out: Path, hub: UploadHub)
     result, made = publish(out, hub.url, "--repo-id", "me/gqa-3", "--private")
     assert result.returncode == 0, result.stderr
     assert "it/s" not in result.stderr
+    assert f"to       {hub.url}/me/gqa-3, private\n" in result.stderr
+    assert made["private"]
     there = hub.branches["me/gqa-3"]["main"]
     assert there.pop(".gitattributes")
     assert there == sent_files(out)
@@ -166,6 +170,16 @@ def test_a_token_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("huggingface_hub.get_token", refused)
     assert own_token() is None
+
+
+def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(f"{TOKEN} https://me:secret@hub/x?{SIGNATURE} For more information check: https://codes/500")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    with pytest.raises(UploadError) as problem:
+        Repository(PublishOptions("me/gqa-3"), TOKEN).read()
+    assert str(problem.value).startswith("the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent")
 
 
 def test_other_files_stay_and_replaced_ones_are_named(out: Path, hub: UploadHub) -> None:

@@ -119,7 +119,8 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
         (("one", "--data", "text.txt", "--revision", "main"), "--revision"),
         (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
-        (("one", "--data", "text.txt", "--output", "no/such.json"), "does not exist"),
+        (("one", "--data", "missing.txt", "--output", "no/such.json"), "the folder"),  # before any work
+        (("one", "--data", "missing.txt", "--html", "no/page.html"), "there is no folder no"),
         (("one", "--data", "text.txt", "--output", "one"), "is a folder"),
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),

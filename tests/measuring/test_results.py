@@ -61,6 +61,7 @@ def changed(**keys: Any) -> bytes:
         (changed(format_version=99), "format_version: Input should be 1"),
         (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss: Input should be a valid num"),
         (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss: Input should be a fin"),
+        (changed(results=[]), "results: List should have at least 1 item"),
         (changed(results=[{"tokens": 7}]), "results.0.model: Field required"),
         (changed(machine={"device": "cpu"}), "machine.processor"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import NoSpaceError, OutputError
 from gqa_convert.measuring.pictures import save_picture
-from gqa_convert.measuring.results import EvaluationFile, ScoredText, write_result
+from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, write_result
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
 
@@ -25,7 +25,8 @@ class Figure:
 
 def results(folder: Path) -> None:
     head = measurement("evaluate", None).as_json()
-    file = EvaluationFile(**head, data=ScoredText(source="a"), objective="causal", results=[])
+    scores = ModelScores(model="m", tokens=7)
+    file = EvaluationFile(**head, data=ScoredText(source="a"), objective="causal", results=[scores])
     write_result(folder / "a.json", file.model_copy(update={"created": ""}), overwrite=True)
 
 

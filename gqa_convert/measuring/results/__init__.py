@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.fingerprint import fingerprint as fingerprint
@@ -93,7 +93,7 @@ class EvaluationFile(_Measurement):
     seed: int | None = None
     processes: int = 1
     reference: ModelScores | None = None
-    results: list[ModelScores]
+    results: list[ModelScores] = Field(min_length=1)
 
     def entries(self) -> list[ModelScores]:
         """Those of all models, the reference first."""
