@@ -9,6 +9,7 @@ from gqa_convert.errors import OptionError
 
 from .options import (
     Candidates,
+    Interpreters,
     Json,
     Plot,
     Quiet,
@@ -44,15 +45,7 @@ def benchmark(
             show_default=False,
         ),
     ] = None,
-    python: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--python",
-            metavar="NAME=PATH",
-            help="Python interpreter of the environment that has the engine, such as vllm=/opt/vllm/bin/python.",
-            show_default=False,
-        ),
-    ] = None,
+    python: Interpreters = None,
     batch: Annotated[str, typer.Option("--batch", "-b", metavar="B,B,...", help="Sequences decoded at once.")] = "1",
     context: Annotated[
         Any,
@@ -93,16 +86,6 @@ def benchmark(
             "--dtype", metavar="TYPE", help="float32, bfloat16 or float16. Default: that of MODEL.", hidden=True
         ),
     ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention",
-            metavar="NAME",
-            help="Attention implementation: gqa (this package's), sdpa or eager. Default: gqa if the model supports it.",
-            hidden=True,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="S", help="Decode steps per turn.", hidden=True)] = 8,
     repetitions: Annotated[
         int, typer.Option("--repetitions", metavar="R", help="Timed turns of each model.", hidden=True)
     ] = 8,
@@ -136,9 +119,7 @@ def benchmark(
         batch=counts(batch, "--batch") or (),
         context=context,
         new_tokens=new_tokens,
-        steps=steps,
         repetitions=repetitions,
-        attention=attention,
         dtype=dtype,
         device=device,
         memory=byte_count(memory, "--memory"),
@@ -153,7 +134,6 @@ def benchmark(
                 "--memory": memory,
                 "--device": device,
                 "--plot": plot,
-                "--attention": attention,
                 "--revision": revision,
             }
             _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Converted, Json, Quiet, interpreters
+from .options import Converted, Interpreters, Json, Quiet, interpreters
 
 
 def check_serving(
@@ -18,15 +18,7 @@ def check_serving(
             help="Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
         ),
     ] = None,
-    python: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--python",
-            metavar="NAME=PATH",
-            help="Python interpreter of the environment that has this engine; repeatable. The engine is then run as well.",
-            show_default=False,
-        ),
-    ] = None,
+    python: Interpreters = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="MINUTES", help="Time limit for each engine, in minutes.")
     ] = 60.0,

@@ -83,6 +83,15 @@ Plot = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an earlier result in OUT once the new one is complete.")
 ]
+Interpreters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--python",
+        metavar="NAME=PATH",
+        help="Python interpreter of the environment that has an engine, such as vllm=/opt/vllm/bin/python.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", hidden=True, help="Print errors only, and the JSON object with --json.")

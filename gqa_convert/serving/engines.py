@@ -63,7 +63,7 @@ def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
         MissingExtraError: the engine is not installed.
     """
     if asked is None:
-        python, problem = sys.executable, f"not installed: {engine.how_to_install}"
+        python, problem = sys.executable, f"{engine.distributions[0]} is not installed: {engine.how_to_install}"
     else:
         found = shutil.which(asked) or shutil.which(local_path(asked)) or ""
         python = found and os.path.abspath(found)  # noqa: PTH100 - links are kept: they lead out of an environment

@@ -9,11 +9,11 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import MissingExtraError, OptionError, UnsupportedFamilyError, WorkerError
+from gqa_convert.errors import OptionError, UnsupportedFamilyError, WorkerError
 from gqa_convert.families.context_length import stated_positions
+from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
 from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
-from gqa_convert.measuring.latency.timing import quartiles
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 from .checking import Progress, check_name, has_our_code, why_unsupported
@@ -55,10 +55,7 @@ def time_engine(
         WorkerError: it failed on a model.
     """
     check_name(name, engines)
-    try:
-        interpreter = find_interpreter(engines[name], python)
-    except MissingExtraError as problem:
-        raise MissingExtraError(f"--engine {name}: {problem}") from None
+    interpreter = find_interpreter(engines[name], python)
     checkpoints = [_open(model, options) for model in models]
     head = measurement("benchmark", command)
     cells: list[TimedCell] = []
@@ -144,24 +141,17 @@ def _cells(checkpoint: Checkpoint, outcome: Outcome, options: BenchmarkOptions) 
     known = fingerprint(checkpoint.folder)
     cells = []
     for (batch, context), times in zip(_settings(options), outcome.times, strict=True):
-        low, middle, high = quartiles([1e3 * (last - first) / options.new_tokens for first, last in times])
-        if middle <= 0:
+        decodes = [(last - first) / options.new_tokens for first, last in times]
+        if sorted(decodes)[len(decodes) // 2] <= 0:
             raise WorkerError(f"{options.new_tokens} tokens take too little time to be measured: raise --new-tokens")
-        prefill = quartiles([1e3 * first for first, _ in times])[1]
         cell = TimedCell(
             groups=counts[0] if len(set(counts)) == 1 else counts,
             model=checkpoint.source_id,
             fingerprint=known,
             batch=batch,
             context=context,
-            decode_ms_per_token=middle,
-            decode_ms_low=low,
-            decode_ms_high=high,
-            decode_tokens_per_second=1e3 * batch / middle,
-            prefill_ms=prefill,
-            sample_ms=prefill + options.new_tokens * middle,
             new_tokens=options.new_tokens,
             repetitions=options.repetitions,
         )
-        cells.append(cell)
+        cells.append(with_times(cell, [first for first, _ in times], decodes))
     return cells

@@ -55,7 +55,6 @@ INSTEAD: dict[str, dict[str, str]] = {
     "benchmark": {
         "--batch": "1",
         "--context": "16",
-        "--steps": "1",
         "--repetitions": "1",
         "--new-tokens": "2",
     },

@@ -4,6 +4,7 @@ wrong.
 
 import os
 import pickle
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ LOGITS: dict[str, Any] = {
     "logit": lambda rows: rows.__setitem__((3, 5), rows[3, 5] + 0.02 * (rows.max() - rows.min())),
     "nan": lambda rows: rows.__setitem__((0, 0), float("nan")),
 }
+
+
+PACKAGES = Path(__file__).parent / "engine_packages"
+"""Packages with the names and the interfaces of the engines', and a converter of llama.cpp."""
+
+
+def write_interpreter(path: Path, converter: Path = PACKAGES) -> Path:
+    """Write a program that is Python with these packages."""
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGES} LLAMA_CPP={converter} exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 class Adapter:

@@ -40,7 +40,7 @@ from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import SIZES
 from tests.helpers.tiny import make_checkpoint, make_config
 
-QUICK = ("--context", "6", "--repetitions", "1", "--steps", "1", "--device", "cpu")
+QUICK = ("--context", "6", "--repetitions", "1", "--device", "cpu")
 
 
 def options(**changes: Any) -> BenchmarkOptions:
@@ -323,17 +323,6 @@ def test_mistakes_in_configs(tmp_path: Path, config: Any, error: type[GQAConvert
         path.write_text(config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(error, match=words):
         benchmark_model(config=path, options=options())
-
-
-def test_an_attention_that_the_class_lacks_is_refused(tmp_path: Path) -> None:
-    for model_type, attention, words in (
-        ("gptj", "gqa", "custom attention"),
-        ("gemma2", "gqa", "attn_logit_softcapping"),
-    ):
-        with pytest.raises(OptionError, match=f"--attention {attention}: .*{words}"):
-            benchmark_model(config=write_config(tmp_path, model_type), options=options(attention=attention))
-    used = benchmark_model(config=write_config(tmp_path, "llama"), options=options(attention="sdpa"))
-    assert used.attention == "sdpa"
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """benchmark --engine: real processes, whose engines are fakes."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,17 @@ from gqa_convert.serving.engines import Engine
 from gqa_convert.serving.timing import time_engine
 from tests.helpers.checkpoints import write_llama
 from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.fake_engine import write_interpreter
 from tests.helpers.tiny import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ROOT / "tests" / "helpers" / "engine_packages"
 FAKE = {"fake": Engine("tests.helpers.fake_engine", ("numpy",), "luck")}
 QUICK = ("--context", "6", "--new-tokens", "40", "--repetitions", "3")
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
-    monkeypatch.setenv("LLAMA_CPP", str(PACKAGES))
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FAKE_MODE", "times")
 
 
@@ -43,6 +41,7 @@ def options(**changes: Any) -> BenchmarkOptions:
     return BenchmarkOptions(**({"context": (4,), "new_tokens": 5, "repetitions": 1} | changes))
 
 
+@pytest.mark.usefixtures("fake")
 def test_the_times_of_the_models(models: list[Path]) -> None:
     """The fake takes a millisecond for each K/V head, sequence, token of the context and new token."""
     result = time_engine("fake", models, options(batch=(1, 2), context=(4, 8)), engines=FAKE)
@@ -65,6 +64,7 @@ def test_the_times_of_the_models(models: list[Path]) -> None:
     assert (result.engine, result.kv_heads, result.layers, result.attention) == ("fake", 12, None, None)
 
 
+@pytest.mark.usefixtures("fake")
 def test_what_an_engine_can_not_time(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="choose from fake"):
         time_engine("vllm", models, options(), engines=FAKE)
@@ -78,40 +78,51 @@ def test_what_an_engine_can_not_time(models: list[Path], tmp_path: Path, monkeyp
     monkeypatch.setenv("FAKE_MODE", "raises")
     with pytest.raises(WorkerError, match=r"did not run .*source \(failed\): RuntimeError: no tensor"):
         time_engine("fake", models, options(), engines=FAKE)
-    with pytest.raises(MissingExtraError, match="--engine fake: not installed: luck"):
+    with pytest.raises(MissingExtraError, match="no-such-package is not installed: luck"):
         time_engine("fake", models, options(), engines={"fake": Engine("fake", ("no-such-package",), "luck")})
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
-def test_the_command_runs_the_adapters(models: list[Path], tmp_path: Path, engine: str) -> None:
+def test_the_command_runs_the_adapters(models: list[Path], tmp_path: Path) -> None:
+    """In another interpreter, whose packages have the engines' interfaces."""
+    python = write_interpreter(tmp_path / "python")
     for model in models:
         (model / "tokenizer.json").write_text("{}")
-    told = run("benchmark", *models, "--engine", engine, *QUICK, "--dtype", "bfloat16", "--json")
+    timed = ("benchmark", *models, "--engine", "vllm", "--python", f"vllm={python}", *QUICK)
+    told = run(*timed, "--batch", "1,2", "--dtype", "bfloat16", "--json")
     assert told.returncode == 0, told.stderr
     (tmp_path / "result.json").write_text(told.stdout)
     result = load_result(tmp_path / "result.json")
     assert isinstance(result, BenchmarkFile)
-    assert (result.engine, result.engine_version, result.dtype) == (engine, "9.9", "bfloat16")
-    assert [cell.groups for cell in result.results] == [12, 3]
-    shown = run("benchmark", *models, "--engine", engine, *QUICK)
-    assert f"{engine} 9.9" in shown.stdout
-    for model in models:
-        assert str(model) in "".join(shown.stdout.split())
-    if engine == "llama.cpp":
-        refused = run("benchmark", *models, "--engine", engine, "--batch", "2", *QUICK)
-        assert refused.returncode == 1
-        assert "one sequence at a time" in refused.stderr
+    assert (result.engine, result.engine_version, result.dtype) == ("vllm", "9.9", "bfloat16")
+    assert [(cell.groups, cell.batch) for cell in result.results] == [(12, 1), (12, 2), (3, 1), (3, 2)]
+    timed = (
+        "benchmark",
+        models[1],
+        "--engine",
+        "llama.cpp",
+        "--python",
+        f"llama.cpp={python}",
+        "--dtype",
+        "bfloat16",
+        *QUICK,
+    )
+    shown = run(*timed)
+    assert "llama.cpp 9.9" in shown.stdout, shown.stderr
+    assert str(models[1]) in "".join(shown.stdout.split())
+    assert "1.00x" in shown.stdout
+    refused = run(*timed, "--batch", "2")
+    assert refused.returncode == 1
+    assert "one sequence at a time" in refused.stderr
 
 
-def test_mistakes_take_one_line(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_take_one_line(models: list[Path]) -> None:
     assert_mistake(run("benchmark", *models), "2 models", "--candidates")
     assert_mistake(run("benchmark", "--engine", "vllm"), "name the source")
     assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
     assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
-    for given in (("--candidates", "3"), ("--device", "cpu"), ("--memory", "1GB"), ("--attention", "sdpa")):
+    for given in (("--candidates", "3"), ("--device", "cpu"), ("--memory", "1GB")):
         assert_mistake(run("benchmark", models[0], "--engine", "vllm", *given), f"{given[0]} does not go with --engine")
     assert_mistake(run("benchmark", models[0], "--engine", "vllm", "--python", "vllm=/no/python"), "/no/python")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     absent = run("benchmark", models[0], "--engine", "vllm", "--json")
     assert absent.returncode == 2
     assert json.loads(absent.stdout)["exit_code"] == 2

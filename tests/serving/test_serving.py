@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shutil
 import signal
 import sys
 import time
@@ -24,11 +23,11 @@ from gqa_convert.serving.request import NEW_TOKENS
 from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama
 from tests.helpers.command_line import assert_mistake, run
+from tests.helpers.fake_engine import write_interpreter
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ROOT / "tests" / "helpers" / "engine_packages"
 FAKE = Engine("tests.helpers.fake_engine", ("no-such-package-as-this", "numpy"), "luck")
 ABSENT = Engine("tests.helpers.fake_engine", ("no-such-package-as-this",), "luck")
 
@@ -113,7 +112,7 @@ def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monke
     engines = {"fake": FAKE, "absent": ABSENT}
     report = check_serving(out, engines=engines).as_json()
     assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
-    assert report["clients"][1]["detail"] == "not installed: luck"
+    assert report["clients"][1]["detail"] == "no-such-package-as-this is not installed: luck"
     assert report["passed"]
     assert not check_serving(out, ["fake", "absent"], engines=engines).passed
     assert [entry["client"] for entry in check_serving(out, ["absent"], engines=engines).clients] == ["absent"]
@@ -211,32 +210,32 @@ def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
     assert not has_our_code(tmp_path / "source", checking.read_config(tmp_path / "source"))
 
 
-def test_the_adapters_compute_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With packages that have the engines' interfaces; a legacy key that says something else is found out."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
-    monkeypatch.setenv("LLAMA_CPP", str(PACKAGES))
+def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
+    """In another interpreter, whose packages have the engines' interfaces."""
+    python = write_interpreter(tmp_path / "python")
+    pythons = [word for name in ENGINES for word in ("--python", f"{name}={python}")]
     out = make_checkpoint("llama", tmp_path / "out", num_key_value_heads=3)
     save_tokenizer(out)
-    report = json.loads(run("check-serving", out, "--json").stdout)
+    shown = run("check-serving", out, *pythons, "--json")
+    report = json.loads(shown.stdout)
     assert report["passed"], report
     assert [(each["client"], each["version"], each["status"]) for each in report["clients"]] == [
         ("llama.cpp", "9.9", "ok"),
         ("vllm", "9.9", "ok"),
     ]
-    assert all(
-        each["tokens"] == 2 * NEW_TOKENS and each["largest_difference"] < each["allowed"] for each in report["clients"]
-    )
+    for each in report["clients"]:
+        assert each["tokens"] == 2 * NEW_TOKENS
+        assert each["largest_difference"] < each["allowed"]
     (out / "tokenizer.json").unlink()
-    shutil.move(out, tmp_path / "moved")
-    shown = run("check-serving", tmp_path / "moved", "--engine", "llama.cpp")
+    shown = run("check-serving", out, "--engine", "llama.cpp", *pythons[:2])
     assert shown.returncode == 1
     assert "FAIL" in shown.stdout
     assert "its converter failed: no tokenizer" in shown.stdout
     other = make_checkpoint("qwen2", tmp_path / "other", num_key_value_heads=3)
-    (entry,) = check_serving(other, ["llama.cpp"]).clients
+    (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
     assert (entry["status"], entry["detail"]) == ("not supported", "its converter does not know this architecture")
-    monkeypatch.delenv("LLAMA_CPP")
-    (entry,) = check_serving(other, ["llama.cpp"]).clients
+    python = write_interpreter(tmp_path / "bare", converter=tmp_path)
+    (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
     assert entry["status"] == "skipped"
     assert "LLAMA_CPP" in entry["detail"]
 

@@ -6,6 +6,11 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 from .screen import number, print_note, stdout_console, styled
 from .tables import Column, show_table
 
+_NUMBERS = (
+    "K/V heads,ms/token,quartiles,speed,tokens/s,prefill,sample,K/V per token,of source's,largest batch,largest context"
+)
+_COLUMNS = [Column("model"), *(Column(heading, "right") for heading in _NUMBERS.split(","))]
+
 
 def show_benchmark(result: BenchmarkFile) -> None:
     """Print a table for each batch and context. Speed and K/V cache are relative to the source's own K/V heads, if these
@@ -38,37 +43,37 @@ def show_benchmark(result: BenchmarkFile) -> None:
 
 
 def _show_cells(cells: list[TimedCell], result: BenchmarkFile, title: str) -> None:
+    """Print a table without the columns of what was not measured."""
     source = next(
-        (cell for cell in cells if result.fingerprint == cell.fingerprint and cell.groups == result.kv_heads), None
+        (cell for cell in cells if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads), None
     )
-    columns = ["model"] if result.engine else []
-    columns += ["K/V heads", "ms/token", "quartiles", "speed", "tokens/s", "prefill", "sample"]
-    if result.engine is None:
-        columns += ["K/V per token", "of source's"]
-    if result.memory_bytes is not None:
-        columns += ["largest batch", "largest context"]
-    rows = []
-    for cell in cells:
-        time = cell.decode_ms_per_token or 0.0
-        row = [cell.model or ""] if result.engine else []
-        row += [
-            _heads(cell.groups),
-            f"{time:.3g}",
-            f"{cell.decode_ms_low or 0:.3g}-{cell.decode_ms_high or 0:.3g}",
-            f"{(source.decode_ms_per_token or 0) / time:.2f}x" if source else "",
-            number(cell.decode_tokens_per_second, ",.1f"),
-            number(cell.prefill_ms, ",.1f"),
-            number(cell.sample_ms, ",.0f"),
-        ]
-        if result.engine is None:
-            per_token = size(cell.kv_bytes_per_token or 0)
-            if cell.cross_kv_bytes_per_encoder_token is not None:
-                per_token += f" + {size(cell.cross_kv_bytes_per_encoder_token)}"
-            row += [per_token, f"{(cell.kv_bytes or 0) / source.kv_bytes:.1%}" if source and source.kv_bytes else ""]
-        if result.memory_bytes is not None:
-            row += [number(cell.largest_batch, ","), number(cell.largest_context, ",")]
-        rows.append(row)
-    show_table([Column(heading, "left" if heading == "model" else "right") for heading in columns], rows, title=title)
+    rows = [_row(cell, source) for cell in cells]
+    shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
+    columns = [_COLUMNS[place] for place in shown]
+    show_table(columns, [[row[place] for place in shown] for row in rows], title=title)
+
+
+def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
+    time, speed, share = cell.decode_ms_per_token or 0.0, "", ""
+    if source is not None:
+        speed = f"{(source.decode_ms_per_token or 0) / time:.2f}x"
+    if source is not None and source.kv_bytes and cell.kv_bytes:
+        share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
+    per_token = [cell.kv_bytes_per_token, cell.cross_kv_bytes_per_encoder_token]
+    return [
+        cell.model or "",
+        _heads(cell.groups),
+        f"{time:.3g}",
+        f"{cell.decode_ms_low:.3g}-{cell.decode_ms_high:.3g}",
+        speed,
+        number(cell.decode_tokens_per_second, ",.1f"),
+        number(cell.prefill_ms, ",.1f"),
+        number(cell.sample_ms, ",.0f"),
+        " + ".join(size(nbytes) for nbytes in per_token if nbytes is not None),
+        share,
+        number(cell.largest_batch, ","),
+        number(cell.largest_context, ","),
+    ]
 
 
 def _heads(heads: int | list[int] | None) -> str:

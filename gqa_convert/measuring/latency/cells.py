@@ -40,7 +40,8 @@ def measure_cells(
     filled = alternate(prefills, min(_PREFILLS, repetitions), done)
     sizes = [decoder.cache_bytes() for decoder in decoders]
     decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions, done)
-    return [_with_times(*each) for each in zip(cells, sizes, filled, decoded, strict=True)]
+    timed_cells = map(with_times, cells, filled, decoded)
+    return [_with_cache(*each) for each in zip(timed_cells, sizes, strict=True)]
 
 
 def _turn(decoder: Decoder, steps: int, device: Any) -> float:
@@ -57,23 +58,25 @@ def _turn(decoder: Decoder, steps: int, device: Any) -> float:
     return seconds / steps
 
 
-def _with_times(
-    cell: TimedCell, sizes: tuple[int, int], prefills: Sequence[float], decodes: Sequence[float]
-) -> TimedCell:
-    own_bytes, cross_bytes = sizes
+def with_times(cell: TimedCell, prefills: Sequence[float], decodes: Sequence[float]) -> TimedCell:
+    """The cell with the quartiles of the seconds of prefills, and of the decode steps of a token."""
     low, middle, high = (1e3 * seconds for seconds in quartiles(decodes))
     prefill = 1e3 * quartiles(prefills)[1]
-    crossed = None if cell.encoder_tokens is None else cross_bytes / cell.encoder_tokens / cell.batch
-    return cell.model_copy(
-        update={
-            "decode_ms_per_token": middle,
-            "decode_ms_low": low,
-            "decode_ms_high": high,
-            "decode_tokens_per_second": 1e3 * cell.batch / middle,
-            "prefill_ms": prefill,
-            "sample_ms": prefill + (cell.new_tokens or 0) * middle,
-            "kv_bytes_per_token": own_bytes / cell.context / cell.batch,
-            "cross_kv_bytes_per_encoder_token": crossed,
-            "kv_bytes": own_bytes + cross_bytes,
-        }
-    )
+    times = {
+        "decode_ms_per_token": middle,
+        "decode_ms_low": low,
+        "decode_ms_high": high,
+        "decode_tokens_per_second": 1e3 * cell.batch / middle,
+        "prefill_ms": prefill,
+        "sample_ms": prefill + (cell.new_tokens or 0) * middle,
+    }
+    return cell.model_copy(update=times)
+
+
+def _with_cache(cell: TimedCell, sizes: tuple[int, int]) -> TimedCell:
+    """The cell with the bytes of the decoder's cache and of that of cross-attention."""
+    own, cross = sizes
+    found = {"kv_bytes_per_token": own / cell.context / cell.batch, "kv_bytes": own + cross}
+    if cell.encoder_tokens is not None:
+        found["cross_kv_bytes_per_encoder_token"] = cross / cell.encoder_tokens / cell.batch
+    return cell.model_copy(update=found)

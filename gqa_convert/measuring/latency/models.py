@@ -129,11 +129,11 @@ def build(config: JsonObject, where: str, dtype: str, attention: str, device: An
                 made, trust_remote_code=False, dtype=getattr(torch, dtype), attn_implementation=attention
             )
             model.tie_weights()
+    except UnsupportedAttentionError:
+        raise
     except Exception as problem:
         if is_out_of_memory(problem):
             raise
-        if isinstance(problem, UnsupportedAttentionError) or "attention implementation" in str(problem):
-            raise UnsupportedAttentionError(f"--attention {attention}: {problem}") from None
         raise ConfigError(
             f"{where}: transformers refuses this {family.model_type} config ({type(problem).__name__}: {problem}): repair it"
         ) from None

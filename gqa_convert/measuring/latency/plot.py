@@ -7,7 +7,7 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 
 def draw_times(result: BenchmarkFile, path: Path) -> None:
-    """Draw the decode time per token with its quartiles, a line for each batch and context.
+    """Draw the decode time per token, a line for each batch and context.
 
     Args:
         result: of the benchmark.
@@ -23,11 +23,8 @@ def draw_times(result: BenchmarkFile, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for label, cells in lines.items():
-        names = [str(cell.groups) for cell in cells]
         times = [cell.decode_ms_per_token or 0.0 for cell in cells]
-        below = [time - (cell.decode_ms_low or time) for time, cell in zip(times, cells, strict=True)]
-        above = [(cell.decode_ms_high or time) - time for time, cell in zip(times, cells, strict=True)]
-        axes.errorbar(names, times, yerr=(below, above), marker="o", markersize=4, capsize=2, label=label)
+        axes.plot([str(cell.groups) for cell in cells], times, marker="o", markersize=4, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("K/V heads per layer")
     axes.set_title("decode time per token (ms)", fontsize=10)

@@ -42,7 +42,6 @@ class BenchmarkOptions:
         new_tokens: tokens decoded per sample, for the time per sample.
         steps: decode steps in each turn of a version.
         repetitions: timed turns of each version.
-        attention: transformers' name of the attention function; by default `gqa`, this package's, where the model takes it.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
         memory: bytes for weights and K/V cache, of which the largest batch and the longest context are computed.
@@ -57,7 +56,6 @@ class BenchmarkOptions:
     new_tokens: int = 128
     steps: int = 8
     repetitions: int = 8
-    attention: str | None = None
     dtype: str | None = None
     device: str | None = None
     memory: int | None = None
@@ -110,7 +108,7 @@ def benchmark_model(
     opened = open_model(model, config, revision)
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
-    outline, attention = _outline(opened, dtype, options.attention)
+    outline, attention = _outline(opened, dtype)
     positions = stated_positions(outline.config.to_dict())
     contexts = _contexts(options, positions)
     plans, own = plan_versions(headers(opened, outline), options.candidates)
@@ -157,13 +155,11 @@ def benchmark_model(
     return result
 
 
-def _outline(model: BenchmarkModel, dtype: str, asked: str | None) -> tuple[Any, str]:
+def _outline(model: BenchmarkModel, dtype: str) -> tuple[Any, str]:
     """The model without memory for its weights, and its attention function: this package's, where its class takes it."""
     from gqa_convert.attention import register
 
     register()
-    if asked is not None:
-        return build(model.config, model.name, dtype, asked, "meta"), asked
     try:
         return build(model.config, model.name, dtype, "gqa", "meta"), "gqa"
     except UnsupportedAttentionError:
