@@ -87,8 +87,11 @@ def benchmark(
         ),
     ] = None,
     repetitions: Annotated[
-        int, typer.Option("--repetitions", metavar="R", help="Timed turns of each model.", hidden=True)
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--repetitions", metavar="R", help="Timed turns of each model. Default: 8; 3 in an engine.", hidden=True
+        ),
+    ] = None,
     revision: Annotated[
         str | None,
         typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.", hidden=True),
@@ -114,6 +117,8 @@ def benchmark(
     from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
     from gqa_convert.serving.timing import time_engine
 
+    if repetitions is None:
+        repetitions = 3 if engine else 8
     options = BenchmarkOptions(
         candidates=counts(candidates, "--candidates"),
         batch=counts(batch, "--batch") or (),

@@ -21,6 +21,9 @@ from .engines import ENGINES, Engine, Interpreter, environment, find_interpreter
 from .request import Request
 from .worker import OK, Outcome, ask
 
+_SECONDS = 86400.0
+"""A time limit for each model: a user who waits can stop the program before."""
+
 
 def time_engine(
     name: str,
@@ -28,7 +31,6 @@ def time_engine(
     options: BenchmarkOptions,
     *,
     python: str | None = None,
-    minutes: float = 60.0,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
     engines: Mapping[str, Engine] = ENGINES,
@@ -43,7 +45,6 @@ def time_engine(
         models: folders or Hub ids; the first is the source, with which the others are compared.
         options: of which batch, context, new_tokens, repetitions and dtype count.
         python: the interpreter that has the engine; None for this one.
-        minutes: time limit for each model.
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
         engines: all that there are, by name.
@@ -61,7 +62,7 @@ def time_engine(
     cells: list[TimedCell] = []
     for done, checkpoint in enumerate(checkpoints):
         progress("timing", done, len(checkpoints))
-        outcome = _time(engines[name], interpreter, checkpoint, options, minutes * 60)
+        outcome = _time(engines[name], interpreter, checkpoint, options)
         head = replace(head, machine=replace(head.machine, device=outcome.device))
         cells += _cells(checkpoint, outcome, options)
     progress("timing", len(checkpoints), len(checkpoints))
@@ -111,9 +112,7 @@ def _open(model: str | Path, options: BenchmarkOptions) -> Checkpoint:
     return checkpoint
 
 
-def _time(
-    engine: Engine, interpreter: Interpreter, checkpoint: Checkpoint, options: BenchmarkOptions, seconds: float
-) -> Outcome:
+def _time(engine: Engine, interpreter: Interpreter, checkpoint: Checkpoint, options: BenchmarkOptions) -> Outcome:
     assert checkpoint.folder is not None
     request = Request(
         folder=str(checkpoint.folder.resolve()),
@@ -126,7 +125,7 @@ def _time(
         repetitions=options.repetitions,
     )
     python = interpreter.python
-    outcome = ask(python, environment(python), engine.module, request, seconds)
+    outcome = ask(python, environment(python), engine.module, request, _SECONDS)
     if outcome.status != OK:
         raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
     return outcome
