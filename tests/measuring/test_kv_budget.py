@@ -21,6 +21,7 @@ from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
 from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
+from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
 from gqa_convert.measuring.sensitivity.merged_copies import open_inputs, score_copies, split
 from gqa_convert.verify import verify_checkpoint
@@ -197,13 +198,14 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
 
 
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With values of zero in place of merged heads, as in a model whose weights were edited."""
+    """With values of zero in place of merged heads, as in a model whose weights were edited, or with NaN."""
 
-    def zeroed(_: Any, __: Any, module: Any, candidates: Any) -> Any:
+    def edited_values(_: Any, __: Any, module: Any, candidates: Any) -> Any:
         for groups in candidates:
-            yield groups, {"v_proj.weight": torch.zeros_like(module.parameters()["v_proj.weight"])}
+            value = math.nan if groups == 1 else 0.0
+            yield groups, {"v_proj.weight": torch.full_like(module.parameters()["v_proj.weight"], value)}
 
-    monkeypatch.setattr(layer_merging.ClosedForm, "merge", zeroed)
+    monkeypatch.setattr(layer_merging.ClosedForm, "merge", edited_values)
     plan = make_plan(open_checkpoint(source), 1)
     blocks = torch.randint(3, 2048, (3, 32), generator=torch.Generator().manual_seed(0))
     ragged = [{"input_ids": blocks}, {"input_ids": blocks[:1, :20]}]
@@ -211,7 +213,8 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     copies: list[dict[str, int]] = [{modules[1]: 3}, {modules[0]: 6, modules[3]: 3}, {}]
     text = [{"input_ids": blocks.flip(1)}]
     with open_inputs(plan, [*text, *text], CalibrationOptions(device="cpu")) as inputs:
-        scores = score_copies(inputs, copies, ragged, lambda done, total: None)
+        *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
+    assert (broken.loss, broken.kl) == (None, None)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for copy, score in zip([{}, *copies], scores, strict=True):
         edited = AutoModelForCausalLM.from_pretrained(source).eval()
@@ -287,7 +290,10 @@ def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, t
             choose_num_kv_heads(checkpoint, half, text, **({"out": tmp_path / "out"} | options))
 
     sizes = {"head_dim": 8, "intermediate_size": 256}
-    refused(GroupsError, "all layers of a mixtral have one number", make_checkpoint("mixtral", tmp_path / "mixtral"))
+    mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
+    refused(GroupsError, "all layers of a mixtral have one number", mixtral)
+    words = "all layers of a mixtral have one number"
+    assert_mistake(run("inspect", mixtral, "--kv-budget", "50%", "-c", tmp_path / "no text"), words)
     mqa = make_checkpoint("llama", tmp_path / "mqa", kv_heads=1, **sizes)
     refused(GroupsError, "nothing to merge", mqa)
     mute = make_checkpoint("llama", tmp_path / "mute", **sizes)
@@ -299,9 +305,10 @@ def test_what_cannot_be_converted_is_refused_before_text_is_read(source: Path, t
     assert not out.exists()
 
 
-def test_inspect_ends_in_a_list_and_its_conversion(source: Path, text: Path) -> None:
-    options = ("--kv-budget", SHARE.stated, "-c", text, "--calibration-tokens", "640", "--candidates", "3")
-    shown = run("inspect", source, *options, "--json", timeout=300)
-    printed = json.loads(shown.stdout)
-    assert printed["recommendation"]["groups"] == printed["budget"]["groups"] == CHOSEN
-    assert "--groups 12,3,12,3 --calibration" in printed["recommendation"]["command"]
+def test_inspect_ends_in_a_list_and_its_conversion(source: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_merging, "SHORT_STEPS", 1)
+    found = inspect_checkpoint(
+        source, calibration=str(text), calibration_tokens=640, candidates=[3], kv_budget=SHARE, device="cpu"
+    ).as_json()
+    assert found["recommendation"]["groups"] == found["budget"]["groups"] == CHOSEN
+    assert f"--groups 12,3,12,3 --calibration {text}" in found["recommendation"]["command"]

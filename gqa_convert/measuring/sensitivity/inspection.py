@@ -148,11 +148,6 @@ def inspect_checkpoint(
 
     checkpoint = open_local(source, revision, check)
     plan, counts = check(checkpoint)
-    described = loss = choice = recommendation = None
-    if calibration is None:
-        layers = _inspect_weights(plan, counts, progress)
-    else:
-        layers, described, loss = _inspect_on_text(plan, counts, text, progress)
     options = {
         "--calibration": calibration,
         "--calibration-tokens": calibration_tokens,
@@ -161,16 +156,21 @@ def inspect_checkpoint(
         "--encoder": encoder,
         "--revision": revision,
     }
-    if loss is not None and max_loss_increase is not None:
-        groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
-        command = None if groups is None else conversion_command(expanded(source), str(groups), options)
-        recommendation = Recommendation(groups, reason, command)
-    if kv_budget is not None:
+    choice = recommendation = described = loss = None
+    if kv_budget is not None:  # first, since it refuses what takes no list
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
         choice = choose_num_kv_heads(source, kv_budget, text, revision=revision, progress=progress, encoder=encoder)
         command = conversion_command(expanded(source), choice.listed, options)
         recommendation = Recommendation(choice.groups, choice.reason, command)
+    if calibration is None:
+        layers = _inspect_weights(plan, counts, progress)
+    else:
+        layers, described, loss = _inspect_on_text(plan, counts, text, progress)
+        if max_loss_increase is not None:
+            groups, reason = recommend_within_loss(loss.by_groups, max_loss_increase)
+            command = conversion_command(expanded(source), str(groups), options)
+            recommendation = Recommendation(groups, reason, command if groups else None)
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,

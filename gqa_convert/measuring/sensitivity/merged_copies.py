@@ -55,7 +55,7 @@ class SensitivityInputs:
     text: Sequence[Batch]
     held_out: Sequence[Batch]
     merging: Merging
-    precision: Precision = nullcontext
+    precision: Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ def open_inputs(
     before, held_out = split(batches)
     assert plan.checkpoint.folder is not None
     model = open_model(plan.checkpoint.folder, device=chosen_devices(text.device)[0])
+    precision: Precision = nullcontext
+    merging: Merging = ClosedForm()
+    if store is not None:
+        precision = precision_of(plan, running_device(model))
+        merging = ShortFits(store, steps=steps_per_layer(text), precision=precision, seed=text.seed)
     with open_layers(plan) as read_layer:
-        if store is None:
-            yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, ClosedForm())
-        else:
-            precision = precision_of(plan, running_device(model))
-            merging = ShortFits(store, steps=steps_per_layer(text), precision=precision, seed=text.seed)
-            yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, merging, precision)
+        yield SensitivityInputs(model, plan.layers, read_layer, before, held_out, merging, precision)
 
 
 def predicted_tokens(batch: Batch) -> Tensor:
@@ -159,7 +159,7 @@ def score_copies(
             tokens += targets.numel()
             for number, logits in enumerate(chain([source], merged)):
                 sums[number] += _sums(logits, source, targets)
-        found = [Score(_mean(loss, predicted), _mean(max(0.0, kl), tokens)) for loss, kl in sums.tolist()]
+        found = [Score(_mean(loss, predicted), _mean(kl, tokens)) for loss, kl in sums.tolist()]
         scores += found[1:] if scores else found
     return scores
 
@@ -215,4 +215,5 @@ def _sums(logits: Tensor, source: Tensor, targets: Tensor) -> tuple[float, float
 
 
 def _mean(total: float, count: int) -> float | None:
-    return total / count if math.isfinite(total) else None
+    # rounding can make the divergence of an equal copy slightly negative
+    return max(0.0, total / count) if math.isfinite(total) else None
