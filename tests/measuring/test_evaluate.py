@@ -361,7 +361,7 @@ def test_tokenizers_that_mark_languages_are_refused(tmp_path: Path) -> None:
 
 def test_pairs_longer_than_the_model_are_cut_and_counted(tmp_path: Path) -> None:
     bart(tmp_path / "model")
-    rows = [{"a": "w1 " * 30, "b": "w2"}, {"a": "w1", "b": "w2"}, {"a": "w1 " * 19, "b": "w2"}]
+    rows = [{"a": "w1 " * 30, "b": "w2"}, {"a": "w1", "b": "w2"}, {"a": "w1 " * 20, "b": "w2"}]
     write_rows(tmp_path / "pairs.jsonl", rows)
     (result,) = run(tmp_path, "model", data="pairs.jsonl", pairs=("a", "b"))["results"]
     assert result["note"] == "1 pairs were cut to the window"
