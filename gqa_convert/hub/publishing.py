@@ -77,9 +77,9 @@ def publish(
         warnings += repository.check_weights([*model.files, CARD])
         warnings += repository.check_card(card)
     files = []
-    for number, name in enumerate(model.files):
-        on_progress("hashing", number, len(model.files))
+    for name in model.files:
         files.append(hash_file(model.folder, name, token))
+        on_progress("hashing", len(files), len(model.files))
     warnings += find_changes(model, files)
     written = write_card(model, card.content)
     files.append(hash_file(model.folder, CARD, token))
