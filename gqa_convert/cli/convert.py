@@ -22,6 +22,7 @@ from .options import (
     Source,
     byte_count,
     cache_budget,
+    hidden_option,
     token_count,
 )
 
@@ -47,49 +48,42 @@ def convert(
     calibration_tokens: CalibrationTokens = None,
     calibration_length: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--calibration-length",
-            metavar="T",
+            "T",
+            "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
             parser=token_count,
-            hidden=True,
-            help="Tokens per block of calibration text. Default: the model's context, at most 1,024.",
         ),
     ] = None,
     calibration_context: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--calibration-context",
-            metavar="T",
+            "T",
+            "Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
             parser=token_count,
-            hidden=True,
-            help="Position up to which every second block of calibration text skips, for long contexts at no cost. Default: the model's context, at most 32,768.",
         ),
     ] = None,
     fit_steps: Annotated[
         int | None,
-        typer.Option(
-            "--fit-steps",
-            metavar="S",
-            hidden=True,
-            help="Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
+        hidden_option(
+            "--fit-steps", "S", "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100."
         ),
     ] = None,
     kl_steps: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--kl-steps",
-            metavar="S",
-            hidden=True,
-            help="Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
+            "S",
+            "Steps of fit's last stage, which trains all layers together. Default: twice --fit-steps if the model fits in memory and lost 0.02 nats per token or more, else 0.",
         ),
     ] = None,
     kl_rank: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--kl-rank",
-            metavar="R",
-            hidden=True,
-            help="Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
+            "R",
+            "Rank of the changes that fit's last stage makes to query and output projections, to take less memory; 0 trains these as they are. Default: 0 if memory allows, else 32.",
         ),
     ] = None,
     device: Annotated[
@@ -101,10 +95,7 @@ def convert(
         ),
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(
-            "--seed", metavar="S", hidden=True, help="Seed for the sample of calibration text and the order of batches."
-        ),
+        int, hidden_option("--seed", "S", "Seed for the sample of calibration text and the order of batches.")
     ] = 0,
     encoder: Annotated[
         bool,
@@ -120,20 +111,17 @@ def convert(
     revision: Revision = None,
     max_shard_size: Annotated[
         str | None,
-        typer.Option(
+        hidden_option(
             "--max-shard-size",
-            metavar="SIZE",
-            hidden=True,
-            help="Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
+            "SIZE",
+            "Largest weight file of the result, for example 5GB. Default: the files of SOURCE.",
         ),
     ] = None,
     overwrite: Overwrite = False,
     hash_weights: Annotated[
         bool,
-        typer.Option(
-            "--hash",
-            hidden=True,
-            help="Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
+        hidden_option(
+            "--hash", None, "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely."
         ),
     ] = False,
     dry_run: Annotated[
@@ -145,17 +133,15 @@ def convert(
     ] = False,
     context: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--context",
-            metavar="T",
+            "T",
+            "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
             parser=token_count,
-            hidden=True,
-            help="With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
         ),
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option("--batch", metavar="B", min=1, hidden=True, help="With --dry-run: sequences in the K/V cache."),
+        int | None, hidden_option("--batch", "B", "With --dry-run: sequences in the K/V cache.", min=1)
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

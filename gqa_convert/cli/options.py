@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,11 @@ def token_count(text: str) -> int:
 def token_counts(text: str) -> list[int]:
     """Parse numbers of tokens such as 4k,32k."""
     return [token_count(part) for part in text.split(",")]
+
+
+def hidden_option(name: str, metavar: str | None, text: str, **options: Any) -> Any:
+    """Declare an option that `--help` leaves out and `--help-all` shows."""
+    return typer.Option(name, metavar=metavar, help=text, hidden=True, **options)
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint folder or Hub id.")]

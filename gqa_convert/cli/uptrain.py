@@ -9,7 +9,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet, byte_count
+from .options import Json, Quiet, byte_count, hidden_option
 
 if TYPE_CHECKING:
     from gqa_convert.training.dry_run import Hardware
@@ -44,31 +44,26 @@ def uptrain(
     ] = False,
     processes: Annotated[
         int | None,
-        typer.Option(
+        hidden_option(
             "--processes",
-            metavar="N",
+            "N",
+            "With --tokenize-only: processes that tokenise files. Default: one for each core.",
             min=1,
             max=4096,
-            hidden=True,
-            help="With --tokenize-only: processes that tokenise files. Default: one for each core.",
         ),
     ] = None,
     utilisation: Annotated[
         float | None,
-        typer.Option(
+        hidden_option(
             "--utilisation",
-            metavar="SHARE",
+            "SHARE",
+            "With --dry-run: the share of the peak arithmetic that a step reaches. Default: 0.35.",
             min=0.001,
             max=1,
-            hidden=True,
-            help="With --dry-run: the share of the peak arithmetic that a step reaches. Default: 0.35.",
         ),
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option(
-            "--price", metavar="AMOUNT", min=0, hidden=True, help="With --dry-run: the price of one GPU for one hour."
-        ),
+        float | None, hidden_option("--price", "AMOUNT", "With --dry-run: the price of one GPU for one hour.", min=0)
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -58,7 +58,7 @@ class ProgressScreen:
         task = self._tasks.setdefault(label, len(self._tasks))  # rich counts tasks from 0 on
         with suppress(OSError):
             if task == len(self._bars.task_ids):
-                self._bars.add_task(label, total=total, completed=int(done), detail=detail)
+                self._bars.add_task(label, total=total, detail=detail)
             self._bars.update(
                 self._bars.task_ids[task], completed=done, total=total, detail=detail, visible=done < total
             )
