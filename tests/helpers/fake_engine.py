@@ -38,7 +38,7 @@ class Adapter:
     device = "cpu"
 
     def __init__(self, request: Request) -> None:
-        self._mode = os.environ["FAKE_MODE"]
+        self._mode, self._calls = os.environ["FAKE_MODE"], 0
         self._seconds = 0.001 * request.config["num_key_value_heads"]
         if self._mode == "raises":
             raise RuntimeError(f"no tensor\nfits {request.folder}")
@@ -60,9 +60,13 @@ class Adapter:
             self._tokens, self._logits = pickle.loads(Path(os.environ["FAKE_ANSWER"]).read_bytes())
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """Takes a millisecond for each K/V head and token of the prompts, and as long for each token after the first."""
+        """Takes a millisecond for each K/V head and token of the prompts, and as long for each token after the first. The
+        first two calls take longer.
+        """
         if self._mode == "times":
-            time.sleep(self._seconds * new_tokens * len(prompts) * len(prompts[0]))
+            self._calls += 1
+            factor = 5 if self._calls <= 2 else 1
+            time.sleep(factor * self._seconds * new_tokens * len(prompts) * len(prompts[0]))
             return []
         if self._mode == "instant":
             time.sleep(0.1 / new_tokens)

@@ -63,10 +63,15 @@ def make_models(
         NoLanguageModelError: it was saved without its language-model head.
         GQAConvertError: as of `build`.
     """
+    import torch
+
     weights: dict[str, Any] = {}
     source = None
-    if model.folder is not None and any(plan.stated_groups == own for plan in plans):
-        source = _load(model, dtype, attention).to(device)
+    if model.folder is not None:
+        with explained(model.name):
+            source, missing = load_model(model.folder, getattr(torch, dtype), attn_implementation=attention)
+        check_complete(model.name, model.folder, source, missing, NEEDS_HEAD)
+        source = source.to(device)
         weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
     for plan in plans:
@@ -77,16 +82,6 @@ def make_models(
             weights = weights or dict(made.named_parameters(remove_duplicate=False))
         models.append(made.requires_grad_(False))
     return models
-
-
-def _load(model: BenchmarkModel, dtype: str, attention: str) -> Any:
-    import torch
-
-    assert model.folder is not None
-    with explained(model.name):
-        loaded, missing = load_model(model.folder, getattr(torch, dtype), attn_implementation=attention)
-    check_complete(model.name, model.folder, loaded, missing, NEEDS_HEAD)
-    return loaded
 
 
 def _share(model: Any, weights: dict[str, Any]) -> None:
