@@ -11,9 +11,7 @@ from .options import (
     Candidates,
     Interpreters,
     Json,
-    Plot,
     Quiet,
-    byte_count,
     counts,
     interpreters,
     token_count,
@@ -63,22 +61,12 @@ def benchmark(
             "--new-tokens", metavar="T", parser=token_count, help="Tokens of a sample, for the time per sample."
         ),
     ] = 128,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Also compute the largest batch and context that fit in this memory, for example 24GB.",
-            show_default=False,
-        ),
-    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
             "--device", metavar="NAME", help="cpu or cuda. Default: a GPU if there is one.", show_default=False
         ),
     ] = None,
-    plot: Plot = None,
     as_json: Json = False,
     dtype: Annotated[
         str | None,
@@ -108,7 +96,6 @@ def benchmark(
     Examples:
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
-      gqa-convert benchmark ./Llama-2-7b --memory 24GB --plot speed.png
       gqa-convert benchmark ./Llama-2-7b ./gqa8 --engine vllm --context 4k --batch 8
     """
     from gqa_convert.cli.console.benchmark import show_benchmark
@@ -127,7 +114,6 @@ def benchmark(
         repetitions=repetitions,
         dtype=dtype,
         device=device,
-        memory=byte_count(memory, "--memory"),
     )
     command = ["gqa-convert", *sys.argv[1:]]
     models = models or []
@@ -136,9 +122,7 @@ def benchmark(
             refused = {
                 "--config": config,
                 "--candidates": candidates,
-                "--memory": memory,
                 "--device": device,
-                "--plot": plot,
                 "--revision": revision,
             }
             _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
@@ -153,7 +137,7 @@ def benchmark(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
             result = benchmark_model(
-                *models, config=config, revision=revision, options=options, plot=plot, command=command, progress=step
+                *models, config=config, revision=revision, options=options, command=command, progress=step
             )
     if as_json:
         print_json(result.as_json())

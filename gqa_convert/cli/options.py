@@ -82,9 +82,6 @@ Device = Annotated[
 Revision = Annotated[
     str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the Hub. Default: main.")
 ]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the result; needs matplotlib.")
-]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an earlier result in OUT once the new one is complete.")
 ]

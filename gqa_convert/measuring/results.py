@@ -123,9 +123,6 @@ class TimedCell(_Stored):
     cross_kv_bytes_per_encoder_token: float | None = None
     kv_bytes: int | None = None
     repetitions: int | None = None
-    weight_bytes: int | None = None
-    largest_batch: int | None = None
-    largest_context: int | None = None
 
 
 class BenchmarkFile(_Measurement):
@@ -137,19 +134,14 @@ class BenchmarkFile(_Measurement):
     model: str
     fingerprint: str | None = None
     model_type: str | None = None
-    layers: int | None = None
     dtype: str | None = None
     heads: int | None = None
     kv_heads: int | list[int] | None = None
     weights: str | None = None
     attention: str | None = None
-    cache: str | None = None
     threads: int | None = None
-    order: str | None = None
     steps: int | None = None
     spread: str | None = None
-    memory_bytes: int | None = None
-    plot: str | None = None
     results: list[TimedCell]
 
 

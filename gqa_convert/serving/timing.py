@@ -78,7 +78,6 @@ def time_engine(
         heads=plan.heads,
         kv_heads=cells[0].groups,
         weights="own",
-        order="one model after the other, each in a process of its own",
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions",
         results=cells,
     )

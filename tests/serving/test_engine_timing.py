@@ -120,7 +120,7 @@ def test_mistakes_take_one_line(models: list[Path]) -> None:
     assert_mistake(run("benchmark", "--engine", "vllm"), "name the source")
     assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
     assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
-    for given in (("--candidates", "3"), ("--device", "cpu"), ("--memory", "1GB")):
+    for given in (("--candidates", "3"), ("--device", "cpu")):
         assert_mistake(run("benchmark", models[0], "--engine", "vllm", *given), f"{given[0]} does not go with --engine")
     assert_mistake(run("benchmark", models[0], "--engine", "vllm", "--python", "vllm=/no/python"), "/no/python")
     absent = run("benchmark", models[0], "--engine", "vllm", "--json")

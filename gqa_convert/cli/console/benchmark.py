@@ -6,9 +6,7 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 from .screen import number, print_note, stdout_console, styled
 from .tables import Column, show_table
 
-_NUMBERS = (
-    "K/V heads,ms/token,quartiles,speed,tokens/s,prefill,sample,K/V per token,of source's,largest batch,largest context"
-)
+_NUMBERS = "K/V heads,ms/token,quartiles,speed,tokens/s,prefill,sample,K/V per token,of source's"
 _COLUMNS = [Column("model"), *(Column(heading, "right") for heading in _NUMBERS.split(","))]
 
 
@@ -33,13 +31,6 @@ def show_benchmark(result: BenchmarkFile) -> None:
     if result.engine is None:
         source = "The model's own number of K/V heads has its weights; other" if result.weights == "own" else "All"
         print_note(f"{source} versions have random keys and values, on which time does not depend.")
-    if result.memory_bytes is not None:
-        print_note(
-            f"The largest batch and context fit {size(result.memory_bytes)} with the weights, by their exact bytes; "
-            "activations and the framework are not counted, and nothing was allocated to prove it."
-        )
-    if result.plot:
-        console.print(f"plot     {result.plot}", soft_wrap=True)
 
 
 def _show_cells(cells: list[TimedCell], result: BenchmarkFile, title: str) -> None:
@@ -71,8 +62,6 @@ def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
         number(cell.sample_ms, ",.0f"),
         " + ".join(size(nbytes) for nbytes in per_token if nbytes is not None),
         share,
-        number(cell.largest_batch, ","),
-        number(cell.largest_context, ","),
     ]
 
 

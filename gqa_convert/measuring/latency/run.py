@@ -10,17 +10,14 @@ from typing import Any, Final
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import available_memory, measurement
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, OptionError, UnsupportedAttentionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.latency.cells import LEAD, measure_cells, turns_of
-from gqa_convert.measuring.latency.memory import check_room, with_capacity
+from gqa_convert.measuring.latency.memory import check_room
 from gqa_convert.measuring.latency.models import BenchmarkModel, build, headers, open_model, stated_dtype
-from gqa_convert.measuring.latency.plot import draw_times
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
-from gqa_convert.measuring.pictures import check_picture
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 Progress = Callable[[str, int, int], None]
@@ -44,7 +41,6 @@ class BenchmarkOptions:
         repetitions: timed turns of each version.
         dtype: by default the checkpoint's.
         device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
-        memory: bytes for weights and K/V cache, of which the largest batch and the longest context are computed.
 
     Raises:
         OptionError: a value is out of range.
@@ -58,10 +54,9 @@ class BenchmarkOptions:
     repetitions: int = 8
     dtype: str | None = None
     device: str | None = None
-    memory: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "batch", "context", "new_tokens", "steps", "repetitions", "memory"):
+        for name in ("candidates", "batch", "context", "new_tokens", "steps", "repetitions"):
             value = getattr(self, name)
             numbers = [value] if isinstance(value, int) else value
             if numbers is not None and not min(numbers, default=0) > 0:
@@ -74,7 +69,6 @@ def benchmark_model(
     config: str | Path | None = None,
     revision: str | None = None,
     options: BenchmarkOptions | None = None,
-    plot: str | Path | None = None,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> BenchmarkFile:
@@ -88,7 +82,6 @@ def benchmark_model(
         config: in place of `model`, a config.json or the folder that holds one; all weights are random.
         revision: branch, tag or commit on the Hub.
         options: what is timed, how often and on what.
-        plot: a picture to draw (.png, .svg or .pdf).
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
 
@@ -102,15 +95,11 @@ def benchmark_model(
     import torch
 
     options = options or BenchmarkOptions()
-    picture = None if plot is None else local_path(plot)
-    if picture is not None:
-        check_picture(picture)
     opened = open_model(model, config, revision)
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
     outline, attention = _outline(opened, dtype)
-    positions = stated_positions(outline.config.to_dict())
-    contexts = _contexts(options, positions)
+    contexts = _contexts(options, stated_positions(outline.config.to_dict()))
     plans, own = plan_versions(headers(opened, outline), options.candidates)
     try:
         progress("building models", 0, 1)
@@ -123,36 +112,25 @@ def benchmark_model(
         raise DeviceMemoryError(
             f"the memory does not suffice ({problem}): time fewer --candidates, or a smaller --batch or --context"
         ) from None
-    if options.memory is not None:
-        weights = itertools.cycle(plan.weight_bytes_after for plan in plans)
-        cells = [with_capacity(cell, options.memory, next(weights), positions) for cell in cells]
     known = None
     if opened.folder is not None:
         known = fingerprint(opened.folder)
         cells = [cell.model_copy(update={"fingerprint": known}) if cell.groups == own else cell for cell in cells]
-    result = BenchmarkFile(
+    return BenchmarkFile(
         **measurement("benchmark", command, str(device)).as_json(),
         model=opened.name,
         fingerprint=known,
         model_type=plans[0].family.model_type,
-        layers=_decoder_layers(outline.config),
         dtype=dtype,
         heads=plans[0].heads,
         kv_heads=own,
         weights="own" if any(cell.fingerprint for cell in cells) else "random",
         attention=attention,
-        cache="dynamic, as generate() makes it",
         threads=torch.get_num_threads(),
-        order="round-robin over the versions within each repetition, begun one further on in the next",
         steps=options.steps,
         spread="decode_ms_low and decode_ms_high are the quartiles of the repetitions' means",
-        memory_bytes=options.memory,
-        plot=None if picture is None else str(picture),
         results=cells,
     )
-    if picture is not None:
-        draw_times(result, picture)
-    return result
 
 
 def _outline(model: BenchmarkModel, dtype: str) -> tuple[Any, str]:
@@ -176,12 +154,6 @@ def _contexts(options: BenchmarkOptions, positions: int | None) -> list[int]:
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps follow: give at most {most}"
         )
     return contexts
-
-
-def _decoder_layers(config: Any) -> int:
-    """The number of decoder layers of a transformers config; that of a T5 states the encoder's beside it."""
-    stated = getattr(config, "num_decoder_layers", None)
-    return int(stated or config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _measure(
