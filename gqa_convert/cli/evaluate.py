@@ -105,10 +105,12 @@ def evaluate(
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
     from gqa_convert.measuring.evaluation.run import EvaluationOptions
     from gqa_convert.measuring.evaluation.run import evaluate as run
+    from gqa_convert.measuring.results import check_result_path, write_result
     from gqa_convert.text.sources import Source
 
+    files = check_drawings(html, plot, earlier or ())
     if not models and earlier and data is None:
-        draw(check_drawings(html, plot, earlier), html, plot)
+        draw(files, html, plot)
         if as_json:
             print_json({"html": html and str(html), "plot": plot and str(plot)})
         return
@@ -116,6 +118,8 @@ def evaluate(
         raise OptionError("there is no MODEL: name at least one, or files of results with --with")
     if data is None:
         raise OptionError("--data is missing: name the text to score")
+    if output is not None:
+        check_result_path(output, "evaluate", overwrite=overwrite)
     options = EvaluationOptions(
         reference=reference,
         revision=revision,
@@ -126,11 +130,6 @@ def evaluate(
         dtype=dtype,
         device=device,
         seed=seed,
-        output=output,
-        overwrite=overwrite,
-        html=html,
-        plot=plot,
-        earlier=earlier or (),
     )
     text = Source(
         data,
@@ -143,8 +142,9 @@ def evaluate(
     )
     with stage_progress(quiet=quiet) as step:
         results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=step)
-    if results is None:  # only the main process has the results
-        return
+    if output is not None:
+        write_result(output, results, overwrite=overwrite)
+    draw([*files, results], html, plot)
     if as_json:
         print_json(results.as_json())
     elif not quiet:

@@ -91,7 +91,6 @@ class EvaluationFile(_Measurement):
     stride: int | None = None
     dtype: str | None = None
     seed: int | None = None
-    processes: int = 1
     reference: ModelScores | None = None
     results: list[ModelScores] = Field(min_length=1)
 

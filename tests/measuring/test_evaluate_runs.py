@@ -1,7 +1,6 @@
-"""`evaluate` as a user meets it: mistakes, losses that are no numbers, files of results, and several processes."""
+"""`evaluate` as a user meets it: mistakes, losses that are no numbers, and files of results."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredTex
 from gqa_convert.text.hub_rows import HubText
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, command_line, t5, write_rows
-from tests.helpers.ranks import Job
 
 TEXT = "for number in range(10):\n    print(number, number ** 2)\n"
 
@@ -200,45 +198,11 @@ def test_a_vocabulary_that_is_too_small_is_told(ask: Any, tmp_path: Path) -> Non
     assert "and the model has 100 embeddings" in err
 
 
-def work(*arguments: str) -> None:
-    """A process of a launch."""
-    from gqa_convert.cli import main
-
-    sys.argv = ["gqa-convert", "evaluate", *arguments]
-    main()
-
-
-@pytest.mark.parametrize(("models", "data"), [(("one", "two"), "text.txt"), (("t5",), "words.txt")])
-def test_two_processes_find_exactly_what_one_finds(
-    home: Path, tmp_path: Path, models: tuple[str, ...], data: str
-) -> None:
-    if data == "words.txt":
-        (home / data).write_text(" ".join(f"w{number * 7 % 500}" for number in range(3000)))
-    found = []
-    for processes in (1, 2):
-        arguments = [
-            *(str(home / name) for name in models),
-            "--data",
-            str(home / data),
-            "--reference",
-            str(home / models[0]),
-        ]
-        arguments += ["--output", str(tmp_path / f"{processes}.json"), "--batch", "2", "--device", "cpu", "--json"]
-        job = Job(work, tuple(arguments), tmp_path / f"logs-{processes}", processes)
-        assert job.wait() == [0] * processes, job.text()
-        assert job.text().count('"kind": "evaluate"') == 1
-        report = json.loads((tmp_path / f"{processes}.json").read_text())
-        assert report["processes"] == processes
-        for each in (*report["results"], report["reference"]):
-            assert each.pop("seconds") >= 0
-        found.append((report["results"], report["reference"]))
-    assert found[0] == found[1]
-
-
-def test_a_mistake_ends_both_processes_with_one_line(home: Path, tmp_path: Path) -> None:
-    job = Job(work, (str(home / "one"), "--data", str(home / "empty.txt"), "--device", "cpu"), tmp_path / "logs", 2)
-    assert job.wait() == [2, 2], job.text()
-    assert len(job.complaints()) == 1
+def test_a_launch_of_several_processes_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = ask("one", "--data", "text.txt")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "without torchrun" in err
 
 
 def test_names_that_look_like_marks_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:

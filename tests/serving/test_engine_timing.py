@@ -61,7 +61,7 @@ def test_the_times_of_the_models(models: list[Path]) -> None:
         assert cell.kv_bytes is None
     assert [cell.fingerprint for cell in result.results[::4]] == [fingerprint(model) for model in models]
     assert result.fingerprint == fingerprint(models[0])
-    assert (result.engine, result.kv_heads, result.layers, result.attention) == ("fake", 12, None, None)
+    assert (result.engine, result.kv_heads, result.attention) == ("fake", 12, None)
 
 
 @pytest.mark.usefixtures("fake")

@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.devices import chosen_device
@@ -18,13 +16,11 @@ from gqa_convert.errors import LaunchError, OptionError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring.evaluation import candidates
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, Candidate
-from gqa_convert.measuring.evaluation.page import check_drawings, draw
-from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText, check_result_path, write_result
+from gqa_convert.measuring.results import EvaluationFile, ModelScores, ScoredText
 from gqa_convert.text.decoder_start import decoder_start, starts_with_last
 from gqa_convert.text.hub_rows import commit_of
 from gqa_convert.text.sources import Source, is_on_hub
 from gqa_convert.text.token_files import default_cache
-from gqa_convert.training.distributed import check_environment, gathered, join, taking_part, together
 
 if TYPE_CHECKING:
     from gqa_convert.measuring.evaluation.comparison import Measured
@@ -36,7 +32,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How models are evaluated, and which files are written.
+    """How models are evaluated.
 
     Attributes:
         reference: a model whose predicted distributions the others are compared with; it stays in memory beside each of
@@ -49,13 +45,8 @@ class EvaluationOptions:
             dataset.
         batch: windows or examples at a time.
         dtype: see `candidates.load`.
-        device: the first GPU by default, or a GPU for each of several processes; the CPU where there is none.
+        device: the first GPU by default; the CPU where there is none.
         seed: of span corruption.
-        output: a JSON file for the results.
-        overwrite: replace that file.
-        html: a page to draw.
-        plot: a picture to draw.
-        earlier: files of earlier results, which are drawn too.
     """
 
     reference: str | None = None
@@ -67,11 +58,6 @@ class EvaluationOptions:
     dtype: str = "auto"
     device: str | None = None
     seed: int = 0
-    output: Path | None = None
-    overwrite: bool = False
-    html: Path | None = None
-    plot: Path | None = None
-    earlier: Sequence[Path] = ()
 
 
 def evaluate(
@@ -81,58 +67,39 @@ def evaluate(
     *,
     command: list[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> EvaluationFile | None:
-    """Evaluate models on the same text, with all processes of a launch together.
+) -> EvaluationFile:
+    """Evaluate models on the same text.
 
     Args:
         models: folders and Hub ids.
         data: the text.
-        options: how to score it, and which files to write.
+        options: how to score it.
         command: the command line, for the record.
         progress: called with the name of a stage, the steps done and the number of steps.
 
-    Returns:
-        The results on the main process, None on the others.
-
     Raises:
-        GQAConvertError: one of its subclasses for models, text, options or a launch that can't be evaluated.
+        GQAConvertError: one of its subclasses for models, text or options that can't be evaluated.
     """
     options = options or EvaluationOptions()
     _check(models, data, options)
-    names = [*([options.reference] if options.reference else []), *models]
-    with warnings.catch_warnings(), taking_part(), no_bars():
+    names = list(models)
+    if options.reference is not None:
+        names.insert(0, options.reference)
+    with warnings.catch_warnings(), no_bars():
         warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
-        processes = _join(options.device)
-        if not processes.is_main_process:
-            progress = _no_progress
-        run = _Run(options, processes, progress)
-        with together(processes):
-            earlier = check_drawings(options.html, options.plot, options.earlier)
-            if options.output is not None:
-                check_result_path(options.output, "evaluate", overwrite=options.overwrite)
-            run.find(names, data)
-            text = run.read(data) if processes.is_main_process else None
-        run.text = gathered(processes, text)[0]
+        run = _Run(names, data, options, progress)
         scores = run.score_models()
-        with together(processes):
-            if not processes.is_main_process:
-                return None
-            found = EvaluationFile(
-                **measurement("evaluate", command, str(processes.device)).as_json(),
-                data=_described(data, options, run.text),
-                objective=run.objective,
-                context=run.window,
-                stride=run.stride,
-                dtype=options.dtype,
-                seed=options.seed,
-                processes=processes.num_processes,
-                reference=scores.pop(0) if options.reference else None,
-                results=scores,
-            )
-            if options.output is not None:
-                write_result(options.output, found, overwrite=options.overwrite)
-            draw([*earlier, found], options.html, options.plot)
-            return found
+    return EvaluationFile(
+        **measurement("evaluate", command, run.device).as_json(),
+        data=_described(data, options, run.text),
+        objective=run.objective,
+        context=run.window,
+        stride=run.stride,
+        dtype=options.dtype,
+        seed=options.seed,
+        reference=scores.pop(0) if options.reference else None,
+        results=scores,
+    )
 
 
 def _check(models: Sequence[str], data: Source, options: EvaluationOptions) -> None:
@@ -145,25 +112,8 @@ def _check(models: Sequence[str], data: Source, options: EvaluationOptions) -> N
             raise OptionError(f"{option} is {value}, expected a number above 0")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
-
-
-def _join(device: str | None) -> Any:
-    """This process among those of the launch: accelerate's Accelerator, or the same attributes for a single process."""
-    check_environment(os.environ)
-    chosen = chosen_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=chosen)
-    if device not in (None, "cpu", "cuda"):
-        raise OptionError(f"--device is {device}, which several processes would share: leave it out, for a GPU each")
-    import torch
-
-    if chosen != "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-        raise LaunchError("there are more processes here than GPUs: start one for each, or use --device cpu")
-    return join(cpu=chosen == "cpu")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError("evaluate is one process: start it without torchrun or accelerate launch")
 
 
 def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredText:
@@ -178,32 +128,23 @@ def _described(data: Source, options: EvaluationOptions, text: Any) -> ScoredTex
 
 
 class _Run:
-    """One run, on this process. The reference, if there is one, is the first model."""
+    """What all models of a run share: the text and how it is read. The reference, if there is one, is the first model."""
 
-    models: Sequence[Candidate]
-    objective: str
-    window: int
-    stride: int | None
-    text: Any
+    def __init__(self, names: Sequence[str], data: Source, options: EvaluationOptions, progress: Progress) -> None:
+        """Check everything that can be checked before a model is loaded, and read the text."""
+        from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
 
-    def __init__(self, options: EvaluationOptions, processes: Any, progress: Progress) -> None:
-        self.options, self.processes, self.progress = options, processes, progress
-
-    def find(self, names: Sequence[str], data: Source) -> None:
-        """Check everything that can be checked before a model is loaded."""
-        options = self.options
+        self.options, self.progress = options, progress
+        self.device = chosen_device(options.device)
         self.models = candidates.find_models(names, options.revision)
         self.objective = candidates.common_objective(self.models, pairs=data.holds_pairs)
         self.window, self.stride = candidates.common_window(self.models, self.objective, options.window, options.stride)
-
-    def read(self, data: Source) -> Any:
-        """The text, which is the same for all models."""
-        from gqa_convert.text.scoring.text_to_score import read_pairs, read_pieces
-
-        show = partial(self.progress, "reading")
+        show = partial(progress, "reading")
+        self.text: Any
         if data.source_field and data.target_field:
-            return read_pairs(data, (data.source_field, data.target_field), self.options.tokens, show)
-        return read_pieces(data, self.models[0].tokenizer, self.options.tokens, show)
+            self.text = read_pairs(data, (data.source_field, data.target_field), options.tokens, show)
+        else:
+            self.text = read_pieces(data, self.models[0].tokenizer, options.tokens, show)
 
     def score_models(self) -> list[ModelScores]:
         """The scores of one model after the other; all are compared with the first."""
@@ -212,8 +153,8 @@ class _Run:
         first = reference = None
         found = []
         for candidate in self.models:
-            is_reference = reference is not None and candidate.folder.samefile(self.models[0].folder)
-            model = reference if is_reference else self._load(candidate)
+            gc.collect()  # the model before it
+            model = candidates.load(candidate, self.options.dtype, self.device)
             measured = self._score(candidate, model, first, reference)
             found.append(model_scores(measured, first))
             if first is None:
@@ -221,15 +162,6 @@ class _Run:
                 reference = model if self.options.reference else None
             del model
         return found
-
-    def _load(self, candidate: Candidate) -> Any:
-        import torch
-
-        gc.collect()  # the model before it
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        with together(self.processes):
-            return candidates.load(candidate, self.options.dtype, str(self.processes.device))
 
     def _score(self, candidate: Candidate, model: Any, first: "Measured | None", reference: Any) -> "Measured":
         """A model's scores.
@@ -241,27 +173,23 @@ class _Run:
             reference: that model, loaded, if its distributions are compared.
         """
         from gqa_convert.measuring.evaluation.comparison import Measured, incomparable
-        from gqa_convert.text.scoring.forward import Scores, score
+        from gqa_convert.text.scoring.forward import score
 
-        processes, done = self.processes, 0
+        done = 0
 
         def advance(scored: int) -> None:
             nonlocal done
-            done = min(material.tokens, done + scored * processes.num_processes)
+            done += scored
             self.progress(f"scoring {candidate.name}", done, material.tokens)
 
-        with together(processes), candidates.memory_explained(candidate.name):
+        with candidates.memory_explained(candidate.name):
             material = self._material(candidate)
             candidates.check_tokens(candidate, model, int(material.ids.max()))
             problem = None if first is None else incomparable(candidate, material, first)
             beside = None if problem else reference
-            own = range(processes.process_index, len(material.batches), processes.num_processes)
             began = time.monotonic()
-            scores = score(model, material.batches, len(material.ids), numbers=own, reference=beside, progress=advance)
+            scores = score(model, material.batches, len(material.ids), reference=beside, progress=advance)
             seconds = round(time.monotonic() - began, 3)
-        # every element is nonzero in one process at most, so that nothing is rounded
-        parts = gathered(processes, scores.arrays())
-        scores = Scores(*(sum(arrays) for arrays in zip(*parts, strict=True)))
         return Measured(candidate, str(model.dtype).removeprefix("torch."), material, scores, seconds, problem)
 
     def _material(self, candidate: Candidate) -> "Material":

@@ -4,7 +4,7 @@ Logits are the largest tensors: they are made for some rows at a time where the 
 rows at a time, in float32. The callers sum over tokens in float64.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,6 @@ def score(
     batches: Batches,
     count: int,
     *,
-    numbers: Iterable[int] | None = None,
     reference: Any = None,
     progress: Callable[[int], None] = lambda scored: None,
 ) -> Scores:
@@ -65,20 +64,16 @@ def score(
         model: a transformers model in evaluation mode.
         batches: the batches to score.
         count: n, the number of all tokens.
-        numbers: the batches to run; by default all.
         reference: a model with the same tokens. If the two have logits for different numbers of tokens, the shared
             tokens are compared, and both distributions are conditioned on them.
         progress: called after each batch with the number of tokens that it scored.
     """
     scores = Scores(*(np.zeros(count, np.float32) for _ in range(1 if reference is None else 4)))
-    chosen = list(range(len(batches)) if numbers is None else numbers)
-    if not chosen:
-        return scores
     with torch.inference_mode(), ExitStack() as stack:
-        first = _tensors(batches[chosen[0]].inputs)
+        first = _tensors(batches[0].inputs)
         models = [model] if reference is None or reference is model else [model, reference]
         layers = [stack.enter_context(without_output_layer(each, _on(each, first))) for each in models]
-        for number in chosen:
+        for number in range(len(batches)):
             batch = batches[number]
             inputs = _tensors(batch.inputs)
             rows = [_rows(each, layer, inputs) for each, layer in zip(models, layers, strict=True)]

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class Batches(Protocol):
-    """Batches by number, the same for every model with the same tokens and on any number of processes."""
+    """Batches by number, the same for every model with the same tokens."""
 
     def __len__(self) -> int: ...
 
