@@ -9,7 +9,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Json, Quiet, byte_count, hidden_option
+from .options import Json, Quiet, byte_count
 
 if TYPE_CHECKING:
     from gqa_convert.training.dry_run import Hardware
@@ -42,29 +42,6 @@ def uptrain(
             "--tokenize-only", help="Tokenise the text ahead of the run, so that no GPU waits for it; train nothing."
         ),
     ] = False,
-    processes: Annotated[
-        int | None,
-        hidden_option(
-            "--processes",
-            "N",
-            "With --tokenize-only: processes that tokenise files. Default: one for each core.",
-            min=1,
-            max=4096,
-        ),
-    ] = None,
-    utilisation: Annotated[
-        float | None,
-        hidden_option(
-            "--utilisation",
-            "SHARE",
-            "With --dry-run: the share of the peak arithmetic that a step reaches. Default: 0.35.",
-            min=0.001,
-            max=1,
-        ),
-    ] = None,
-    price: Annotated[
-        float | None, hidden_option("--price", "AMOUNT", "With --dry-run: the price of one GPU for one hour.", min=0)
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -82,9 +59,8 @@ def uptrain(
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
       accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
     """
-    _check_together(dry_run, hardware=hardware, utilisation=utilisation, price=price)
-    if processes is not None and not tokenize_only:
-        raise OptionError("--processes is for tokenising ahead: add --tokenize-only, or remove --processes")
+    if hardware is not None and not dry_run:
+        raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
     if dry_run and tokenize_only:
         raise OptionError("--dry-run and --tokenize-only exclude each other: give one of them")
     from .console.progress import progress_screen
@@ -98,12 +74,12 @@ def uptrain(
         if dry_run:
             from gqa_convert.training.dry_run import dry_run as estimate
 
-            result = estimate(recipe, overrides or [], _hardware(hardware, utilisation, price))
+            result = estimate(recipe, overrides or [], _hardware(hardware or ""))
             show = show_dry_run
         elif tokenize_only:
             from gqa_convert.training.tokenizing import tokenize_recipe
 
-            result = tokenize_recipe(recipe, overrides or [], processes=processes, on_tokenize=screen.tokenize)
+            result = tokenize_recipe(recipe, overrides or [], on_tokenize=screen.tokenize)
             show = show_tokenized
         else:
             from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -125,36 +101,21 @@ def uptrain(
         show(result)
 
 
-def _check_together(dry_run: bool, **options: object) -> None:
-    """Refuse options that have a meaning with --dry-run only.
-
-    Raises:
-        OptionError: one of them is given without it.
-    """
-    for name, value in options.items():
-        if value is not None and not dry_run:
-            raise OptionError(f"--{name} describes GPUs to estimate for: add --dry-run, or remove --{name}")
-
-
-def _hardware(text: str | None, utilisation: float | None, price: float | None) -> "Hardware":
+def _hardware(text: str) -> "Hardware":
     """Parse --hardware: 8xh100, h100, or 4x24GB for GPUs of that memory.
 
     Raises:
         OptionError: the type of the GPU is not known.
     """
-    from gqa_convert.training.dry_run import UTILISATION, Hardware, launched_gpus
+    from gqa_convert.training.dry_run import Hardware, launched_gpus
     from gqa_convert.training.gpus import named_gpu
 
-    number, kind = re.fullmatch(r"(?:([1-9]\d{0,5}) ?x ?)?(.*)", text or "", re.IGNORECASE).groups()  # type: ignore[union-attr]
-    gpu = memory = None
-    if kind[:1].isdigit():
-        memory = byte_count(kind, "--hardware")
-    elif kind:
-        gpu = named_gpu(kind)
-    return Hardware(
-        gpus=int(number) if number else launched_gpus(),
-        gpu=gpu,
-        memory=memory,
-        utilisation=utilisation or UTILISATION,
-        price=price,
-    )
+    gpus = launched_gpus()
+    if number := re.match(r"([1-9]\d{0,5}) ?x ?", text, re.IGNORECASE):
+        gpus = int(number[1])
+        text = text[number.end() :]
+    if text[:1].isdigit():
+        return Hardware(gpus=gpus, memory=byte_count(text, "--hardware"))
+    if text:
+        return Hardware(gpus=gpus, gpu=named_gpu(text))
+    return Hardware(gpus=gpus)

@@ -1,4 +1,4 @@
-"""Estimates a run on a number of GPUs, without starting it: memory, arithmetic, communication, time, cost and text.
+"""Estimates a run on a number of GPUs, without starting it: memory, arithmetic, communication, time and text.
 
 Everything follows from the recipe, the configs and the headers of the weight files. Nothing is loaded, tokenised or
 written.
@@ -42,14 +42,12 @@ class Hardware:
         gpu: their type, if it is known.
         memory: the bytes of each, if they are known.
         utilisation: the share of the peak that the arithmetic of a step reaches.
-        price: of one GPU for one hour, in any currency.
     """
 
     gpus: int
     gpu: Gpu | None = None
     memory: int | None = None
     utilisation: float = UTILISATION
-    price: float | None = None
 
     def hours(self, flops: int) -> float | None:
         """The hours that so many floating-point operations take; None if the peak of the GPUs is not known."""
@@ -74,7 +72,6 @@ class DryRun(Result):
         collectives: those of a step.
         utilisation: the assumed share of the peak.
         hours: of the whole run, of arithmetic alone; None if the type of the GPUs is not known.
-        price: of one GPU for one hour, if it was stated.
         text: what is on disk of the training text.
         tokens_needed: tokens of text that the whole run reads.
         epochs: how often it reads each source that is tokenised completely.
@@ -96,7 +93,6 @@ class DryRun(Result):
     collectives: tuple[Collective, ...]
     utilisation: float
     hours: float | None
-    price: float | None
     text: tuple[TextOnDisk, ...]
     tokens_needed: int
     epochs: tuple[float | None, ...]
@@ -111,14 +107,9 @@ class DryRun(Result):
         """Whether the memory suffices; None if that of the GPUs is not known."""
         return None if self.memory_of_gpu is None else self.memory_needed <= self.memory_of_gpu
 
-    @property
-    def cost(self) -> float | None:
-        """The price of all GPUs for all hours."""
-        return None if self.hours is None or self.price is None else self.hours * self.gpus * self.price
-
     def as_json(self) -> dict[str, object]:
         """The estimate as plain data, with what follows from it."""
-        stated = Result.as_json(self) | {"memory_needed": self.memory_needed, "fits": self.fits, "cost": self.cost}
+        stated = Result.as_json(self) | {"memory_needed": self.memory_needed, "fits": self.fits}
         stated["flops"]["total"] = self.flops.total
         for each, collective in zip(stated["collectives"], self.collectives, strict=True):
             each["sent"] = collective.sent
@@ -183,7 +174,6 @@ def dry_run(path: str | Path, overrides: Sequence[str], hardware: Hardware) -> D
         ),
         utilisation=hardware.utilisation,
         hours=hardware.hours(steps * flops.total),
-        price=hardware.price,
         text=tuple(text),
         tokens_needed=needed,
         epochs=_epochs(needed, text),

@@ -144,15 +144,11 @@ def measured(after: float | None, kl_steps: int = 0) -> CalibrationRecord:
     ("method", "calibration", "words"),
     [
         *((method, None, ["often useless", "evaluate in out --data TEXT", "far less"]) for method in POOLING),
-        ("factor", None, ["not measured", "evaluate in out --data TEXT", "loses less"]),
-        ("factor", measured(0.4), ["measured on text.txt", "evaluate", "--calibration TEXT, method fit, loses less"]),
-        ("fit", measured(None), ["not measured", "evaluate in out --data TEXT"]),
-        ("fit", measured(0.4), ["did not run", "--kl-steps 200", "uptrain"]),
-        (
-            "fit",
-            measured(0.4, kl_steps=200),
-            ["--kl-steps 400", "uptrain with the source as teacher", "docs/uptraining.md"],
-        ),
+        ("factor", None, ["evaluate in out --data TEXT", "--calibration TEXT, method fit, loses less"]),
+        ("factor", measured(0.4), ["evaluate in out --data TEXT", "--calibration TEXT, method fit, loses less"]),
+        ("fit", measured(None), ["evaluate in out --data TEXT"]),
+        ("fit", measured(0.4), ["uptrain with the source as teacher", "--kl-steps 200"]),
+        ("fit", measured(0.4, kl_steps=200), ["uptrain with the source as teacher", "--kl-steps 400"]),
         ("fit", measured(0.01), ["little to gain"]),
     ],
 )

@@ -38,6 +38,6 @@ def test_the_cross_attention_cache_at_the_encoders_context(
     assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     (row,) = [line for line in shown if line.startswith("cross cache at ")]
-    assert row.startswith(f"cross cache at {label} encoder tokens, batch 2 ")
+    assert row.startswith(f"cross cache at {label} tokens, batch 2 ")
     unit, name = (1e6, "MB") if before >= 1e6 else (1e3, "kB")
     assert row.endswith(f"{before / unit:,.1f} {name} {before / 4 / unit:,.1f} {name} 0.250")

@@ -116,7 +116,7 @@ def test_a_stopped_command_continues(home: Path, tmp_path: Path, cache: Path, mo
 
 def test_the_command(home: Path, tmp_path: Path) -> None:
     path = recipe(home, tmp_path / "run")
-    result = run_command("uptrain", path, "--tokenize-only", "--json", "--processes", "1")
+    result = run_command("uptrain", path, "--tokenize-only", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["sources"][0]["tokens"] > 1000
     wrong = run_command("uptrain", path, "objective=ul2", "--tokenize-only")

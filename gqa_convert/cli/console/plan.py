@@ -1,6 +1,7 @@
 """The printed form of a plan."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.byte_sizes import size
@@ -17,6 +18,11 @@ CACHES = {
     "cross_kv_bytes_per_encoder_token": "cross cache per encoder token",
 }
 """Labels of a plan's cache sizes."""
+_CACHES_AT_CONTEXT = {"kv_cache": "K/V cache", "cross_kv_cache": "cross cache"}
+"""Labels of what `caches_at_context` returns."""
+
+MODELING = "transformers 5 with trust_remote_code=True, by the file {}.py beside the weights"
+"""What loads a result that has a modelling file."""
 
 _LONG_CONTEXT = 32_768
 """Tokens for which the cache is shown where the config states no context."""
@@ -57,18 +63,11 @@ def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:
         caches: what `caches_at_context` returned.
     """
     console = stdout_console()
-    console.print(
-        styled(
-            (plan.checkpoint.source_id, "bold"),
-            f": {plan.family.model_type}, {plan.heads} query heads, {heads_before(plan)} -> ",
-            (heads_after(plan), "bold"),
-            f" K/V heads in {len(plan.layers)} attention layers",
-        ),
-        soft_wrap=True,
-    )
-    if plan.effective_method == "copy" and not plan.target_architecture:
-        kept = f"the source has {heads_after(plan)} K/V heads already, and convert copies its weights"
-        console.print(f"No tensor changes: {kept}.", soft_wrap=True)
+    heads = f"{plan.heads} query heads, {heads_before(plan)} -> {heads_after(plan)} K/V heads"
+    about = f": {plan.family.model_type}, {heads} in {len(plan.layers)} attention layers"
+    console.print(styled((plan.checkpoint.source_id, "bold"), about), soft_wrap=True)
+    if plan.effective_method == "copy":
+        console.print(f"No tensor changes: the source has {heads_after(plan)} K/V heads already.", soft_wrap=True)
     else:
         columns = ["layers", "tensor", "before", "after", "type", "method"]
         show_table(columns, list(_runs_of_layers(plan)), title="Changes")
@@ -92,9 +91,11 @@ def heads_before(plan: "Plan") -> str:
     return str(plan.source_kv_heads)
 
 
-def _span(counts: Sequence[int]) -> str:
+def _span(counts: Sequence[int], to: str = " to ") -> str:
     least, most = min(counts), max(counts)
-    return str(most) if least == most else f"{least} to {most}"
+    if least == most:
+        return str(most)
+    return f"{least}{to}{most}"
 
 
 def _savings(plan: "Plan", caches: dict[str, Any]) -> Iterator[list[str]]:
@@ -104,11 +105,11 @@ def _savings(plan: "Plan", caches: dict[str, Any]) -> Iterator[list[str]]:
     yield _sizes("weights", plan.checkpoint.weight_bytes, plan.weight_bytes_after)
     for key, both in plan.cache_bytes().items():
         yield _sizes(CACHES[key], both.before, both.after)
-    for key, label, unit in (("kv_cache", "K/V cache", "tokens"), ("cross_kv_cache", "cross cache", "encoder tokens")):
+    for key, label in _CACHES_AT_CONTEXT.items():
         if key in caches:
             cache = caches[key]
-            batch = f", batch {cache['batch']}" if cache["batch"] > 1 else ""
-            yield _sizes(f"{label} at {tokens_text(cache['tokens'])} {unit}{batch}", cache["before"], cache["after"])
+            batch = f"{tokens_text(cache['tokens'])} tokens, batch {cache['batch']}"
+            yield _sizes(f"{label} at {batch}", cache["before"], cache["after"])
 
 
 def _sizes(label: str, before: int, after: int) -> list[str]:
@@ -117,55 +118,35 @@ def _sizes(label: str, before: int, after: int) -> list[str]:
 
 def _facts(plan: "Plan") -> Iterator[tuple[str, str]]:
     """Yield the labelled lines below the tables."""
-    from gqa_convert.families.engines import ENGINES
-
     if plan.modeling:
-        file = f"by the file {plan.modeling.file}.py beside the weights"
-        yield "loads in", f"transformers 5 with trust_remote_code=True, {file}; {_others(plan)}"
+        yield "loads in", MODELING.format(plan.modeling.file)
     else:
-        yield "loads in", ", ".join(f"{engine} {_loads(plan, engine)}" for engine in ENGINES)
+        yield "loads in", ", ".join(_engines(plan))
     if plan.target_architecture:
         stock = f"{plan.target_architecture.model_type}, a stock class that computes the same"
         yield "translated to", f"{stock} (--no-native keeps {plan.family.model_type})"
     yield "tensor parallel", plan.tensor_parallel_degrees().in_words()
 
 
-def _others(plan: "Plan") -> str:
-    """Return what is known of other engines and a result with a modelling file."""
-    from gqa_convert.families.engines import ENGINES
+def _engines(plan: "Plan") -> Iterator[str]:
+    """Yield every engine and whether it loads the result, for a plan without a modelling file."""
+    from gqa_convert.families.engines import ENGINES, same_up_to
 
-    others = ENGINES[1:]
-    known = [engine for engine in others if engine in plan.loads_in]
-    if known:
-        return f"{' and '.join(known)} {'have' if len(known) > 1 else 'has'} code for the type"
-    listed = [engine for engine in others if engine in plan.listed_in]
-    if listed:
-        return f"{' and '.join(listed)} list the type (untested)"
-    return f"not in {' or '.join(others)}"
-
-
-def _loads(plan: "Plan", engine: str) -> str:
-    """Return whether an engine loads the result, for a plan without a modelling file."""
-    from gqa_convert.families.engines import same_up_to
-
-    if engine in plan.listed_in:
-        return "untested (it lists the type)"
-    if engine not in plan.loads_in:
-        return "not known"
-    tokens = same_up_to(engine, plan.config)
-    return f"yes, up to {tokens_text(tokens)} tokens" if tokens else "yes"
+    for engine in ENGINES:
+        answer = "not known"
+        if engine in plan.listed_in:
+            answer = "untested (it lists the type)"
+        elif engine in plan.loads_in:
+            answer = "yes"
+            if tokens := same_up_to(engine, plan.config):
+                answer = f"yes, up to {tokens_text(tokens)} tokens"
+        yield f"{engine} {answer}"
 
 
 def needs_text(needs: "Needs") -> str:
     """Return the estimated memory and disk space in words."""
-    devices = needs.device.count(",") + 1
-    place = ""
-    if not needs.device.startswith("cpu"):
-        place = " of each GPU" if devices > 1 else " of the GPU"
     gib = needs.memory_bytes / 2**30
-    memory = f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
-    divided = f" on {devices} devices" if devices > 1 else ""
-    return f"about {memory} of memory{place}, {size(needs.disk_bytes)} of disk ({needs.work}{divided})"
+    return f"about {gib:.1f} GiB of memory on {needs.device}, {size(needs.disk_bytes)} of disk ({needs.work})"
 
 
 def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str]]:
@@ -182,10 +163,8 @@ def _runs_of_layers(plan: "Plan") -> Iterator[tuple[str, str, str, str, str, str
 
 def _ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    ranges: list[str] = []
+    for _, run in groupby(enumerate(sorted(numbers)), lambda place: place[1] - place[0]):
+        layers = [number for _, number in run]
+        ranges.append(_span(layers, "-"))
+    return ", ".join(ranges)

@@ -37,3 +37,12 @@ def show_table(columns: Sequence[Column | str], rows: Sequence[Sequence["str | T
     for row in rows:
         table.add_row(*(styled(cell) for cell in row))
     console.print(table)
+
+
+def show_done(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print what was done, and rows of a label and a text."""
+    console = stdout_console()
+    console.print(styled(("done", "green"), f"  {title}"), soft_wrap=True)
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        console.print(f"      {label:<{width}}  {text}", soft_wrap=True)
