@@ -51,11 +51,6 @@ def publish(
         bool,
         typer.Option("--overwrite-card", help="Rename a README.md that publish did not write, and write the card."),
     ] = False,
-    revision: Annotated[
-        str | None,
-        typer.Option(metavar="BRANCH", help="Branch to upload to; created if it does not exist. Default: main."),
-    ] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -69,7 +64,7 @@ def publish(
 
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results evaluation.json
-      gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0 --create-pr
+      gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -87,9 +82,7 @@ def publish(
 
     options = PublishOptions(
         repo_id,
-        revision,
         private,
-        create_pr,
         results=tuple(results or ()),
         base_model=base_model,
         license=licence,
@@ -102,7 +95,7 @@ def publish(
         print_json(published.as_json())
     elif not quiet:
         verb = "would be published" if dry_run else "published"
-        stdout_console().print(f"{verb} at {published.pull_request or published.url}", soft_wrap=True)
+        stdout_console().print(f"{verb} at {published.url}", soft_wrap=True)
 
 
 def _show_files(publication: "Publication", console: "Console") -> None:

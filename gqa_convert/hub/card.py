@@ -1,13 +1,11 @@
 """The model card: its metadata, and the text that `card.md.jinja` makes of a `CardContext`."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import License, Words, find_license, reminders
 from gqa_convert.hub.markup import one_line, render
@@ -55,30 +53,31 @@ def make_card(model: Converted, options: PublishOptions) -> tuple["ModelCard", l
     if not options.overwrite_card:
         check_replaceable(model, readme)
     stated = stated_by_source(model, readme)
-    chosen, warnings = find_license(stated, options.license)
-    measured = read_measured([local_path(path) for path in options.results], model, options.repo_id)
+    chosen = find_license(stated, options.license)
+    warnings = reminders(chosen, options.name)
+    if not chosen.inherited and "license" in stated:
+        warnings.append(f"--license {chosen.id} replaces {stated['license']}, which the source's README.md states")
     base = model.base_model
     if options.base_model not in (None, base[0]):
-        if base[0]:
-            warnings.append(f"--base-model {options.base_model} replaces {base[0]}, which {PROVENANCE} names")
         base = options.base_model, None
     if base[0] is None:
         warnings.append("it is not known whether the source is on the Hub: if it is, give --base-model")
+    measured = read_measured([local_path(path) for path in options.results], model, options.repo_id)
     context = CardContext(options, model, base, chosen, stated, measured, METHODS)
     front = f"---\n{_metadata(context).to_yaml(line_break=chr(10))}\n---\n"
     card = ModelCard(sign(front, render(_TEMPLATE, context), stated), ignore_metadata_errors=True)
-    return card, [*warnings, *reminders(chosen, options.name), *measured.warnings]
+    return card, [*warnings, *measured.warnings]
 
 
 def _metadata(context: CardContext) -> "ModelCardData":
     """The front matter, which the Hub reads."""
     from huggingface_hub import ModelCardData
 
-    model, chosen, base_id = context.model, context.license, context.base[0]
-    attention = "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"
-    task = context.stated.get("pipeline_tag")
-    if not isinstance(task, str) or not re.fullmatch(r"[A-Za-z0-9-]+", task):
-        task = _TASKS.get(model.auto_class)
+    model, base_id = context.model, context.base[0]
+    tags = ["gqa-convert", "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"]
+    if model.trainings:
+        tags.append("uptrained")
+    task = _TASKS.get(model.auto_class)
     results = _eval_results(context.measured, task or "text-generation")
     return ModelCardData(
         base_model=base_id,
@@ -86,11 +85,11 @@ def _metadata(context: CardContext) -> "ModelCardData":
         library_name="transformers",
         pipeline_tag=task,
         language=context.stated.get("language"),
-        license=chosen.ids[0] if len(chosen.ids) == 1 else chosen.ids or None,
-        license_name=chosen.name,
-        license_link=chosen.link,
+        license=context.license.id,
+        license_name=context.license.name,
+        license_link=context.license.link,
         datasets=_datasets(context) or None,
-        tags=["gqa-convert", attention, *["uptrained"] * bool(model.trainings)],
+        tags=tags,
         model_name=context.options.name if results else None,
         eval_results=results or None,
     )
@@ -113,7 +112,7 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
     """The entries of the `model-index`."""
     from huggingface_hub import EvalResult
 
-    figures: list[dict[str, Any]] = []
+    figures = []
     for name, scored in measured.scored.items():
         text, name = scored.file.data, one_line(name)
         # the client joins entries of one type and configuration under the name of the first
@@ -124,10 +123,11 @@ def _eval_results(measured: Measured, task: str) -> list["EvalResult"]:
         for metric, label in _METRICS.items():
             value = getattr(scored.ours, metric)
             if value is not None:
-                value = float(f"{value:.5g}")
-                figures.append(dataset | {"metric_type": metric, "metric_name": label, "metric_value": value})
+                figures.append(EvalResult(task, metric_type=metric, metric_name=label, metric_value=value, **dataset))
     for file in measured.tasks:
         for name, metric, value, _ in file.rows():
-            dataset = {"dataset_type": name, "dataset_name": name, "metric_type": metric.split(",")[0]}
-            figures.append(dataset | {"metric_name": metric, "metric_value": value})
-    return [EvalResult(task_type=task, **figure) for figure in figures]
+            dataset = {"dataset_type": name, "dataset_name": name}
+            figures.append(
+                EvalResult(task, metric_type=metric.split(",")[0], metric_name=metric, metric_value=value, **dataset)
+            )
+    return figures

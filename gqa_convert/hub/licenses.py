@@ -8,13 +8,13 @@ Words = Mapping[str, str | list[str]]
 """What the source's README states: words and lists of words by key."""
 
 _BUILT_WITH = {
-    "llama3": "Built with Meta Llama 3",
-    "llama3.1": "Built with Llama",
-    "llama3.2": "Built with Llama",
-    "llama3.3": "Built with Llama",
-    "llama4": "Built with Llama",
+    "llama3": ("Built with Meta Llama 3", "Llama 3"),
+    "llama3.1": ("Built with Llama", "Llama"),
+    "llama3.2": ("Built with Llama", "Llama"),
+    "llama3.3": ("Built with Llama", "Llama"),
+    "llama4": ("Built with Llama", "Llama"),
 }
-"""Words that a card must show; what is built with begins the name of a derived model (section 1.b.i of each licence)."""
+"""Words that a card must show, and those with which a derived model's name begins (section 1.b.i of each licence)."""
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _UNKNOWN = (
     "no licence is known: without one the model may not be used, and the source's terms may forbid publishing it; find "
@@ -59,50 +59,47 @@ class License:
     """The licence that the card states.
 
     Attributes:
-        ids: identifiers of the Hub, empty if unknown.
+        id: identifier of the Hub, None if unknown.
         name, link: of a licence that the Hub does not know, and of its text.
         inherited: whether the source states it, rather than the user.
     """
 
-    ids: list[str]
+    id: str | None
     name: str | list[str] | None = None
     link: str | list[str] | None = None
     inherited: bool = True
 
     @property
-    def notices(self) -> list[str]:
+    def notice(self) -> str | None:
         """Words that the licence requires a card to show."""
-        return [_BUILT_WITH[name] for name in self.ids if name in _BUILT_WITH]
+        return _BUILT_WITH[self.id][0] if self.id in _BUILT_WITH else None
 
 
-def find_license(stated: Words, given: str | None) -> tuple[License, list[str]]:
-    """The licence, and warnings for the publisher.
+def find_license(stated: Words, given: str | None) -> License:
+    """The licence that the user gives, or else that of the source; several licences at once are not understood.
 
     Args:
         stated: by the source.
         given: by the user.
     """
-    named = stated.get("license", [])
-    words = [named] if isinstance(named, str) else named
-    ids = [word.lower() for word in words if LICENSE_ID.fullmatch(word)]
-    if given is None or [given.lower()] == ids:
-        return License(ids, stated.get("license_name"), stated.get("license_link")), []
-    warnings = [f"--license {given} replaces {', '.join(ids)}, which the source's README.md states"] if ids else []
-    return License([given.lower()], inherited=False), warnings
+    words = str(stated.get("license")).lower()
+    if given is not None and given.lower() != words:
+        return License(given.lower(), inherited=False)
+    if "license" not in stated or not LICENSE_ID.fullmatch(words):
+        return License(None)
+    return License(words, stated.get("license_name"), stated.get("license_link"))
 
 
 def reminders(of: License, name: str) -> list[str]:
     """What the licence requires of the publisher of a model of this name."""
-    if not of.ids:
+    if of.id is None:
         return [_UNKNOWN]
     found = []
-    for each in of.ids:
-        text = next(text for pattern, text in _REMINDERS if re.fullmatch(pattern, each))
-        if each in _BUILT_WITH:
-            prefix = _BUILT_WITH[each].removeprefix("Built with ").removeprefix("Meta ")
-            letters = re.sub(r"[\s_.-]", "", name).lower()
-            if not letters.startswith(prefix.replace(" ", "").lower()):
-                text = f"the model's name must begin with {prefix!r}, and {name!r} does not; {text}"
-        if text:
-            found.append(f"licence {each}: {text}")
+    if of.id in _BUILT_WITH:
+        prefix = _BUILT_WITH[of.id][1]
+        if not re.sub(r"[_.-]", "", name).lower().startswith(prefix.replace(" ", "").lower()):
+            found.append(f"licence {of.id}: the model's name must begin with {prefix!r}, and {name!r} does not")
+    text = next(text for pattern, text in _REMINDERS if re.fullmatch(pattern, of.id))
+    if text:
+        found.append(f"licence {of.id}: {text}")
     return found

@@ -4,7 +4,6 @@
 """
 
 import html
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ _LONGEST = 600
 FOLDERS = re.compile(r"""(?<![^\s'"=,:(\[])(?:~[\w.-]*)?/(?:[^/\s'"]+/)*(?=[^/\s'"])""")
 """The folders of an absolute path: a published card must not reveal them."""
 _MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
-_MOST_DECIMALS = 5
 
 
 class Markdown(str):
@@ -91,10 +89,8 @@ def without_folders(text: str) -> str:
 
 
 def cell(text: str) -> Markdown:
-    """The text as a code span in a cell of a table, which a bar would end. A bar after an odd number of backslashes is
-    escaped already.
-    """
-    return Markdown(re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", code(text)))
+    """The text as a code span in a cell of a table, which a bar would end: each becomes a broken one."""
+    return code(text.replace("|", "¦"))
 
 
 def number(value: float | None) -> str:
@@ -102,17 +98,14 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def significant(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits, or an empty string for None; whole digits are never dropped."""
-    return "" if value is None else f"{value:,.{_decimals(value, digits)}f}"
+def significant(value: float | None) -> str:
+    """A number with four significant digits, or an empty string for None."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """A number and its standard error, each where it is known, both as far as two digits of the error reach."""
-    if value is None or not error:
-        return significant(value)
-    decimals = _decimals(error, 2)
-    return f"{value:,.{decimals}f} ± {error:.{decimals}f}"
+    """A number and its standard error, each where it is known."""
+    return f"{significant(value)} ± {error:.2g}" if error else significant(value)
 
 
 def in_words(kv_heads: int | list[int]) -> str:
@@ -121,12 +114,6 @@ def in_words(kv_heads: int | list[int]) -> str:
         return str(kv_heads)
     mean = sum(kv_heads) / len(kv_heads)
     return f"{min(kv_heads)} to {max(kv_heads)} (mean {mean:.3g})"
-
-
-def _decimals(value: float, digits: int) -> int:
-    if not value or not math.isfinite(value):
-        return digits - 1
-    return min(_MOST_DECIMALS, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
 
 
 def _longest_run(text: str) -> int:

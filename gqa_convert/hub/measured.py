@@ -113,11 +113,11 @@ def _add_evaluation(measured: Measured, file: EvaluationFile, model: Converted) 
     if ours is None:
         return False
     options = file.data.model_dump(exclude={"source", "sha256"}) | {"context": file.context, "stride": file.stride}
-    stated = [f", {key} {value}" for key, value in options.items() if value not in (None, "train", "text")]
-    text = f"{file.data.source}, {file.objective}{''.join(stated)}".replace("_", " ")
+    text = f"{file.data.source}, {file.objective}"
+    for key, value in options.items():
+        if value not in (None, "train", "text"):
+            text += f", {key.replace('_', ' ')} {value}"
     other = measured.scored.get(text)
-    if other is not None:
-        measured.warnings.append(f"of the evaluations on {text}, the newest counts")
     if other is None or other.file.created < file.created:
         measured.scored[text] = Scored(file, ours, scores.get(model.first.source.fingerprint))
     return True
@@ -127,17 +127,16 @@ def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) ->
     known = (model.fingerprint, model.first.source.fingerprint)
     ours, source = model.record.groups, model.first.source_kv_heads
     timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
-    cells = [cell for cell in timed if cell.groups in (ours, source)]
-    if not any(cell.groups == ours for cell in cells):
-        return False
-    times = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in cells if cell.groups == source}
+    before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in timed if cell.groups == source}
     speedups = {}
+    cells = [cell for cell in timed if cell.groups == ours]
     for cell in cells:
-        before = times.get((cell.batch, cell.context))
-        if cell.groups == ours != source and before and cell.decode_ms_per_token:
-            speedups[cell.batch, cell.context] = before / cell.decode_ms_per_token
-    measured.timed.append(Timed(file, cells, speedups))
-    return True
+        slow, fast = before.get((cell.batch, cell.context)), cell.decode_ms_per_token
+        if slow and fast:
+            speedups[cell.batch, cell.context] = slow / fast
+    if cells:
+        measured.timed.append(Timed(file, [cell for cell in timed if cell.groups in (ours, source)], speedups))
+    return bool(cells)
 
 
 def _read_tasks(path: Path) -> TaskFile | None:

@@ -13,9 +13,9 @@ from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import Converted, open_converted
 from gqa_convert.hub.files import HashedFile, find_changes, hash_file, refuse_token
 from gqa_convert.hub.markup import FOLDERS, in_words
-from gqa_convert.hub.options import PublishOptions, check_options
+from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.readme import write_card
-from gqa_convert.hub.repository import Repository, own_token, url_of
+from gqa_convert.hub.repository import Repository, url_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class Publication(Result):
     """What `publish` sent, or would send.
 
     Attributes:
-        repo_id, url, revision: the place on the Hub.
+        repo_id, url: the place on the Hub.
         private: None where a new repository is as its organisation has it, or where that was not looked up.
-        commit, pull_request: on the Hub; None in a dry run and before the upload.
+        commit: on the Hub; None in a dry run and before the upload.
         files: what is sent.
         replaced: paths whose content on the Hub differs; None in a dry run.
         card: the file of the model card.
@@ -35,10 +35,8 @@ class Publication(Result):
 
     repo_id: str
     url: str
-    revision: str | None
     private: bool | None
     commit: str | None = None
-    pull_request: str | None = None
     files: list[HashedFile]
     replaced: list[str] | None
     card: str
@@ -66,16 +64,16 @@ def publish(
     Raises:
         GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
     """
-    check_options(options)
+    from huggingface_hub import get_token
+
     model = open_converted(local_path(out))
     card, warnings = make_card(model, options)
-    token = own_token()
+    token = get_token()
     refuse_token("the model card", card.content.encode(), token)
     repository = None if dry_run else Repository(options, token)
     private = repository.read() if repository else options.private or None
     if repository is not None:
         warnings += repository.check_weights([*model.files, CARD])
-        warnings += repository.check_card(card)
     files = []
     for name in model.files:
         files.append(hash_file(model.folder, name, token))
@@ -86,7 +84,6 @@ def publish(
     publication = Publication(
         repo_id=options.repo_id,
         url=url_of(options.repo_id),
-        revision=options.revision,
         private=private,
         files=sorted(files, key=lambda file: file.path),
         replaced=repository.find_replaced(files) if repository else None,
@@ -98,8 +95,7 @@ def publish(
     if repository is None:
         return publication
     message = f"Upload a conversion to {in_words(model.record.groups)} K/V heads per layer"
-    commit = repository.upload(model.folder, files, message)
-    return replace(publication, commit=commit.oid, pull_request=commit.pr_url)
+    return replace(publication, commit=repository.upload(model.folder, files, message))
 
 
 def _left_out(model: Converted) -> list[str]:

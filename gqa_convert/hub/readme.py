@@ -14,7 +14,7 @@ from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
 from gqa_convert.hub.markup import one_line
 
-_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_INHERITED = ("license", "license_name", "license_link", "language")
 """Keys of the source's front matter that hold for the result too."""
 
 
@@ -56,11 +56,11 @@ def _came_with_source(model: Converted, text: str) -> bool:
 
 
 def stated_by_source(model: Converted, text: str | None) -> Words:
-    """Licence, languages and task that the source states, in its README or in the comment of the card that replaced
+    """Licence and languages that the source states, in its README or in the comment of the card that replaced
     it.
     """
-    import yaml
     from huggingface_hub import ModelCard
+    from yaml import YAMLError
 
     found: dict[str, Any] = {}
     try:
@@ -68,18 +68,16 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
             found = json.loads(match[1])
         elif text and text.lstrip("\ufeff").startswith("---") and _came_with_source(model, text):
             found = ModelCard(text.lstrip("\ufeff"), ignore_metadata_errors=True).data.to_dict()
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
+    except (YAMLError, ValueError):
         return {}
-    words = {key: _words(found.get(key)) for key in _INHERITED}
-    return {key: value for key, value in words.items() if value}
-
-
-def _words(value: object) -> str | list[str]:
-    if isinstance(value, list):
-        return [word for each in value if isinstance(word := _words(each), str) and word]
-    if value is False:
-        return "no"  # YAML takes Norwegian for False
-    return one_line(value.strip()) if isinstance(value, str) else ""
+    stated: dict[str, str | list[str]] = {}
+    for key in _INHERITED:
+        value = found.get(key)
+        if value and isinstance(value, str):
+            stated[key] = one_line(value.strip())
+        elif value and isinstance(value, list):
+            stated[key] = [one_line(word) for word in value if isinstance(word, str)]
+    return stated
 
 
 def sign(front: str, body: str, stated: Words) -> str:

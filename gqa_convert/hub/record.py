@@ -1,6 +1,5 @@
 """`gqa_conversion.json`, as far as a model card states it. The names of the fields are the keys in the file."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import PublishError
-
-_BEFORE_KIND = re.compile(r"^.*?\.(?=[^.]+(\.bias)?$)")
 
 
 class _Part(BaseModel):
@@ -80,15 +77,6 @@ class ConversionRecord(_Part):
     uptraining: list[Training] = []
     previous: "ConversionRecord | None"
     written: dict[str, WrittenFile]
-
-    @property
-    def errors_by_kind(self) -> dict[str, list[float]]:
-        """Relative merge errors by the last word of the tensors' names, of biases by the last two."""
-        kinds: dict[str, list[float]] = {}
-        for name, value in sorted(self.merge_error.items()):
-            kind = _BEFORE_KIND.sub("", name.removesuffix(".weight"))
-            kinds.setdefault(kind, []).append(value)
-        return kinds
 
 
 def read_records(folder: Path) -> tuple[ConversionRecord, ...]:

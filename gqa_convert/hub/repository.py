@@ -1,7 +1,6 @@
 """The repository on the Hub: lists its files, uploads to it, and compares what arrived."""
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
@@ -10,16 +9,14 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.ownership import some
-from gqa_convert.errors import GQAConvertError, InterruptedRunError, PublishError, UploadError
+from gqa_convert.errors import InterruptedRunError, PublishError, UploadError
 from gqa_convert.hub.files import HashedFile
 from gqa_convert.hub.options import PublishOptions
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo, ModelCard
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+    from huggingface_hub.hf_api import RepoSibling
 
 _TIMEOUT_SECONDS = 30
-_SHOWN_CHARACTERS = 300
 
 
 def url_of(repo_id: str) -> str:
@@ -27,17 +24,6 @@ def url_of(repo_id: str) -> str:
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{repo_id}"
-
-
-def own_token() -> str | None:
-    """The token of `hf auth login` or of the environment; None without one that can be read."""
-    from huggingface_hub import get_token
-
-    try:
-        token = get_token()
-    except OSError:  # the home folder is another user's
-        return None
-    return str(token) if token else None
 
 
 class Repository:
@@ -63,32 +49,23 @@ class Repository:
         self._files: dict[str, RepoSibling] = {}
 
     def read(self) -> bool | None:
-        """List the files of the branch, and return whether the repository is private; None for a new one that will be
-        as its organisation has it.
+        """List the files, and return whether the repository is private; None for a new one that will be as its
+        organisation has it.
 
         Raises:
-            PublishError: it is public and --private was given, or there is nothing to open a pull request against.
+            PublishError: it is public and --private was given.
             UploadError: the Hub can't be reached.
         """
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError
 
-        options, info = self._options, None
-        with self._explained():
+        with self._explained("nothing was sent: try again later"):
             try:
-                info = self._info(None)
-                if options.revision is not None:
-                    info = self._info(options.revision)
-            except (RepositoryNotFoundError, RevisionNotFoundError):  # a new branch begins as the main one
-                if options.is_pull_request:
-                    raise PublishError(
-                        f"{self._url} has no {options.revision or 'main branch'} that you can see, so no pull request is possible: leave "
-                        "--revision and --create-pr out"
-                    ) from None
-        if info is None:
-            return True if options.private else None
-        if options.private and not info.private:
+                info = self._api.model_info(self._options.repo_id, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+            except RepositoryNotFoundError:
+                return self._options.private or None
+        if self._options.private and not info.private:
             raise PublishError(f"{self._url} exists and is public: make it private on the Hub, or leave --private out")
-        self._files = _files_of(info)
+        self._files = {item.rfilename: item for item in info.siblings or []}
         return bool(info.private)
 
     def check_weights(self, names: Sequence[str]) -> list[str]:
@@ -105,97 +82,55 @@ class Repository:
             )
         return [f"{self._url} also holds weights of another model, which stay: {some(other)}"] if other else []
 
-    def check_card(self, card: "ModelCard") -> list[str]:
-        """The Hub's warnings about a card's metadata.
-
-        Raises:
-            PublishError: the Hub rejects the metadata.
-            UploadError: the Hub can't be reached.
-        """
-        with warnings.catch_warnings(record=True) as found, self._explained():
-            warnings.simplefilter("always")
-            try:
-                card.validate()
-            except ValueError as problem:
-                raise PublishError(
-                    f"the Hub rejects the card's metadata ({self._shown(problem)}): check --license and --base-model"
-                ) from None
-        return [self._shown(each.message) for each in found if each.category is UserWarning]
-
     def find_replaced(self, files: Sequence[HashedFile]) -> list[str]:
         """The paths whose content in the repository differs."""
         known = [file for file in files if file.path in self._files]
         return [file.path for file in known if not file.is_same(self._files[file.path])]
 
-    def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> "CommitInfo":
-        """Create the repository and the branch if they are missing, upload files that the Hub does not have yet, and
-        compare what it then holds with what was hashed.
+    def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> str:
+        """Create the repository if it is missing, upload files that the Hub does not have yet, and compare what it then
+        holds with what was hashed.
+
+        Returns:
+            The commit.
 
         Raises:
             UploadError: the Hub can't be reached or refuses, and the same command resumes the upload; or a file is
                 missing there or has other content.
         """
-        options, again = self._options, "the same command"
-        if options.create_pr:
-            again = "with --revision refs/pr/N in place of --create-pr if a pull request is open"
-        with self._explained(f"run {again} again: uploaded files are not sent twice"):
-            if not options.create_pr:
-                # None: as the organisation has it
-                self._api.create_repo(options.repo_id, private=options.private or None, exist_ok=True)
-            if options.revision is not None and not options.is_pull_request:
-                self._api.create_branch(options.repo_id, branch=options.revision, exist_ok=True)
+        repo_id = self._options.repo_id
+        with self._explained("run the same command again: uploaded files are not sent twice"):
+            # None: as the organisation has it
+            self._api.create_repo(repo_id, private=self._options.private or None, exist_ok=True)
+            patterns = [escape(file.path) for file in files]
             commit = self._api.upload_folder(
-                repo_id=options.repo_id,
-                folder_path=folder,
-                allow_patterns=[escape(file.path) for file in files],
-                commit_message=message,
-                revision=options.revision,
-                create_pr=options.create_pr,
+                repo_id=repo_id, folder_path=folder, allow_patterns=patterns, commit_message=message
             )
         with self._explained("the files were sent but could not be compared"):
-            arrived = _files_of(self._info(commit.oid))
+            info = self._api.model_info(repo_id, revision=commit.oid, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+        arrived = {item.rfilename: item for item in info.siblings or []}
         for file in files:
             if file.path not in arrived or not file.is_same(arrived[file.path]):
                 raise UploadError(
                     f"{self._url} holds another {file.path} than the one that was checked, or none: do not change the folder, and publish again"
                 )
-        return commit
-
-    def _info(self, revision: str | None) -> "ModelInfo":
-        return self._api.model_info(
-            self._options.repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS
-        )
+        return str(commit.oid)
 
     @contextmanager
-    def _explained(self, advice: str = "nothing was sent: try again later") -> Iterator[None]:
+    def _explained(self, advice: str) -> Iterator[None]:
         """A context in which errors of the client become one line."""
-        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError
 
-        repo_id = self._options.repo_id
         try:
             yield
         except InterruptedRunError:  # raised by a signal, wherever the program is
             raise InterruptedRunError(f"stopped during a request to {self._url}; {advice}") from None
-        except GQAConvertError:
-            raise
         except Exception as problem:
-            shown = self._shown(problem)
-            forbidden = isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403)
-            if forbidden or isinstance(problem, RepositoryNotFoundError):
-                raise UploadError(
-                    f"the Hub does not let you write to {repo_id} ({shown}): log in with `hf auth login` and a token with write access"
-                ) from None
-            raise UploadError(f"the Hub refused {repo_id} ({shown}); {advice}") from None
+            if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403, 404):
+                advice = "log in with `hf auth login` and a token that may write there"
+            raise UploadError(f"the Hub refused {self._options.repo_id} ({self._shown(problem)}); {advice}") from None
 
-    def _shown(self, problem: BaseException | str) -> str:
-        """A message of the client without the token, without passwords and signatures in addresses, and without the
-        note on status codes.
-        """
-        text = " ".join(f"{problem}".replace(self._token, "***").split())
-        text = re.sub(r" ?For more information check: \S+", "", text)
-        text = re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
-        return text[:_SHOWN_CHARACTERS] or type(problem).__name__
-
-
-def _files_of(info: "ModelInfo") -> "dict[str, RepoSibling]":
-    return {item.rfilename: item for item in info.siblings or []}
+    def _shown(self, problem: Exception) -> str:
+        """A message of the client without the token, and without passwords and signatures in addresses."""
+        text = str(problem).replace(self._token, "***")
+        return re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)

@@ -117,7 +117,7 @@ def test_a_native_one(out: Path) -> None:
     }
     content = json.loads((out / "gqa_conversion.json").read_bytes())
     before, after = 2 * 2 * HEADS * WIDTH * 4, 2 * 2 * 3 * WIDTH * 4
-    keys = [value for name, value in content["merge_error"].items() if "k_proj" in name]
+    errors = content["merge_error"].values()
     python = content["machine"]["versions"]["python"]
     for words in (
         "# gqa-3\n",
@@ -135,7 +135,7 @@ def test_a_native_one(out: Path) -> None:
         "**Conversion** from 12 K/V heads per layer to 3, method `mean`: the K/V heads of a group were replaced by their mean",
         "No calibration text was used.",
         "gqa-convert convert org/model 'out folder' --groups 3",
-        f"| `k_proj` | 2 | {min(keys):.4f} | {sum(keys) / 2:.4f} | {max(keys):.4f} |",
+        f"within one method only: {sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most.",
         "Loss and tasks: not measured.",
         "Decode speed: not measured.",
         "- Its quality was not measured",
@@ -220,12 +220,10 @@ def test_an_uptrained_one(out: Path) -> None:
     text, front, _ = card(out)
     assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
     assert "**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`), `texts/extra`.\n" in text
-    assert "- **Loss after uptraining: 2.625 nats per token** where the source's is 2.500, on the held-out text" in text
+    assert "- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, on the held-out text" in text
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
-    assert (
-        "3.125 at the start, 2.625 at the end, 2.500 for the source (nats per token); 80.0% of the gap closed." in text
-    )
+    assert "3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed." in text
     assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
     assert "quality was not measured" not in text
     assert "It was fitted" in text
@@ -255,11 +253,11 @@ def test_an_uptrained_one(out: Path) -> None:
         (
             "license: other\nlicense_name: odd\nlicense_link: LICENSE",
             REPO,
-            "(name `odd`, terms at `LICENSE`), that",
+            "`other`, name `odd`, terms at `LICENSE`, that",
             "read it",
         ),
         ("license: something-new", REPO, "`something-new`", "does not know its terms"),
-        ("license: [mit, gemma]", REPO, "`mit`, `gemma`", "licence gemma"),
+        ("license: [mit, gemma]", REPO, "Not known", "no licence is known"),
         ("language: en", REPO, "Not known", "no licence is known"),
         ("license: [", REPO, "Not known", "no licence is known"),
         ("license: {a: b}", REPO, "Not known", "no licence is known"),
@@ -288,16 +286,14 @@ def test_a_licence_that_is_given(out: Path) -> None:
     assert (front["license"], front["language"]) == ("apache-2.0", ["en", "de"])
     assert "`apache-2.0`, that of the source" in text
     assert card(out, license="apache-2.0")[0] == text
-    with pytest.raises(OptionError, match="is not a licence"):
+    with pytest.raises(OptionError, match="--license"):
         card(out, license="my own: one")
 
 
 def test_what_a_source_states_outlives_its_readme(out: Path) -> None:
-    source_readme(
-        out, '\ufeff---\nlicense: llama2\nlanguage: [no, en]\npipeline_tag: fill-mask\nlicense_name: "--><b>"\n---\n'
-    )
+    source_readme(out, '\ufeff---\nlicense: llama2\nlanguage: [de, en]\nlicense_name: "--><b>"\n---\n')
     _, front, _ = card(out)
-    assert (front["language"], front["pipeline_tag"]) == (["no", "en"], "fill-mask")
+    assert front["language"] == ["de", "en"]
     written = (out / "README.md").read_text()
     for before, after in (('"license": "llama2"', '"license": "mit"'), ("\nlicense: llama2", "\nlicense: mit")):
         assert before in written
@@ -397,8 +393,7 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
 
 
 def test_what_was_merged_once_stays_merged(out: Path) -> None:
-    content = record(out, merge_error={"a.k_proj.bias": 0.5, "a.v_proj.bias": 0.25, "a.k_proj.weight": 0.125})
-    assert "| `k_proj.bias` | 1 | 0.5000 |" in card(out)[0]
+    content = record(out)
     record(out, previous=content, method="copy", source_kv_heads=3)
     text = card(out)[0]
     assert "| K/V heads per layer | 12 | 3 |" in text
@@ -425,7 +420,6 @@ def test_the_base_model_is_what_is_known(out: Path) -> None:
     assert card(out)[1]["base_model"] == "org/first"
     from_hub(out, "org/nearer")
     assert card(out)[1]["base_model"] == "org/nearer"
-    assert "replaces org/nearer" in " ".join(card(out, base_model="org/other")[2])
     for name in ("no id: at all", "", "org/", "/home/me/model"):
         with pytest.raises(OptionError, match="--base-model"):
             card(out, base_model=name)
@@ -440,7 +434,7 @@ def test_names_stay_names(out: Path) -> None:
     from_hub(out, HOSTILE)
     record(out, machine=machine, merge_error={f"{HOSTILE}.k": 0.5}, calibration={"text": HOSTILE, "kl": None})
     uptrained(out, command=[HOSTILE], adapters=HOSTILE)
-    words = f"license_name: {json.dumps(HOSTILE)}\nlanguage: {json.dumps(HOSTILE[:15])}\npipeline_tag: |\n  a\n  b\n"
+    words = f"license_name: {json.dumps(HOSTILE)}\nlanguage: {json.dumps(HOSTILE[:15])}\n"
     source_readme(out, f"---\nlicense: other\n{words}---\n")
     text, front, _ = card(out)
     assert front["license"] == "other"
@@ -490,13 +484,8 @@ def test_the_same_card_twice(out: Path) -> None:
 def test_options_that_cannot_be(out: Path) -> None:
     before = digests(out, ignore=())
     for repo_id in ("gqa-3", "a/b/c", "me/gqa--3", 'me/"); import os #'):
-        with pytest.raises(PublishError, match="org/name"):
+        with pytest.raises(OptionError, match="org/name"):
             card(out, repo_id)
-    for revision in ('x")', "a/../b/.."):
-        with pytest.raises(PublishError, match="--revision"):
-            card(out, revision=revision)
-    with pytest.raises(PublishError, match="--create-pr"):
-        card(out, revision="x", create_pr=True)
     assert digests(out, ignore=()) == before
 
 

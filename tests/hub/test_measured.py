@@ -97,7 +97,7 @@ def card(out: Path, *results: Path) -> tuple[str, list[dict[str, Any]], list[str
     made = publish(out, PublishOptions("me/gqa-3", results=results, license="mit"), dry_run=True)
     text = (out / "README.md").read_text()
     index = yaml.safe_load(text.split("---\n")[1]).get("model-index", [{"results": []}])
-    return text, index[0]["results"], [each for each in made.warnings if "left out" in each or "newest" in each]
+    return text, index[0]["results"], [each for each in made.warnings if "left out" in each]
 
 
 def headline(text: str) -> str:
@@ -114,12 +114,12 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     text, index, warnings = card(out, file)
     assert warnings == []
     assert (
-        "- **Loss: 0.1250 ± 0.0078 above the source's 2.500 nats per token**, on `held out.txt, causal, context 512, stride 256`."
+        "- **Loss: 0.125 ± 0.0078 above the source's 2.5 nats per token**, on `held out.txt, causal, context 512, stride 256`."
         in text
     )
-    assert "| source | 2.500 ± 0.062 | 7.500 | 1.250 | 4,096 |" in text
-    assert "| this model | 3.125 ± 0.062 | 7.500 | 1.250 | 4,096 |" in text
-    assert "Paired difference in loss to the source: 0.1250 ± 0.0078 nats per token." in text
+    assert "| source | 2.5 ± 0.062 | 7.5 | 1.25 | 4,096 |" in text
+    assert "| this model | 3.125 ± 0.062 | 7.5 | 1.25 | 4,096 |" in text
+    assert "Paired difference in loss to the source: 0.125 ± 0.0078 nats per token." in text
     assert (
         "KL divergence from the source: 0.0625 ± 0.0039 nats per token; both have the same first choice for 87.5% of the tokens."
         in text
@@ -157,8 +157,8 @@ def test_a_third_reference_gives_no_difference_to_the_source(base: Path, tmp_pat
     assert "**Loss: 3.125 ± 0.062 nats per token**" in headline(text)
     assert "difference to the source's was not measured on the same tokens" in headline(text)
     assert "0.625" not in text
-    assert "Paired difference in loss to `another`: -0.750 ± 0.031 nats per token." in text
-    assert "KL divergence from `another`: 0.5000 nats per token." in text
+    assert "Paired difference in loss to `another`: -0.75 ± 0.031 nats per token." in text
+    assert "KL divergence from `another`: 0.5 nats per token." in text
 
 
 def test_a_loss_below_the_sources(base: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_loss_below_the_sources(base: Path, tmp_path: Path) -> None:
     text, _, _ = card(
         base / "out", evaluation(tmp_path / "e.json", score(base / "source"), score(base / "out", difference=better))
     )
-    assert "Loss: 0.1250 ± 0.0078 below the source's" in text
+    assert "Loss: 0.125 ± 0.0078 below the source's" in text
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -176,10 +176,10 @@ def test_the_newest_of_several_results_on_a_text_counts(base: Path, tmp_path: Pa
         evaluation(tmp_path / "new.json", score(base / "out", 3.5), created="2026-05-02T00:00:00Z"),
     ]
     text, index, warnings = card(base / "out", *(files[place] for place in order))
-    assert "3.500" in headline(text)
-    assert "4.500" not in text
+    assert "3.5 ± " in headline(text)
+    assert "4.5 ± " not in text
     assert len(index) == 1
-    assert warnings == ["of the evaluations on held out.txt, causal, context 512, stride 256, the newest counts"]
+    assert warnings == []
 
 
 def test_each_text_is_stated_in_the_order_given(base: Path, tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_times_of_the_model_and_its_source(base: Path, tmp_path: Path, timed: st
         in headline(text)
     )
     assert f"Decode time of `{timed}` (float32, own weights):" in text
-    assert "| 12 | 2 | 512 | 10.00 | 1.500 | 99.50 |  |  |" in text
-    assert "| 3 | 2 | 1,024 | 10.00 | 1.500 | 99.50 |  | 2.00 |" in text
+    assert "| 12 | 2 | 512 | 10 | 1.5 | 99.5 |  |  |" in text
+    assert "| 3 | 2 | 1,024 | 10 | 1.5 | 99.5 |  | 2.00 |" in text
     assert "| 4 | 2 |" not in text
     assert "Decode speed: not measured" not in text
 
@@ -259,8 +259,8 @@ def test_times_of_an_engine(base: Path, tmp_path: Path) -> None:
     text, _, _ = card(base / "out", tmp_path / "b.json")
     assert "- **Decode step: 1.50 times as fast as the source's** in vllm on cpu" in headline(text)
     assert "Decode time of `source` (vllm 0.11):" in text
-    assert "| 3 | 1 | 64 | 4.000 |  |  |  | 1.50 |" in text
-    assert "1.000" not in text.split("Decode time")[1]
+    assert "| 3 | 1 | 64 | 4 |  |  |  | 1.50 |" in text
+    assert "| 1 |  |" not in text.split("Decode time")[1]
 
 
 def test_times_that_say_nothing_of_the_model(base: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_times_that_say_nothing_of_the_model(base: Path, tmp_path: Path) -> None
         assert len(warnings) == 1
     text, _, _ = card(base / "out", benchmark(tmp_path / "d.json", base / "out", {3: 5.0}))
     assert "Decode step" not in headline(text)
-    assert "| 3 | 2 | 512 | 5.000 |" in text
+    assert "| 3 | 2 | 512 | 5 |" in text
 
 
 def lm_eval(path: Path, model: str, **more: Any) -> Path:
@@ -299,7 +299,7 @@ def test_tasks_of_lm_eval(base: Path, tmp_path: Path) -> None:
     assert warnings == []
     assert "Tasks of lm-eval 0.4.9:" in text
     assert "| `piqa` | `acc,none` | 5 | 0.625 ± 0.013 |" in text
-    assert "| `piqa` | `exact_match,strict` | 5 | 1.000 |" in text
+    assert "| `piqa` | `exact_match,strict` | 5 | 1 |" in text
     assert index[0]["dataset"]["type"] == "piqa"
     assert [(metric["type"], metric["value"]) for metric in index[0]["metrics"]] == [
         ("acc", 0.625),

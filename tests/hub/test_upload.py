@@ -18,7 +18,7 @@ import pytest
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UploadError
 from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.repository import Repository, own_token
+from gqa_convert.hub.repository import Repository
 from tests.helpers.checkpoints import digests, write_llama
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub
@@ -162,19 +162,9 @@ def test_a_dry_run_writes_the_card_alone_and_uses_no_network(out: Path, hub: Upl
     assert (out / "README.md").read_bytes() == first
 
 
-def test_a_token_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the home folder of another user."""
-
-    def refused() -> None:
-        raise PermissionError(13, "Permission denied", "/root/.cache/huggingface/token")
-
-    monkeypatch.setattr("huggingface_hub.get_token", refused)
-    assert own_token() is None
-
-
 def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(f"{TOKEN} https://me:secret@hub/x?{SIGNATURE} For more information check: https://codes/500")
+        raise OSError(f"{TOKEN} https://me:secret@hub/x?{SIGNATURE}")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     with pytest.raises(UploadError) as problem:
@@ -191,28 +181,11 @@ def test_other_files_stay_and_replaced_ones_are_named(out: Path, hub: UploadHub)
     assert any("old.gguf" in warning for warning in made["warnings"])
 
 
-def test_a_branch_and_a_pull_request(out: Path, hub: UploadHub) -> None:
-    hub.add("me/gqa-3", {"notes.txt": b"mine"})
-    result, made = publish(out, hub.url, "--repo-id", "me/gqa-3", "--revision", "trial")
-    assert result.returncode == 0, result.stderr
-    assert 'revision="trial"' in (out / "README.md").read_text()
-    assert set(hub.branches["me/gqa-3"]) == {"main", "trial"}
-    result, made = publish(out, hub.url, "--repo-id", "me/gqa-3", "--create-pr")
-    assert result.returncode == 0, result.stderr
-    assert made["pull_request"].endswith("/discussions/1")
-    assert set(hub.branches["me/gqa-3"]["main"]) == {"notes.txt"}
-    assert hub.branches["me/gqa-3"]["refs/pr/1"].items() >= sent_files(out).items()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--repo-id", "public/one", "--private"), ("is public",)),
         (("--repo-id", "public/single"), ("model.safetensors", "in place of")),
-        (("--repo-id", "public/single", "--revision", "trial"), ("model.safetensors", "in place of")),
-        (("--repo-id", "me/none", "--create-pr"), ("no pull request",)),
-        (("--repo-id", "public/one", "--revision", "refs/pr/7"), ("no refs/pr/7",)),
-        (("--repo-id", "me/none", "--license", "nonsense"), ("metadata", "must be one of a list")),
     ],
 )
 def test_what_the_hub_shows_is_refused_before_anything_is_written(
@@ -244,5 +217,7 @@ def test_no_login_no_rights_no_network(out: Path, hub: UploadHub) -> None:
 def test_a_file_that_arrives_changed_is_told(out: Path, hub: UploadHub) -> None:
     hub.damage = "model-00003-of-00003.safetensors"
     assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3")[0], 1, "another model-00003")
+    refused = publish(out, hub.url, "--repo-id", "me/gqa-3", "--license", "nonsense")[0]
+    assert_refused(refused, 1, "metadata", "must be one of a list")
     hub.damage = "config.json"
     assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3")[0], 1, "another config.json")
