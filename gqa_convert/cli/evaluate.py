@@ -119,7 +119,7 @@ def evaluate(
     if data is None:
         raise OptionError("--data is missing: name the text to score")
     if output is not None:
-        check_result_path(output, "evaluate", overwrite=overwrite)
+        check_result_path(output, overwrite=overwrite)
     options = EvaluationOptions(
         reference=reference,
         revision=revision,

@@ -1,20 +1,18 @@
-"""Pictures drawn with matplotlib: checks before long work, and recognition of files that this program drew."""
+"""Pictures drawn with matplotlib, and pages with them: checks before long work, and a mark by which they are known."""
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.errors import MissingExtraError, NoSpaceError, OptionError, OutputError
+from gqa_convert.errors import MissingExtraError, OptionError, OutputError
+from gqa_convert.measuring.results import write_file
 
 FORMATS = (".png", ".svg", ".pdf")
 DRAWN_BY = "drawn by gqa-convert"
 """The mark by which a file that this program drew is known."""
 
 
-def check_picture(path: Path, option: str = "--plot", formats: Sequence[str] = FORMATS) -> None:
+def check_picture(path: Path, option: str, formats: tuple[str, ...] = FORMATS) -> None:
     """Refuse a picture, or a page with one, that could not be drawn, before the long work.
 
     Raises:
@@ -23,12 +21,10 @@ def check_picture(path: Path, option: str = "--plot", formats: Sequence[str] = F
         MissingExtraError: matplotlib is not installed.
     """
     if path.suffix.lower() not in formats:
-        raise OptionError(
-            f"{option} {path} ends in {path.suffix or 'nothing'!r}: name a file that ends in one of {', '.join(formats)}"
-        )
+        raise OptionError(f"{option} {path}: name a file that ends in one of {', '.join(formats)}")
     if not path.parent.is_dir():
         raise OptionError(f"{option} {path}: there is no folder {path.parent}, make it first")
-    if path.exists() and not is_our_picture(path):
+    if path.exists() and (path.is_dir() or DRAWN_BY.encode() not in path.read_bytes()):
         raise OutputError(f"{option} {path} exists and gqa-convert did not draw it: name another file")
     try:
         import matplotlib as mpl  # noqa: F401
@@ -36,14 +32,6 @@ def check_picture(path: Path, option: str = "--plot", formats: Sequence[str] = F
         raise MissingExtraError(
             f"matplotlib is not installed, which {option} needs: pip install 'gqa-convert[plot]'"
         ) from None
-
-
-def is_our_picture(path: Path) -> bool:
-    """Whether `save_picture` wrote a file."""
-    try:
-        return DRAWN_BY.encode() in path.read_bytes()
-    except OSError:
-        return False
 
 
 def save_picture(figure: Any, path: Path) -> None:
@@ -55,23 +43,7 @@ def save_picture(figure: Any, path: Path) -> None:
         OutputError: the file can't be written.
     """
     kind = path.suffix[1:].lower()
+    mark = {"Software" if kind == "png" else "Creator": DRAWN_BY}
     picture = io.BytesIO()
-    figure.savefig(picture, format=kind, dpi=150, metadata={"Software" if kind == "png" else "Creator": DRAWN_BY})
-    write_drawing(path, picture.getvalue())
-
-
-def write_drawing(path: Path, content: bytes) -> None:
-    """Write what was drawn, marked with `DRAWN_BY`: the file appears whole or not at all.
-
-    Raises:
-        NoSpaceError: the disk is full.
-        OutputError: the file can't be written.
-    """
-    try:
-        write_whole(path, content)
-    except OSError as problem:
-        if is_disk_full(problem):
-            raise NoSpaceError(
-                f"the disk or quota of {path} is full: free some space, or name a picture on another disk"
-            ) from None
-        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another picture") from None
+    figure.savefig(picture, format=kind, dpi=150, metadata=mark)
+    write_file(path, picture.getvalue())

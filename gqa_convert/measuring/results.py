@@ -1,13 +1,12 @@
 """The files that `evaluate` and `benchmark` write: their keys, reading, writing, and to which checkpoint they belong."""
 
 import json
-import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gqa_convert.checkpoint.atomic_files import write_json
+from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.checkpoint.fingerprint import fingerprint as fingerprint
 from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.resource_errors import is_disk_full
@@ -144,7 +143,9 @@ class BenchmarkFile(_Measurement):
     results: list[TimedCell]
 
 
-_KINDS: dict[str, type[EvaluationFile] | type[BenchmarkFile]] = {"evaluate": EvaluationFile, "benchmark": BenchmarkFile}
+_FILE: TypeAdapter[EvaluationFile | BenchmarkFile] = TypeAdapter(
+    Annotated[EvaluationFile | BenchmarkFile, Field(discriminator="kind")]
+)
 
 
 def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
@@ -155,63 +156,55 @@ def load_result(path: Path) -> EvaluationFile | BenchmarkFile:
             type.
     """
     try:
-        raw = path.read_bytes()
+        return _FILE.validate_json(path.read_bytes(), strict=True)
     except OSError as problem:
         raise ReportError(f"{path} can't be read ({problem.strerror}): name a file that evaluate wrote") from None
-    kind = _kind(raw)
-    if kind is None:
-        raise ReportError(f"{path} does not hold results of evaluate or benchmark: name a file that one of them wrote")
-    try:
-        return _KINDS[kind].model_validate_json(raw, strict=True)
     except ValidationError as problem:
         first = problem.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
-    raise ReportError(f"{path} can't be read ({place}: {first['msg']}): write it again with {kind}")
+    raise ReportError(
+        f"{path} does not hold results of evaluate or benchmark ({place} {first['msg']}): name a file that one of them wrote"
+    )
 
 
-def write_result(path: Path, value: EvaluationFile | BenchmarkFile, *, overwrite: bool = False) -> None:
+def write_result(path: Path, value: EvaluationFile, *, overwrite: bool = False) -> None:
     """Write results as JSON: the file appears whole or not at all.
 
     Raises:
         OutputError: as of `check_result_path`, or the file can't be written.
         NoSpaceError: the disk is full.
     """
-    check_result_path(path, value.kind, overwrite=overwrite)
+    check_result_path(path, overwrite=overwrite)
+    write_file(path, (json.dumps(value.as_json(), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, which appears whole or not at all.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        OutputError: the file can't be written.
+    """
     try:
-        write_json(path, value.as_json())
+        write_whole(path, content)
     except OSError as problem:
         if is_disk_full(problem):
             raise NoSpaceError(f"the disk or quota of {path} is full: free some space, or name another file") from None
         raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file") from None
 
 
-def check_result_path(path: Path, kind: str, *, overwrite: bool = False) -> None:
+def check_result_path(path: Path, *, overwrite: bool = False) -> None:
     """Refuse a file that can't be written, before the measurement begins.
 
     Raises:
-        OutputError: the file exists (without `overwrite`, or with content other than results of this kind), or its
-            folder is missing or can't be written.
+        OutputError: the file exists (without `overwrite`, or with other content than results of `evaluate`), or its
+            folder is missing.
     """
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder: name a file such as {path / 'results.json'}")
-    if path.exists():
-        raw = path.read_bytes()
-        if raw and _kind(raw) != kind:
-            raise OutputError(f"{path} exists already and does not hold results of {kind}: name a new file")
-        if not overwrite:
-            raise OutputError(f"{path} exists already: name a new file, or replace it with --overwrite")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"the folder {folder} does not exist: make it, or name another file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"the folder {folder} can't be written: name a file in another one")
-
-
-def _kind(raw: bytes) -> str | None:
-    """The command that wrote a file with this content, None if none did."""
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    kind = found.get("kind") if isinstance(found, dict) else None
-    return kind if isinstance(kind, str) and kind in _KINDS else None
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"the folder of {path} does not exist: make it, or name another file")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{path} exists already: name a new file, or replace results of evaluate with --overwrite")
+    if not isinstance(load_result(path), EvaluationFile):
+        raise OutputError(f"{path} does not hold results of evaluate: name a new file")

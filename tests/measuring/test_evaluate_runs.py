@@ -87,8 +87,8 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
     code, out, err = ask("one", "--data", "text.txt", "--output", file, "--overwrite")
     assert (code, out, file.read_text()) == (2, "", "mine")
     assert "does not hold results of evaluate" in err
-    file.write_text("")
-    assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
+    file.unlink()
+    assert ask("one", "--data", "text.txt", "--output", file, "-q") == (0, "", "")
     assert ask("one", "--data", "text.txt", "--output", file, "-q")[0] == 2
     assert ask("one", "--data", "text.txt", "--output", file, "--overwrite", "-q") == (0, "", "")
     assert json.loads(file.read_text())["kind"] == "evaluate"
@@ -119,7 +119,7 @@ def test_results_are_overwritten_only_when_asked(ask: Any, tmp_path: Path) -> No
         (("one", "--data", "text.txt", "--reference", "./nowhere"), "./nowhere"),
         (("one", "--data", "missing.txt", "--output", "no/such.json"), "the folder"),  # before any work
         (("one", "--data", "missing.txt", "--html", "no/page.html"), "there is no folder no"),
-        (("one", "--data", "text.txt", "--output", "one"), "is a folder"),
+        (("one", "--data", "text.txt", "--output", "one"), "one exists already"),
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
         (("one", "--data", "text.txt", "--reference", "t5"), "encoder-decoder"),
         (("t5", "--data", "text.txt", "--stride", "3"), "--stride is for windows of causal models"),

@@ -36,12 +36,13 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         results=[TimedCell(groups=[4, 2], batch=1, context=64, kv_bytes=1920)],
     )
     for name, value in (("a.json", evaluation(loss=2.5)), ("b.json", times)):
-        write_result(tmp_path / name, value)
+        (tmp_path / name).write_text(json.dumps(value.as_json()))
         assert load_result(tmp_path / name) == value
-        written = json.loads((tmp_path / name).read_text())
-        assert written == value.as_json()
-        assert type(written["machine"]["memory_bytes"]) is int
-    assert json.loads((tmp_path / "a.json").read_text())["results"][0]["kl"] is None
+    write_result(tmp_path / "c.json", evaluation(loss=2.5))
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written == evaluation(loss=2.5).as_json()
+    assert type(written["machine"]["memory_bytes"]) is int
+    assert written["results"][0]["kl"] is None
 
 
 def changed(**keys: Any) -> bytes:
@@ -58,11 +59,11 @@ def changed(**keys: Any) -> bytes:
         (b"\xff", "does not hold results"),
         (b'{"kind": "inspect"}', "does not hold results"),
         (b'{"kind": ["evaluate"]}', "does not hold results"),
-        (changed(format_version=99), "format_version: Input should be 1"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss: Input should be a valid num"),
-        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss: Input should be a fin"),
-        (changed(results=[]), "results: List should have at least 1 item"),
-        (changed(results=[{"tokens": 7}]), "results.0.model: Field required"),
+        (changed(format_version=99), "format_version Input should be 1"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": "2.5"}]), "results.0.loss Input should be a valid num"),
+        (changed(results=[{"model": "m", "tokens": 7, "loss": float("nan")}]), "results.0.loss Input should be a fin"),
+        (changed(results=[]), "results List should have at least 1 item"),
+        (changed(results=[{"tokens": 7}]), "results.0.model Field required"),
         (changed(machine={"device": "cpu"}), "machine.processor"),
     ],
 )
@@ -78,9 +79,11 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | No
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
     file = tmp_path / "a.json"
-    for mine in (b"mine", b'{"kind": "benchmark"}'):
+    times = BenchmarkFile(**measurement("benchmark", None).as_json(), model="m", results=[])
+    for mine in (b"", b"mine", b'{"kind": "benchmark"}', json.dumps(times.as_json()).encode()):
         file.write_bytes(mine)
-        with pytest.raises(OutputError, match="does not hold results of evaluate"):
+        words = "does not hold results of evaluate" if overwrite else "exists already"
+        with pytest.raises((OutputError, ReportError), match=words):
             write_result(file, evaluation(), overwrite=overwrite)
         assert file.read_bytes() == mine
     file.write_bytes(changed())
@@ -88,13 +91,13 @@ def test_files_of_others_are_kept(tmp_path: Path, overwrite: bool) -> None:
         write_result(file, evaluation(loss=1.0), overwrite=True)
         assert load_result(file).results[0].loss == 1.0  # type: ignore[union-attr]
     else:
-        with pytest.raises(OutputError, match="replace it with --overwrite"):
+        with pytest.raises(OutputError, match="with --overwrite"):
             write_result(file, evaluation())
         assert file.read_bytes() == changed()
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-@pytest.mark.parametrize(("name", "words"), [("no/a.json", "does not exist"), (".", "is a folder")])
+@pytest.mark.parametrize(("name", "words"), [("no/a.json", "does not exist"), (".", "exists already")])
 def test_paths_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(OutputError, match=words):
-        check_result_path(tmp_path / name, "evaluate")
+        check_result_path(tmp_path / name)

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.errors import OptionError, ReportError
 from gqa_convert.measuring.evaluation.table import columns, notes, short_names, title
-from gqa_convert.measuring.pictures import DRAWN_BY, check_picture, save_picture, write_drawing
-from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, ModelScores, load_result
+from gqa_convert.measuring.pictures import DRAWN_BY, check_picture, save_picture
+from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_result, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Files = Sequence[EvaluationFile | BenchmarkFile]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class MeasuredText:
     notes: list[str]
 
 
-def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]) -> Files:
+def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]) -> list[EvaluationFile]:
     """Refuse drawings that can't be made, and read the files of earlier results.
 
     Raises:
@@ -37,22 +35,27 @@ def check_drawings(html: Path | None, plot: Path | None, earlier: Sequence[Path]
     if html is not None:
         check_picture(html, "--html", (".html",))
     if plot is not None:
-        check_picture(plot)
+        check_picture(plot, "--plot")
     if earlier and html is None and plot is None:
         raise OptionError("--with names results to draw: name a page with --html or a picture with --plot")
-    return [load_result(path) for path in earlier]
+    files = []
+    for path in earlier:
+        file = load_result(path)
+        if not isinstance(file, EvaluationFile):
+            raise ReportError(f"--with {path} holds results of benchmark: name a file that evaluate wrote")
+        files.append(file)
+    return files
 
 
-def draw(files: Files, html: Path | None, plot: Path | None) -> None:
+def draw(files: Sequence[EvaluationFile], html: Path | None, plot: Path | None) -> None:
     """Draw results as a page, a picture, or both.
 
     Args:
-        files: of `evaluate`, and of `benchmark` for times beside the losses.
+        files: the results, at least one.
         html: the page, None for none.
         plot: the picture, None for none.
 
     Raises:
-        ReportError: no file has losses.
         OutputError, NoSpaceError: a file can't be written.
     """
     if html is None and plot is None:
@@ -62,20 +65,14 @@ def draw(files: Files, html: Path | None, plot: Path | None) -> None:
     if plot is not None:
         save_picture(figure, plot)
     if html is not None:
-        write_drawing(html, _page(texts, figure).encode())
+        write_file(html, _page(texts, figure).encode())
 
 
-def measured_texts(files: Files) -> list[MeasuredText]:
-    """Results by the text that they were measured on. Entries with the same fingerprint belong to the same model.
-
-    Raises:
-        ReportError: no file has losses.
-    """
+def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
+    """Results by the text that they were measured on. Entries with the same fingerprint belong to the same model."""
     found: dict[object, MeasuredText] = {}
     models: dict[object, dict[object, ModelScores]] = {}
     for file in files:
-        if not isinstance(file, EvaluationFile):
-            continue
         seed = file.seed if file.objective == "spans" else None
         text = (file.data.sha256 or file.data, file.objective, file.context, file.stride, seed)
         entries = models.setdefault(text, {})
@@ -83,26 +80,13 @@ def measured_texts(files: Files) -> list[MeasuredText]:
             model = (each.fingerprint or id(each), each.dtype)
             if each.difference or model not in entries:
                 entries[model] = each
-        found[text] = _measured_text(title(file), list(entries.values()), files)
-    if not found:
-        raise ReportError("none of the files holds results of evaluate: name one with --with, or a MODEL")
+        found[text] = _measured_text(title(file), list(entries.values()))
     return list(found.values())
 
 
-def _measured_text(heading: str, entries: list[ModelScores], files: Files) -> MeasuredText:
+def _measured_text(heading: str, entries: list[ModelScores]) -> MeasuredText:
     names = short_names(entries)
-    cells = columns(entries, names)
-    rows = {each.fingerprint: row for row, each in enumerate(entries) if each.fingerprint}
-    for file in files:
-        if not isinstance(file, BenchmarkFile):
-            continue
-        for cell in file.results:
-            if cell.fingerprint not in rows or cell.decode_tokens_per_second is None:
-                continue
-            where = f"batch {cell.batch}, {file.engine or 'transformers'}, {file.dtype}, {file.machine.processor}"
-            speeds = cells.setdefault(f"tokens/s at {cell.context:,} tokens, {where}", [""] * len(entries))
-            speeds[rows[cell.fingerprint]] = f"{cell.decode_tokens_per_second:,.1f}"
-    return MeasuredText(heading, entries, cells, notes(entries, names))
+    return MeasuredText(heading, entries, columns(entries, names), notes(entries, names))
 
 
 def _figure(texts: Sequence[MeasuredText]) -> "Figure":
@@ -123,17 +107,13 @@ def _figure(texts: Sequence[MeasuredText]) -> "Figure":
                 points.append((each.kv_bytes_per_token, value))
                 ticks[each.kv_bytes_per_token] = size(each.kv_bytes_per_token)
                 axes.annotate(name, points[-1], (5, 5), textcoords="offset points", fontsize=8, parse_math=False)
-        if points:
-            label = text.title.replace("$", r"\$")
-            axes.plot(*zip(*points, strict=True), "o", label=f"on {label}")
-    if ticks:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(ticks), list(ticks.values()))
-        axes.minorticks_off()
-        axes.margins(x=0.15, y=0.15)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
-    else:
-        axes.text(0.5, 0.5, "no model has both a loss and a known K/V cache", ha="center")
+        label = text.title.replace("$", r"\$")
+        axes.plot([nbytes for nbytes, _ in points], [value for _, value in points], "o", label=f"on {label}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.margins(x=0.15, y=0.15)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8, frameon=False)
     axes.set_xlabel("K/V cache per token")
     axes.set_ylabel("loss (nats per token)" if by_token else "bits per byte")
     axes.spines[["top", "right"]].set_visible(False)

@@ -21,14 +21,12 @@ def title(results: EvaluationFile) -> str:
 
 
 def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
-    """The names of models, and of those compared with, by as many of their last parts as tell all of them apart."""
-    names = {each.model for each in entries} | {each.difference.to for each in entries if each.difference}
-    parts = {name: Path(name).parts or (name,) for name in names}
-    short: dict[str, str] = {}
-    for count in range(1, max(map(len, parts.values())) + 1):
-        short = {name: str(Path(*own[-count:])) for name, own in parts.items()}
-        if len(set(short.values())) == len(names):
-            break
+    """The names of models, and of those compared with, by their last parts where these tell all of them apart."""
+    names = {each.model for each in entries}
+    names |= {each.difference.to for each in entries if each.difference}
+    short = {name: Path(name).name or name for name in names}
+    if len(set(short.values())) < len(names):
+        return {name: name for name in names}
     return short
 
 
