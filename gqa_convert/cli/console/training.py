@@ -70,8 +70,9 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
     rows = []
     for source in found.sources:
-        ready = f"{source.pairs:,} pairs"
-        if source.tokens is not None:
+        if source.tokens is None:
+            ready = f"{source.pairs:,} pairs"
+        else:
             ready = f"{tokens_text(source.tokens)} tokens"
         rows.append(("text", f"{source.source}  {ready}"))
     rows.append(("cache", found.cache))
