@@ -23,10 +23,7 @@ def show_benchmark(result: BenchmarkFile) -> None:
     console.print(styled((result.model, "bold"), about), soft_wrap=True)
     for batch, context in dict.fromkeys((cell.batch, cell.context) for cell in result.results):
         cells = [cell for cell in result.results if (cell.batch, cell.context) == (batch, context)]
-        encoder = f", {cells[0].encoder_tokens} tokens of input" if cells[0].encoder_tokens else ""
-        title = (
-            f"batch {batch}, {context:,} tokens cached{encoder}; times in ms, a sample has {cells[0].new_tokens} tokens"
-        )
+        title = f"batch {batch}, {context:,} tokens cached; times in ms, a sample has {cells[0].new_tokens} tokens"
         _show_cells(cells, result, title)
     if result.engine is None:
         source = "The model's own number of K/V heads has its weights; other" if result.weights == "own" else "All"
@@ -50,7 +47,6 @@ def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
         speed = f"{(source.decode_ms_per_token or 0) / time:.2f}x"
     if source is not None and source.kv_bytes and cell.kv_bytes:
         share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
-    per_token = [cell.kv_bytes_per_token, cell.cross_kv_bytes_per_encoder_token]
     return [
         cell.model or "",
         _heads(cell.groups),
@@ -60,7 +56,7 @@ def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
         number(cell.decode_tokens_per_second, ",.1f"),
         number(cell.prefill_ms, ",.1f"),
         number(cell.sample_ms, ",.0f"),
-        " + ".join(size(nbytes) for nbytes in per_token if nbytes is not None),
+        "" if cell.kv_bytes_per_token is None else size(cell.kv_bytes_per_token),
         share,
     ]
 

@@ -18,7 +18,7 @@ from gqa_convert.errors import (
     UnsupportedAttentionError,
     UnsupportedFamilyError,
 )
-from gqa_convert.families.loading import auto_class, check_language_model
+from gqa_convert.families.loading import auto_class, check_language_model, is_encoder_decoder
 from gqa_convert.families.table import family_of
 
 NEEDS_HEAD = "benchmark decodes with one; time the same shapes with --config in the place of MODEL"
@@ -114,6 +114,8 @@ def build(config: JsonObject, where: str, dtype: str, attention: str, device: An
     from gqa_convert.families.modeling import register_modeling
 
     family = family_of(config)
+    if is_encoder_decoder(config):
+        raise UnsupportedFamilyError(f"{where} is an encoder-decoder, and benchmark times decoders")
     if family.is_converted:
         register_modeling(family.model_type)
     if family.model_type not in CONFIG_MAPPING:
