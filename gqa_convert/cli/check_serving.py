@@ -19,9 +19,6 @@ def check_serving(
         ),
     ] = None,
     python: Interpreters = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="MINUTES", help="Time limit for each engine, in minutes.")
-    ] = 60.0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -42,7 +39,7 @@ def check_serving(
     from gqa_convert.serving.checking import check_serving
 
     with stage_progress(quiet=quiet) as step:
-        report = check_serving(out, engine or (), pythons=interpreters(python), minutes=timeout, progress=step)
+        report = check_serving(out, engine or (), pythons=interpreters(python), progress=step)
     if as_json:
         print_json(report.as_json())
     elif not quiet:

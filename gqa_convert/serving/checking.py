@@ -12,11 +12,10 @@ from gqa_convert.errors import MissingExtraError, OptionError, SourceNotFoundErr
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import TASKS, auto_class, check_language_model, read_config
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.families.wrappers import is_wrapper
 
 from .comparing import compare
-from .engines import ENGINES, Engine, environment, find_interpreter
-from .reference import NEEDS_HEAD, ask_transformers, compared_positions
+from .engines import ENGINES, Engine, find_interpreter
+from .reference import NEEDS_HEAD, ask_transformers
 from .request import NEW_TOKENS, Request
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
 
@@ -68,7 +67,7 @@ def check_serving(
         engines: all that there are, by name.
 
     Raises:
-        OptionError: a name is unknown, or the time limit is not positive.
+        OptionError: a name is unknown.
         SourceNotFoundError: `out` is not a checkpoint.
         CorruptCheckpointError: transformers itself can't load it.
         NoLanguageModelError: it was saved without its language-model head.
@@ -79,8 +78,6 @@ def check_serving(
     named = [*names, *pythons]
     for name in named:
         check_name(name, engines)
-    if not minutes > 0:
-        raise OptionError(f"the time limit of {minutes:g} minutes is too short: allow more")
     out = local_path(out)
     config = read_config(out)
     if not config:
@@ -100,25 +97,21 @@ def check_serving(
         except MissingExtraError as problem:
             report |= {"status": SKIPPED, "detail": str(problem)}
             continue
-        answers = answers or ask_transformers(out)
+        prompts, reference = answers = answers or ask_transformers(out)
         begun = time.monotonic()
-        request = _request(out, config, *answers)
-        outcome = ask(found.python, environment(found.python), engines[name].module, request, minutes * 60)
+        outcome = ask(found.python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
         report |= {"version": found.version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
-            comparison = compare(answers[1], outcome, answers[0])
-            report |= _verdict(comparison) | comparison
+            report |= _verdict(compare(reference, outcome, prompts))
         report["seconds"] = round(time.monotonic() - begun, 1)
-    progress("running", len(chosen), len(chosen))
     states = {report["status"] for report in reports.values()}
-    named_ones_ran = all(reports[name]["status"] != SKIPPED for name in named)
     return ServingReport(
         out=str(out),
         model_type=config.get("model_type"),
         transformers=transformers.__version__,
         prompts=tuple(map(len, answers[0])) if answers else (),
         clients=tuple(reports.values()),
-        passed=FAILED not in states and OK in states and named_ones_ran,
+        passed=FAILED not in states and OK in states and all(reports[name]["status"] != SKIPPED for name in named),
     )
 
 
@@ -137,19 +130,13 @@ def why_unsupported(folder: Path, config: JsonObject) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = str(config.get("model_type"))
-    family = FAMILIES.get(model_type)
     if is_decilm(config):
         return "" if has_our_code(folder, config) else "its code is not the modelling file that convert writes"
-    if family is not None and family.is_layerwise:
-        return f"its layers differ in their number of K/V heads, and only transformers 5 has code for a {family.stock_type} of that kind"
-    if (family is not None and family.is_converted) or (
-        "auto_map" in config and model_type not in CONFIG_MAPPING_NAMES
-    ):
+    is_converted = model_type in FAMILIES and FAMILIES[model_type].is_converted
+    if is_converted or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} comes with a modelling file, which only transformers 5 runs"
-    if is_wrapper(config):
-        return f"{model_type} reads images too, and the engines are compared on language models alone"
     if auto_class(config) != TASKS[0]:
-        return f"{model_type} is an encoder-decoder, and only decoders are compared"
+        return f"{model_type} is an encoder-decoder or reads more than text, and only language models are compared"
     return ""
 
 
@@ -174,18 +161,15 @@ def _request(out: Path, config: JsonObject, prompts: list[list[int]], reference:
         run_code=has_our_code(out, config),
         prompts=prompts,
         sequences=[prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)],
-        positions=[compared_positions(len(prompt)) for prompt in prompts],
     )
 
 
 def _verdict(comparison: JsonObject) -> JsonObject:
+    """A comparison, with the status and a sentence for it."""
     if comparison["problems"]:
-        return {"status": FAILED, "detail": "; ".join(comparison["problems"])}
-    detail = f"{comparison['tokens']} tokens equal"
-    if comparison["ties"]:
-        detail += f", {comparison['ties']} ties"
+        return comparison | {"status": FAILED, "detail": "; ".join(comparison["problems"])}
+    detail = f"{comparison['tokens']} tokens equal, {comparison['ties']} ties"
     if comparison["largest_difference"] is None:
-        return {"detail": f"{detail}; no logits available"}
-    return {
-        "detail": f"{detail}, logits within {comparison['largest_difference']:.1e} ({comparison['allowed']:.1e} allowed)"
-    }
+        return comparison | {"detail": f"{detail}; no logits available"}
+    difference, allowed = comparison["largest_difference"], comparison["allowed"]
+    return comparison | {"detail": f"{detail}, logits within {difference:.1e} ({allowed:.1e} allowed)"}

@@ -1,5 +1,6 @@
 """Compares what an engine computes with what transformers computes."""
 
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -30,26 +31,25 @@ def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> Jso
     assert reference.tokens is not None
     assert reference.logits is not None
     tokens = found.tokens or []
-    allowed = TOLERANCE * max(float(each.max() - each.min()) for each in reference.logits)
-    result: JsonObject = {"problems": [], "largest_difference": None, "allowed": allowed, "compared_logits": 0}
+    allowed = TOLERANCE * max(float(np.ptp(each)) for each in reference.logits)
+    problems: list[str] = []
+    result: JsonObject = {"problems": problems, "largest_difference": None, "allowed": allowed, "compared_logits": 0}
     result |= {"tokens": 0, "ties": 0}
     if len(tokens) != len(prompts):
-        result["problems"].append(f"answered {len(tokens)} of {len(prompts)} prompts")
+        problems.append(f"answered {len(tokens)} of {len(prompts)} prompts")
         return result
     for prompt, ours, theirs, rows in zip(prompts, reference.tokens, tokens, reference.logits, strict=True):
-        same = 0
-        while same < NEW_TOKENS and theirs[same : same + 1] == [ours[same]]:
-            same += 1
+        same = len(commonprefix([ours, theirs]))  # noqa: RUF071 - of lists
         result["tokens"] += same
         if same == NEW_TOKENS:
             continue
-        row = rows[same - NEW_TOKENS]  # the last rows are those that choose the new tokens
-        other = theirs[same] if same < len(theirs) else -1
-        if 0 <= other < len(row) and row[ours[same]] - row[other] <= allowed:
+        what = f"prompt of {len(prompt)} tokens: new token {same + 1}"
+        if same == len(theirs):
+            problems.append(f"{what} is missing")
+        elif rows[same, ours[same]] - rows[same].take(theirs[same], mode="clip") <= allowed:
             result["ties"] += 1
         else:
-            what = f"is {other}, and {ours[same]} in transformers" if same < len(theirs) else "is missing"
-            result["problems"].append(f"prompt of {len(prompt)} tokens: new token {same + 1} {what}")
+            problems.append(f"{what} is {theirs[same]}, and {ours[same]} in transformers")
     if found.logits is not None:
         _compare_logits(reference.logits, found.logits, result)
     return result
@@ -57,18 +57,18 @@ def compare(reference: Outcome, found: Outcome, prompts: list[list[int]]) -> Jso
 
 def _compare_logits(reference: list[Any], found: list[Any], result: JsonObject) -> None:
     """Add the difference of the logits to a result."""
-    largest = 0.0
+    differences = []
     for ours, theirs in zip(reference, found, strict=True):
-        width = ours.shape[1]
-        if len(theirs) != len(ours) or theirs.shape[1] < width:  # engines may pad the vocabulary
+        padded = theirs[:, : ours.shape[1]]  # engines may pad the vocabulary
+        if padded.shape != ours.shape:
             result["problems"].append(f"gave logits of shape {list(theirs.shape)} for {list(ours.shape)}")
             return
-        difference = np.abs(theirs[:, :width].astype(np.float64) - ours)
-        if not np.isfinite(difference).all():
-            result["problems"].append("logits that are not finite")
-            return
-        largest = max(largest, float(difference.max()))
+        differences.append(np.abs(padded.astype(np.float64) - ours).max())
         result["compared_logits"] += ours.size
+    largest = float(np.max(differences))
+    if not np.isfinite(largest):
+        result["problems"].append("logits that are not finite")
+        return
     result["largest_difference"] = largest
     if largest > result["allowed"]:
         result["problems"].append(f"logits differ by up to {largest:.3g}, {result['allowed']:.3g} is allowed")

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gqa_convert.checkpoint.paths import local_path
@@ -62,23 +62,14 @@ def find_interpreter(engine: Engine, asked: str | None) -> Interpreter:
     Raises:
         MissingExtraError: the engine is not installed.
     """
-    if asked is None:
-        python, problem = sys.executable, f"{engine.distributions[0]} is not installed: {engine.how_to_install}"
-    else:
-        found = shutil.which(asked) or shutil.which(local_path(asked)) or ""
-        python = found and os.path.abspath(found)  # noqa: PTH100 - links are kept: they lead out of an environment
-        problem = f"{asked} is not an interpreter that has {engine.distributions[0]}"
-    for distribution in engine.distributions if python else ():
+    python = sys.executable
+    if asked is not None:
+        # links are kept: they lead out of an environment
+        python = os.path.abspath(shutil.which(local_path(asked)) or shutil.which(asked) or asked)  # noqa: PTH100
+    for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"
-        ended = run([python, "-c", code], environment(python))
-        if ended.code == 0 and ended.output:
-            return Interpreter(python, ended.output[-1].strip())
-    raise MissingExtraError(problem)
-
-
-def environment(python: str) -> Mapping[str, str]:
-    """The variables of a process of an interpreter: offline, and without this program's module path in another one."""
-    variables = dict(os.environ)
-    if python != sys.executable:
-        variables.pop("PYTHONPATH", None)
-    return variables | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+        with suppress(OSError):
+            ended = run([python, "-c", code])
+            if ended.code == 0 and ended.output:
+                return Interpreter(python, ended.output[-1])
+    raise MissingExtraError(f"{python} has no {engine.distributions[0]}: {engine.how_to_install}")

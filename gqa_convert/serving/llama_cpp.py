@@ -9,13 +9,13 @@ from typing import Any
 from .request import AbsentError, NotSupportedError, Request
 
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_REFUSALS = {
-    "is not supported": "its converter does not know this architecture",
-    "BPE pre-tokenizer was not recognized": "its converter recognises tokenizers by a list, which lacks this one",
-    "Cannot find Llama BPE tokenizer": "its converter gives a DeciLM the tokenizer of a Llama 2, and this one is BPE",
-    "Llama 3 must be converted with BpeVocab": "its converter gives a DeciLM the tokenizer of a Llama 2, and this one is BPE",
-}
-"""What the converter says of a model that it does not know, and what that means."""
+_REFUSALS = (
+    "is not supported",
+    "BPE pre-tokenizer was not recognized",
+    "Cannot find Llama BPE tokenizer",
+    "Llama 3 must be converted with BpeVocab",
+)
+"""What the converter says of an architecture or a tokenizer that it does not know."""
 
 
 class Adapter:
@@ -74,7 +74,8 @@ def _convert(request: Request, file: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
-    for words, meaning in _REFUSALS.items():
+    reason = ": ".join(["its converter failed", *done.stderr.strip().splitlines()[-1:]])
+    for words in _REFUSALS:
         if words in done.stderr:
-            raise NotSupportedError(meaning)
-    raise ValueError(f"its converter failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+            raise NotSupportedError(reason)
+    raise ValueError(reason)

@@ -3,8 +3,9 @@
 import os
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ class Ended:
 
     Attributes:
         code: its exit code, the negative signal number if a signal killed it, None if its time was up.
-        output: nonblank lines of stdout.
-        errors: nonblank lines of stderr.
+        output: lines of stdout.
+        errors: lines of stderr.
     """
 
     code: int | None
@@ -25,32 +26,30 @@ class Ended:
     errors: list[str]
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.code}"
-        if self.code is None:
-            how = "not done when its time was up"
-        elif self.code < 0:
-            how = f"killed by {signal.Signals(-self.code).name}"
+        how = "not done when its time was up" if self.code is None else f"ended with exit code {self.code}"
         return ": ".join((how, *self.errors[-1:]))
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = 60.0) -> Ended:
-    """Run a command in an empty folder, and kill all its descendants when it ends, when its time is up and when this
-    program is stopped.
+def run(command: Sequence[str], seconds: float = 60.0) -> Ended:
+    """Run a command in an empty folder and offline, and kill all its descendants when it ends, when its time is up and
+    when this program is stopped. Another interpreter does not get this program's module path.
 
     Args:
         command: its words.
-        environment: its variables; by default those of this program.
         seconds: time limit.
 
     Raises:
         OSError: the program does not exist.
     """
+    variables = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if command[0] != sys.executable:
+        variables.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory(prefix="gqa-convert-") as folder:
         files = [Path(folder, name) for name in ("output", "errors")]
         with files[0].open("wb") as output, files[1].open("wb") as errors:
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env=variables,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -65,4 +64,5 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None, se
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return Ended(code, *([*filter(str.strip, file.read_text(errors="replace").splitlines())] for file in files))
+        found = [file.read_text(errors="replace").strip().splitlines() for file in files]
+        return Ended(code, *found)

@@ -16,8 +16,6 @@ NEEDS_HEAD = "engines are compared by its predictions; convert the language mode
 """Advice for a checkpoint that was saved without its language-model head."""
 _LENGTHS = (5, 48, 320)
 """Tokens of the prompts: with some hundred, a wrong rotary base shows."""
-_PLACES = 16
-"""Number of positions of each prompt whose logits are compared, besides those that decide the new tokens."""
 
 
 def make_prompts(config: JsonObject) -> list[list[int]]:
@@ -26,27 +24,18 @@ def make_prompts(config: JsonObject) -> list[list[int]]:
     Raises:
         ConfigError: the context leaves no room for a prompt.
     """
-    positions, vocabulary = stated_positions(config), config["vocab_size"]
-    room = max(_LENGTHS) if positions is None else positions - NEW_TOKENS
+    room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
     if room < 1:
-        raise ConfigError(
-            f"a context of {positions} tokens leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked"
-        )
-    first = min(8, vocabulary - 1)  # the first ids are often special tokens
-    ids = np.random.default_rng(0).integers(first, vocabulary, max(_LENGTHS)).tolist()
+        raise ConfigError(f"its context leaves no room for a prompt and {NEW_TOKENS} new tokens: it can't be checked")
+    first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
+    ids = np.random.default_rng(0).integers(first, config["vocab_size"], max(_LENGTHS)).tolist()
     return [ids[:length] for length in sorted({min(length, room) for length in _LENGTHS})]
-
-
-def compared_positions(prompt: int) -> list[int]:
-    """Positions to compare in a sequence of a prompt of this length and all new tokens but the last."""
-    spread = {number * (prompt - 1) // _PLACES for number in range(_PLACES)} - {prompt - 1}
-    return [*sorted(spread), *range(prompt - 1, prompt - 1 + NEW_TOKENS)]
 
 
 def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
     """Prompts, and the greedy tokens and the logits of a checkpoint in float32, with eager attention.
 
-    The tokens are decoded with the K/V cache, and the logits at `compared_positions` are computed without one.
+    The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed without one.
 
     Raises:
         CorruptCheckpointError: transformers can't run the checkpoint, or its logits are not finite.
@@ -67,7 +56,7 @@ def ask_transformers(folder: Path) -> tuple[list[list[int]], Outcome]:
             made = model.generate(ids, attention_mask=torch.ones_like(ids))
             tokens.append(made[0, len(prompt) :].tolist())
             read = model(input_ids=made[:, :-1], attention_mask=torch.ones_like(made[:, :-1])).logits
-            logits.append(read[0, compared_positions(len(prompt))].float().numpy())
+            logits.append(read[0, len(prompt) - 1 :].float().numpy())
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(
             f"{folder}: transformers computes logits that are not finite, so nothing can be compared with them"

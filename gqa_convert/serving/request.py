@@ -28,7 +28,6 @@ class Request:
         scratch: an empty folder for the adapter's own files.
         prompts: token ids of each prompt.
         sequences: each prompt followed by the tokens that transformers decoded after it.
-        positions: the positions of each sequence at which logits are compared.
         timings: pairs of a batch and a number of tokens in the K/V cache, which are timed.
         new_tokens: decoded after each prompt.
         repetitions: of each timing, after one that does not count.
@@ -42,7 +41,6 @@ class Request:
     scratch: str = ""
     prompts: list[list[int]] = field(default_factory=list)
     sequences: list[list[int]] = field(default_factory=list)
-    positions: list[list[int]] = field(default_factory=list)
     timings: list[tuple[int, int]] = field(default_factory=list)
     new_tokens: int = NEW_TOKENS
     repetitions: int = 1

@@ -9,15 +9,14 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import OptionError, UnsupportedFamilyError, WorkerError
-from gqa_convert.families.context_length import stated_positions
+from gqa_convert.errors import UnsupportedFamilyError, WorkerError
 from gqa_convert.measuring.latency.cells import with_times
 from gqa_convert.measuring.latency.models import stated_dtype
 from gqa_convert.measuring.latency.run import CONTEXT, BenchmarkOptions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
 from .checking import Progress, check_name, has_our_code, why_unsupported
-from .engines import ENGINES, Engine, Interpreter, environment, find_interpreter
+from .engines import ENGINES, Engine, find_interpreter
 from .request import Request
 from .worker import OK, Outcome, ask
 
@@ -50,22 +49,36 @@ def time_engine(
         engines: all that there are, by name.
 
     Raises:
-        OptionError: there is no such engine, or a model has too few positions.
+        OptionError: there is no such engine.
         MissingExtraError: the engine is not installed.
         UnsupportedFamilyError: it can't load one of the models.
         WorkerError: it failed on a model.
     """
     check_name(name, engines)
     interpreter = find_interpreter(engines[name], python)
-    checkpoints = [_open(model, options) for model in models]
+    settings = list(product(options.batch, options.context or [CONTEXT]))
+    checkpoints = [_open(model) for model in models]
     head = measurement("benchmark", command)
     cells: list[TimedCell] = []
     for done, checkpoint in enumerate(checkpoints):
         progress("timing", done, len(checkpoints))
-        outcome = _time(engines[name], interpreter, checkpoint, options)
+        assert checkpoint.folder is not None
+        request = Request(
+            folder=str(checkpoint.folder.resolve()),
+            config=checkpoint.config,
+            dtype=stated_dtype(checkpoint.config, options.dtype),
+            # a prompt, its first token, and those that are timed
+            context=max(context for _, context in settings) + 1 + options.new_tokens,
+            run_code=has_our_code(checkpoint.folder, checkpoint.config),
+            timings=settings,
+            new_tokens=options.new_tokens,
+            repetitions=options.repetitions,
+        )
+        outcome = ask(interpreter.python, engines[name].module, request, _SECONDS)
+        if outcome.status != OK:
+            raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
         head = replace(head, machine=replace(head.machine, device=outcome.device))
-        cells += _cells(checkpoint, outcome, options)
-    progress("timing", len(checkpoints), len(checkpoints))
+        cells += _cells(checkpoint, request, outcome)
     plan = make_plan(checkpoints[0], 1)
     return BenchmarkFile(
         **asdict(head),
@@ -83,73 +96,37 @@ def time_engine(
     )
 
 
-def _settings(options: BenchmarkOptions) -> list[tuple[int, int]]:
-    """The pairs of a batch and a context that are timed."""
-    return list(product(options.batch, options.context or [CONTEXT]))
-
-
-def _longest(options: BenchmarkOptions) -> int:
-    """Tokens of the longest sequence: a prompt, its first token, and those that are timed."""
-    return max(context for _, context in _settings(options)) + 1 + options.new_tokens
-
-
-def _open(model: str | Path, options: BenchmarkOptions) -> Checkpoint:
+def _open(model: str | Path) -> Checkpoint:
     """A checkpoint that an engine may be able to run, in a local folder."""
 
     def check(checkpoint: Checkpoint) -> None:
         reason = why_unsupported(checkpoint.folder or Path(model), checkpoint.config)
         if reason:
             raise UnsupportedFamilyError(f"{model} can't be timed in an engine: {reason}")
-        positions = stated_positions(checkpoint.config)
-        if positions is not None and _longest(options) > positions:
-            raise OptionError(
-                f"--context and --new-tokens need {_longest(options)} positions, and {model} has {positions}: lower one"
-            )
 
     checkpoint = open_local(model, None, check)
     check(checkpoint)
     return checkpoint
 
 
-def _time(engine: Engine, interpreter: Interpreter, checkpoint: Checkpoint, options: BenchmarkOptions) -> Outcome:
-    assert checkpoint.folder is not None
-    request = Request(
-        folder=str(checkpoint.folder.resolve()),
-        config=checkpoint.config,
-        dtype=stated_dtype(checkpoint.config, options.dtype),
-        context=_longest(options),
-        run_code=has_our_code(checkpoint.folder, checkpoint.config),
-        timings=_settings(options),
-        new_tokens=options.new_tokens,
-        repetitions=options.repetitions,
-    )
-    python = interpreter.python
-    outcome = ask(python, environment(python), engine.module, request, _SECONDS)
-    if outcome.status != OK:
-        raise WorkerError(f"the engine did not run {checkpoint.source_id} ({outcome.status}): {outcome.detail}")
-    return outcome
-
-
-def _cells(checkpoint: Checkpoint, outcome: Outcome, options: BenchmarkOptions) -> list[TimedCell]:
+def _cells(checkpoint: Checkpoint, request: Request, outcome: Outcome) -> list[TimedCell]:
     """The times of a model at every batch and context."""
-    assert outcome.times is not None
-    assert checkpoint.folder is not None
     layers = sorted(make_plan(checkpoint, 1).layers, key=lambda layer: layer.number)
     counts = [layer.kv_heads for layer in layers]
-    known = fingerprint(checkpoint.folder)
+    known = fingerprint(Path(request.folder))
     cells = []
-    for (batch, context), times in zip(_settings(options), outcome.times, strict=True):
-        decodes = [(last - first) / options.new_tokens for first, last in times]
+    for (batch, context), times in zip(request.timings, outcome.times or [], strict=True):
+        decodes = [(last - first) / request.new_tokens for first, last in times]
         if sorted(decodes)[len(decodes) // 2] <= 0:
-            raise WorkerError(f"{options.new_tokens} tokens take too little time to be measured: raise --new-tokens")
+            raise WorkerError(f"{request.new_tokens} tokens take too little time to be measured: raise --new-tokens")
         cell = TimedCell(
             groups=counts[0] if len(set(counts)) == 1 else counts,
             model=checkpoint.source_id,
             fingerprint=known,
             batch=batch,
             context=context,
-            new_tokens=options.new_tokens,
-            repetitions=options.repetitions,
+            new_tokens=request.new_tokens,
+            repetitions=request.repetitions,
         )
         cells.append(with_times(cell, [first for first, _ in times], decodes))
     return cells

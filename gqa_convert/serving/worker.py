@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -52,12 +51,11 @@ class Outcome:
     device: str = "cpu"
 
 
-def ask(python: str, variables: Mapping[str, str], module: str, request: Request, seconds: float) -> Outcome:
+def ask(python: str, module: str, request: Request, seconds: float) -> Outcome:
     """Run an adapter in another process.
 
     Args:
         python: the interpreter.
-        variables: the environment of the process.
         module: the full name of the module with the adapter.
         request: for the adapter.
         seconds: time limit.
@@ -66,7 +64,7 @@ def ask(python: str, variables: Mapping[str, str], module: str, request: Request
         folder = Path(made)
         content = asdict(replace(request, scratch=made))
         (folder / "request.json").write_text(json.dumps(content), encoding="utf-8")
-        ended = run([python, "-c", _BOOT, made, module], variables, seconds)
+        ended = run([python, "-c", _BOOT, made, module], seconds)
         if not (folder / "outcome.json").is_file():
             return Outcome(FAILED, str(ended))
         outcome = Outcome(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
@@ -90,8 +88,7 @@ def main() -> None:
     except AbsentError as reason:
         outcome = Outcome(SKIPPED, str(reason))
     except Exception as problem:  # any error of an engine on a checkpoint is a result to report
-        lines = str(problem).strip().splitlines() or ["no message"]
-        outcome = Outcome(FAILED, f"{type(problem).__name__}: {lines[0]}")
+        outcome = Outcome(FAILED, f"{type(problem).__name__}: {problem}".partition("\n")[0])
     (folder / "outcome.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
 
 
@@ -99,7 +96,9 @@ def _answers(adapter: Any, request: Request) -> Outcome:
     import numpy as np
 
     tokens = adapter.generate(request.prompts, request.new_tokens)
-    logits = list(map(adapter.logits, request.sequences, request.positions))
+    logits = []
+    for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
+        logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
     if logits[0] is not None:
         np.savez(Path(request.scratch, "logits.npz"), *logits)
     return Outcome(OK, tokens=tokens)

@@ -18,7 +18,7 @@ from gqa_convert.serving import checking, process
 from gqa_convert.serving.checking import check_serving, has_our_code
 from gqa_convert.serving.comparing import TOLERANCE, compare
 from gqa_convert.serving.engines import ENGINES, Engine, find_interpreter
-from gqa_convert.serving.reference import compared_positions, make_prompts
+from gqa_convert.serving.reference import make_prompts
 from gqa_convert.serving.request import NEW_TOKENS
 from gqa_convert.serving.worker import OK, Outcome
 from tests.helpers.checkpoints import VOCABULARY, write_llama
@@ -34,9 +34,9 @@ ABSENT = Engine("tests.helpers.fake_engine", ("no-such-package-as-this",), "luck
 
 def random_answer(prompts: list[list[int]]) -> Outcome:
     random = np.random.default_rng(1)
-    shapes = [(len(compared_positions(len(prompt))), VOCABULARY) for prompt in prompts]
+    shapes = [(NEW_TOKENS, VOCABULARY) for _ in prompts]
     logits = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
-    tokens = [each[-NEW_TOKENS:].argmax(axis=1).tolist() for each in logits]
+    tokens = [each.argmax(axis=1).tolist() for each in logits]
     return Outcome(OK, tokens=tokens, logits=logits)
 
 
@@ -64,7 +64,7 @@ def verdict(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, **options: An
 def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     status, detail, passed = verdict(out, monkeypatch, mode)
     assert (status, passed) == ("ok", True)
-    assert detail.startswith("48 tokens equal, logits within 0.0e+00")
+    assert detail.startswith("48 tokens equal, 0 ties, logits within 0.0e+00")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_right_engine_passes(out: Path, monkeypatch: pytest.MonkeyPatch, mode:
         ("fewer rows", "gave logits of shape"),
         ("fewer prompts", "answered 1 of 2 prompts"),
         ("raises", "RuntimeError: no tensor"),
-        ("dies", "killed by SIGABRT"),
+        ("dies", "ended with exit code -6"),
         ("exits", "ended with exit code 0"),
         ("asks", "EOFError"),
     ],
@@ -92,8 +92,6 @@ def test_a_wrong_engine_fails(out: Path, monkeypatch: pytest.MonkeyPatch, mode: 
 
 def test_an_engine_that_hangs_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(out, monkeypatch, "hangs", minutes=0.03) == ("failed", "not done when its time was up", False)
-    with pytest.raises(OptionError, match="allow more"):
-        check_serving(out, minutes=float("nan"))
 
 
 @pytest.mark.parametrize(("mode", "status"), [("unsupported", "not supported"), ("absent", "skipped")])
@@ -104,7 +102,7 @@ def test_nothing_is_proven_where_no_engine_ran(
 
 
 def test_an_engine_without_logits_is_judged_by_its_tokens(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdict(out, monkeypatch, "no logits") == ("ok", "48 tokens equal; no logits available", True)
+    assert verdict(out, monkeypatch, "no logits") == ("ok", "48 tokens equal, 0 ties; no logits available", True)
 
 
 def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +110,7 @@ def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, monke
     engines = {"fake": FAKE, "absent": ABSENT}
     report = check_serving(out, engines=engines).as_json()
     assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
-    assert report["clients"][1]["detail"] == "no-such-package-as-this is not installed: luck"
+    assert report["clients"][1]["detail"] == f"{sys.executable} has no no-such-package-as-this: luck"
     assert report["passed"]
     assert not check_serving(out, ["fake", "absent"], engines=engines).passed
     assert [entry["client"] for entry in check_serving(out, ["absent"], engines=engines).clients] == ["absent"]
@@ -127,7 +125,7 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
     reference = random_answer(prompts)
     assert reference.logits is not None
     assert reference.tokens is not None
-    row, token = reference.logits[0][-NEW_TOKENS + 4], reference.tokens[0][4]
+    row, token = reference.logits[0][4], reference.tokens[0][4]
     other = (token + 1) % VOCABULARY
     tokens = [[*reference.tokens[0][:4], other, *[0] * (NEW_TOKENS - 5)]]
     answer = Outcome(OK, tokens=tokens, logits=reference.logits)
@@ -154,10 +152,6 @@ def test_an_engine_may_pad_the_vocabulary_and_differ_by_the_tolerance() -> None:
 def test_prompts_fill_what_the_context_leaves() -> None:
     assert [len(each) for each in make_prompts({"max_position_embeddings": 64, "vocab_size": 50})] == [5, 40]
     assert [len(each) for each in make_prompts({"vocab_size": 50})] == [5, 48, 320]
-    for length in (1, 5, 320):
-        positions = compared_positions(length)
-        assert positions[-NEW_TOKENS:] == list(range(length - 1, length + NEW_TOKENS - 1))
-        assert len(positions) == len(set(positions))
 
 
 def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
@@ -173,7 +167,7 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path) -> None:
     unfit = {
         "gqa_t5": ({}, "comes with a modelling file"),
         "own": ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with a modelling file"),
-        "gqa_qwen3": ({"num_key_value_heads": [12, 1]}, "only transformers 5 has code for a qwen3 of that kind"),
+        "gqa_qwen3": ({"num_key_value_heads": [12, 1]}, "comes with a modelling file"),
         "t5": ({"is_encoder_decoder": True, "architectures": []}, "encoder-decoder"),
     }
     for model_type, (config, words) in unfit.items():
@@ -233,7 +227,7 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
     assert "its converter failed: no tokenizer" in shown.stdout
     other = make_checkpoint("qwen2", tmp_path / "other", num_key_value_heads=3)
     (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
-    assert (entry["status"], entry["detail"]) == ("not supported", "its converter does not know this architecture")
+    assert (entry["status"], entry["detail"]) == ("not supported", "its converter failed: Model qwen2 is not supported")
     python = write_interpreter(tmp_path / "bare", converter=tmp_path)
     (entry,) = check_serving(other, ["llama.cpp"], pythons={"llama.cpp": str(python)}).clients
     assert entry["status"] == "skipped"
@@ -241,7 +235,7 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
 
 
 def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingExtraError, match="is not an interpreter that has"):
+    with pytest.raises(MissingExtraError, match=r"python has no no-such-package-as-this: luck"):
         find_interpreter(FAKE, str(tmp_path / "python"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
