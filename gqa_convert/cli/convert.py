@@ -1,10 +1,9 @@
 """`gqa-convert convert`."""
 
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -174,39 +173,41 @@ def convert(
             raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")
     from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 
-    from .conversion import Conversion, convert_source, show_dry_run
+    from .conversion import choose_groups, convert_source, show_dry_run
 
-    wanted = Conversion(
-        source,
-        revision,
-        None if dry_run else out,
-        groups=group_counts(groups, kv_budget),
-        budget=cache_budget(kv_budget),
-        method=method,
-        calibration=CalibrationOptions(
-            source=calibration,
-            tokens=calibration_tokens,
-            sequence_length=calibration_length,
-            seed=seed,
-            steps=fit_steps,
-            kl_steps=kl_steps,
-            kl_rank=kl_rank,
-            context=calibration_context,
-            device=device,
-        ),
-        plan_options={
-            "encoder": encoder,
-            "native": native,
-            "max_shard_size": byte_count(max_shard_size, "--max-shard-size"),
-        },
-        overwrite=overwrite,
-        hash_weights=hash_weights,
-        command=["gqa-convert", *sys.argv[1:]],
+    calibration_options = CalibrationOptions(
+        source=calibration,
+        tokens=calibration_tokens,
+        sequence_length=calibration_length,
+        seed=seed,
+        steps=fit_steps,
+        kl_steps=kl_steps,
+        kl_rank=kl_rank,
+        context=calibration_context,
+        device=device,
     )
-    if dry_run:
-        show_dry_run(wanted, context, batch or 1, as_json=as_json, quiet=quiet)
+    options: dict[str, Any] = {
+        "calibration": calibration_options,
+        "method": method,
+        "revision": revision,
+        "encoder": encoder,
+        "native": native,
+        "max_shard_size": byte_count(max_shard_size, "--max-shard-size"),
+    }
+    counts, budget = group_counts(groups, kv_budget), cache_budget(kv_budget)
+    chosen: dict[str, Any] = {}
+    if budget is not None:
+        place = None if dry_run else out
+        choice = choose_groups(source, budget, out=place, overwrite=overwrite, quiet=quiet, **options)
+        counts = choice.groups
+        chosen["budget"] = choice.as_json()
+    assert counts is not None
+    options |= {"chosen": chosen, "as_json": as_json, "quiet": quiet}
+    if out is None or dry_run:
+        show_dry_run(source, counts, context=context, batch=batch or 1, **options)
     else:
-        convert_source(wanted, as_json=as_json, quiet=quiet)
+        command = ["gqa-convert", *sys.argv[1:]]
+        convert_source(source, out, counts, overwrite=overwrite, hash_weights=hash_weights, command=command, **options)
 
 
 def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | None:
@@ -226,32 +227,16 @@ def group_counts(text: str | None, kv_budget: str | None) -> int | list[int] | N
                 "--groups is missing: give the number of K/V heads per layer, or the K/V cache to keep (--kv-budget)"
             )
         return None
+    listed = text
     if text.startswith("@"):
-        return _counts_in_file(Path(text[1:]))
-    if "," in text:
-        return [_integer(part, "--groups") for part in text.split(",")]
-    return _integer(text, "--groups")
-
-
-def _counts_in_file(file: Path) -> list[int]:
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise OptionError(f"--groups @{file} cannot be read ({problem}): name a text file") from None
-    option = f"--groups @{file}:"
-    if content.lstrip().startswith("["):
         try:
-            listed = json.loads(content)
-        except ValueError as problem:
-            raise OptionError(f"{option} not JSON ({problem}): write it like [8, 8, 4, 4]") from None
-        return [_integer(json.dumps(each), option) for each in listed]
-    counts = [_integer(line, option) for line in content.splitlines() if line.strip()]
-    if not counts:
-        raise OptionError(f"{option} no number: write one for each layer, one per line")
+            listed = Path(text[1:]).read_text(encoding="utf-8").strip("[] \n")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise OptionError(f"--groups {text} cannot be read ({problem}): name a text file") from None
+    try:
+        counts = [int(part) for part in re.split(r"\s*[,\s]\s*", listed)]
+    except ValueError as problem:
+        raise OptionError(f"--groups {text}: {problem}: write an integer, or a list such as 8,8,4,4") from None
+    if len(counts) == 1 and not text.startswith("@"):
+        return counts[0]
     return counts
-
-
-def _integer(text: str, option: str) -> int:
-    if not re.fullmatch(r"\s*-?\d{1,9}\s*", text, re.ASCII):
-        raise OptionError(f"{option} {text.strip()!r} is not an integer: write one number, or a list such as 8,8,4,4")
-    return int(text)

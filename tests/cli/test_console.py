@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -154,11 +155,11 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         ("layer", (2, 2, WeightsRecord(module="m", keys=0.1, values=0.1))),
         ("layer", (2, 2, TrainingProgress(2, 8, 0.4))),
         ("layer", (2, 2, trained)),
-        ("will_write", (4_000_000,)),
+        ("plan", (SimpleNamespace(weight_bytes_after=4_000_000),)),
         ("written", (1_000_000,)),
     )
     assert shown.splitlines() == [
-        "generating text: 25.0%  10 of 40 tokens",
+        "generating text: 25.0%",
         "merging layers: 0.0%  loading the source",
         "merging layers: 0.0%  layer 1: gradient steps 30 of 100",
         "merging layers: 50.0%",

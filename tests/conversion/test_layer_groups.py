@@ -215,9 +215,9 @@ def test_a_file_of_numbers(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("[12, 4", "not JSON"),
+        ("[12, x]", "'x'"),
         ("[12, true]", "'true'"),
-        ("", "no number"),
+        ("", "integer"),
         ("12\nfew", "'few'"),
         (None, "cannot be read"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,9 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     result = run_command("uptrain", path, "--tokenize-only", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["sources"][0]["tokens"] > 1000
+    shown = run_command("uptrain", path, "--tokenize-only")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"^ +ready +[\d.]+k tokens$", shown.stdout, re.MULTILINE)
     wrong = run_command("uptrain", path, "objective=ul2", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("gqa-convert: objective is ul2")

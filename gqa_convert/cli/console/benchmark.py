@@ -3,63 +3,67 @@
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
-from .screen import number, print_note, stdout_console, styled
+from .screen import number, print_note, stdout_console
 from .tables import Column, show_table
 
-_NUMBERS = "K/V heads,ms/token,quartiles,speed,tokens/s,prefill,sample,K/V per token,of source's"
-_COLUMNS = [Column("model"), *(Column(heading, "right") for heading in _NUMBERS.split(","))]
+_NUMBERS = (
+    "K/V heads",
+    "batch",
+    "context",
+    "ms/token",
+    "quartiles",
+    "speed",
+    "tokens/s",
+    "prefill ms",
+    "K/V cache",
+    "of source's",
+)
+_COLUMNS = [Column("model"), *(Column(heading, "right") for heading in _NUMBERS)]
 
 
 def show_benchmark(result: BenchmarkFile) -> None:
-    """Print a table for each batch and context. Speed and K/V cache are relative to the source's own K/V heads, if these
-    were timed; nothing is relative to another version.
+    """Print a row for each number of K/V heads, batch and context. Speed and K/V cache are relative to the source's own
+    K/V heads, if these were timed; nothing is relative to another version.
     """
-    console = stdout_console()
-    where = (
-        f"{result.engine} {result.engine_version}" if result.engine else f"transformers, attention {result.attention}"
-    )
+    engine = result.engine or f"transformers, attention {result.attention}"
+    about = f"{result.model}: {result.model_type}, {_heads(result.kv_heads)} K/V heads, {result.dtype}; {engine}"
     machine = result.machine
-    about = f": {result.model_type}, {_heads(result.kv_heads)} K/V heads, {result.dtype}; {where}; {machine.processor}, {machine.device}"
-    console.print(styled((result.model, "bold"), about), soft_wrap=True)
-    for batch, context in dict.fromkeys((cell.batch, cell.context) for cell in result.results):
-        cells = [cell for cell in result.results if (cell.batch, cell.context) == (batch, context)]
-        title = f"batch {batch}, {context:,} tokens cached; times in ms, a sample has {cells[0].new_tokens} tokens"
-        _show_cells(cells, result, title)
+    stdout_console().print(f"{about}; {machine.processor}, {machine.device}", soft_wrap=True)
+    sources = {}
+    for cell in result.results:
+        if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
+            sources[cell.batch, cell.context] = cell
+    rows = [_row(cell, sources.get((cell.batch, cell.context))) for cell in result.results]
+    show_table(_COLUMNS, rows)
     if result.engine is None:
-        source = "The model's own number of K/V heads has its weights; other" if result.weights == "own" else "All"
-        print_note(f"{source} versions have random keys and values, on which time does not depend.")
-
-
-def _show_cells(cells: list[TimedCell], result: BenchmarkFile, title: str) -> None:
-    """Print a table without the columns of what was not measured."""
-    source = next(
-        (cell for cell in cells if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads), None
-    )
-    rows = [_row(cell, source) for cell in cells]
-    shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in rows)]
-    columns = [_COLUMNS[place] for place in shown]
-    show_table(columns, [[row[place] for place in shown] for row in rows], title=title)
+        print_note("versions without the model's weights have random keys and values, on which time does not depend")
 
 
 def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
-    time, speed, share = cell.decode_ms_per_token or 0.0, "", ""
+    time = cell.decode_ms_per_token or 0.0
+    speed = share = cache = ""
     if source is not None:
-        speed = f"{(source.decode_ms_per_token or 0) / time:.2f}x"
-    if source is not None and source.kv_bytes and cell.kv_bytes:
-        share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
+        speed = f"{(source.decode_ms_per_token or 0.0) / time:.2f}x"
+    if cell.kv_bytes is not None:
+        cache = size(cell.kv_bytes)
+        if source is not None and source.kv_bytes:
+            share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
     return [
         cell.model or "",
         _heads(cell.groups),
+        str(cell.batch),
+        f"{cell.context:,}",
         f"{time:.3g}",
         f"{cell.decode_ms_low:.3g}-{cell.decode_ms_high:.3g}",
         speed,
         number(cell.decode_tokens_per_second, ",.1f"),
         number(cell.prefill_ms, ",.1f"),
-        number(cell.sample_ms, ",.0f"),
-        "" if cell.kv_bytes_per_token is None else size(cell.kv_bytes_per_token),
+        cache,
         share,
     ]
 
 
 def _heads(heads: int | list[int] | None) -> str:
-    return f"{min(heads)}-{max(heads)}" if isinstance(heads, list) else str(heads)
+    if isinstance(heads, list):
+        return f"{min(heads)}-{max(heads)}"
+    return str(heads)

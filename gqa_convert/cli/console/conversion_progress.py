@@ -8,6 +8,7 @@ from .progress import ProgressScreen
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.fit.records import LayerRecord, StageProgress, TrainingProgress, TrainingRecord
+    from gqa_convert.conversion.plan import Plan
 
 _LAYERS, _TOGETHER = "merging layers", "all layers together"
 
@@ -28,9 +29,9 @@ class ConversionScreen:
         """Print a sentence about the source."""
         self.say(f"note: {sentence}")
 
-    def will_write(self, nbytes: int) -> None:
+    def plan(self, plan: "Plan") -> None:
         """Note the size of the result's weights."""
-        self._to_write = nbytes
+        self._to_write = plan.weight_bytes_after
 
     def written(self, nbytes: int) -> None:
         """Note that weights were written."""
@@ -47,8 +48,10 @@ class ConversionScreen:
         if isinstance(record, StageProgress):
             self._stage(done, record)
         elif isinstance(record, TrainingProgress):
-            kl = "" if record.kl is None else f", KL {record.kl:.3f}"
-            self._show(_TOGETHER, record.done, record.total, f"step {record.done:,} of {record.total:,}{kl}")
+            detail = f"step {record.done:,} of {record.total:,}"
+            if record.kl is not None:
+                detail += f", KL {record.kl:.3f}"
+            self._show(_TOGETHER, record.done, record.total, detail)
         elif isinstance(record, TrainingRecord):
             before, after = record.kl.before, record.kl.after
             self.say(f"{_TOGETHER}: KL divergence from the source {before:.4f} -> {after:.4f} nats per token")
@@ -61,10 +64,12 @@ class ConversionScreen:
     def _stage(self, done: int, record: "StageProgress") -> None:
         from gqa_convert.conversion.fit.records import Stage
 
-        steps = f" {record.step:,} of {record.steps:,}" if record.steps else ""
+        detail = str(record.stage)
+        if record.layer:
+            detail = f"layer {record.layer}: {detail}"
+        if record.steps:
+            detail += f" {record.step:,} of {record.steps:,}"
         if record.stage is Stage.OWN_TEXT:
-            self._show(str(record.stage), record.step, record.steps, f"{steps} tokens".strip())
-        elif record.layer:
-            self._show(_LAYERS, done, record.layers, f"layer {record.layer}: {record.stage}{steps}")
+            self._show(str(record.stage), record.step, record.steps)
         else:
-            self._show(_LAYERS, done, record.layers, f"{record.stage}{steps}")
+            self._show(_LAYERS, done, record.layers, detail)

@@ -70,11 +70,13 @@ def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
     rows = []
     for source in found.sources:
-        if source.tokens is None:
-            ready = f"{source.pairs:,} pairs"
-        else:
-            ready = f"{tokens_text(source.tokens)} tokens"
-        rows.append(("text", f"{source.source}  {ready}"))
+        rows.append(("text", source.source))
+        if source.tokens is not None:
+            rows.append(("  ready", f"{tokens_text(source.tokens)} tokens"))
+        if source.pairs is not None:
+            rows.append(("  ready", f"{source.pairs:,} pairs"))
+        if source.revision is not None:
+            rows.append(("  revision", source.revision))
     rows.append(("cache", found.cache))
     show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows)
 
