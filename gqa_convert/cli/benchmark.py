@@ -21,18 +21,9 @@ from .options import (
 
 def benchmark(
     models: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id; several with --engine.", show_default=False),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="A config.json to time with random weights instead of MODEL.",
-            show_default=False,
-        ),
-    ] = None,
+    ],
     candidates: Candidates = None,
     engine: Annotated[
         str | None,
@@ -116,18 +107,10 @@ def benchmark(
         device=device,
     )
     command = ["gqa-convert", *sys.argv[1:]]
-    models = models or []
     with stage_progress(quiet=quiet) as step:
         if engine is not None:
-            refused = {
-                "--config": config,
-                "--candidates": candidates,
-                "--device": device,
-                "--revision": revision,
-            }
+            refused = {"--candidates": candidates, "--device": device, "--revision": revision}
             _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
-            if not models:
-                raise OptionError("--engine: name the source, and the results to time beside it")
             path = interpreters(python).get(engine)
             result = time_engine(engine, models, options, python=path, command=command, progress=step)
         else:
@@ -136,9 +119,7 @@ def benchmark(
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
-            result = benchmark_model(
-                *models, config=config, revision=revision, options=options, command=command, progress=step
-            )
+            result = benchmark_model(models[0], revision=revision, options=options, command=command, progress=step)
     if as_json:
         print_json(result.as_json())
     elif not quiet:

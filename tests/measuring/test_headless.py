@@ -16,7 +16,6 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, NoLanguageModelError, OptionError
 from gqa_convert.families.loading import headless_class, load_any_model
-from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import assert_mistake, run
@@ -212,13 +211,11 @@ def test_the_command_line_without_a_head(sources: dict[str, Path]) -> None:
 
 
 def test_what_needs_no_head_works(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Weights alone are merged and inspected; a benchmark takes the same shapes from the config."""
+    """Weights alone are merged and inspected."""
     source = sources[CLASSIFIER]
     assert inspect_checkpoint(source).layers
     convert_checkpoint(source, tmp_path / "out", 3, method="factor")
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
-    options = BenchmarkOptions(candidates=(3,), context=(6,), repetitions=1, steps=1, device="cpu")
-    assert [each.groups for each in benchmark_model(config=source, options=options).results] == [3]
     with pytest.raises(OptionError, match="text"):
         verify_checkpoint(tmp_path / "out", source, logits=False, text=tmp_path / "none.txt")
 

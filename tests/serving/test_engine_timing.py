@@ -115,7 +115,7 @@ def test_the_command_runs_the_adapters(models: list[Path], tmp_path: Path) -> No
 
 def test_mistakes_take_one_line(models: list[Path]) -> None:
     assert_mistake(run("benchmark", *models), "2 models", "--candidates")
-    assert_mistake(run("benchmark", "--engine", "vllm"), "name the source")
+    assert_mistake(run("benchmark", "--engine", "vllm"), "MODEL")
     assert_mistake(run("benchmark", models[0], "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
     assert_mistake(run("benchmark", models[0], "--python", "vllm=x"), "--python belongs to --engine")
     for given in (("--candidates", "3"), ("--device", "cpu")):

@@ -11,12 +11,13 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.machine import available_memory, measurement
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, OptionError, UnsupportedAttentionError
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.measuring.latency.cells import LEAD, measure_cells, turns_of
 from gqa_convert.measuring.latency.memory import check_room
-from gqa_convert.measuring.latency.models import BenchmarkModel, build, headers, open_model, stated_dtype
+from gqa_convert.measuring.latency.models import build, open_model, stated_dtype
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
@@ -63,9 +64,8 @@ class BenchmarkOptions:
 
 
 def benchmark_model(
-    model: str | Path | None = None,
+    model: str | Path,
     *,
-    config: str | Path | None = None,
     revision: str | None = None,
     options: BenchmarkOptions | None = None,
     command: list[str] | None = None,
@@ -78,7 +78,6 @@ def benchmark_model(
 
     Args:
         model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
-        config: in place of `model`, a config.json or the folder that holds one; all weights are random.
         revision: branch, tag or commit on the Hub.
         options: what is timed, how often and on what.
         command: the command line, for the record.
@@ -94,12 +93,12 @@ def benchmark_model(
     import torch
 
     options = options or BenchmarkOptions()
-    opened = open_model(model, config, revision)
+    opened = open_model(model, revision)
     dtype = stated_dtype(opened.config, options.dtype)
     device = torch.device(chosen_device(options.device))
-    outline, attention = _outline(opened, dtype)
-    contexts = _contexts(options, stated_positions(outline.config.to_dict()))
-    plans, own = plan_versions(headers(opened, outline), options.candidates)
+    contexts = _contexts(options, stated_positions(opened.config))
+    plans, own = plan_versions(opened, options.candidates)
+    attention = _attention(opened, dtype)
     try:
         progress("building models", 0, 1)
         models = make_models(opened, plans, own, dtype, attention, device)
@@ -111,13 +110,14 @@ def benchmark_model(
         raise DeviceMemoryError(
             f"the memory does not suffice ({problem}): time fewer --candidates, or a smaller --batch or --context"
         ) from None
-    known = None
-    if opened.folder is not None:
-        known = fingerprint(opened.folder)
-        cells = [cell.model_copy(update={"fingerprint": known}) if cell.groups == own else cell for cell in cells]
+    assert opened.folder is not None
+    known = fingerprint(opened.folder)
+    for number, cell in enumerate(cells):
+        if cell.groups == own:
+            cells[number] = cell.model_copy(update={"fingerprint": known})
     return BenchmarkFile(
         **measurement("benchmark", command, str(device)).as_json(),
-        model=opened.name,
+        model=opened.source_id,
         fingerprint=known,
         model_type=plans[0].family.model_type,
         dtype=dtype,
@@ -132,15 +132,16 @@ def benchmark_model(
     )
 
 
-def _outline(model: BenchmarkModel, dtype: str) -> tuple[Any, str]:
-    """The model without memory for its weights, and its attention function: this package's, where its class takes it."""
+def _attention(checkpoint: Checkpoint, dtype: str) -> str:
+    """The attention function: this package's, where the model's class takes it."""
     from gqa_convert.attention import register
 
     register()
     try:
-        return build(model.config, model.name, dtype, "gqa", "meta"), "gqa"
+        build(checkpoint.config, checkpoint.source_id, dtype, "gqa", "meta")
     except UnsupportedAttentionError:
-        return build(model.config, model.name, dtype, "eager", "meta"), "eager"
+        return "eager"
+    return "gqa"
 
 
 def _contexts(options: BenchmarkOptions, positions: int | None) -> list[int]:

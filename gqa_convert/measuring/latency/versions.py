@@ -8,7 +8,7 @@ from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.loading import check_complete, explained, load_model
-from gqa_convert.measuring.latency.models import NEEDS_HEAD, BenchmarkModel, build
+from gqa_convert.measuring.latency.models import NEEDS_HEAD, build
 
 _MOST_CANDIDATES = 7
 """Maximum number of K/V-head counts that are timed by default."""
@@ -18,7 +18,7 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
     """Plan a version for each number of K/V heads, rising. A model whose layers differ is its only version.
 
     Args:
-        checkpoint: the model, as `headers` returns it.
+        checkpoint: the model.
         candidates: numbers of K/V heads; None for the model's own and its divisors.
 
     Returns:
@@ -46,12 +46,12 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> t
 
 
 def make_models(
-    model: BenchmarkModel, plans: Sequence[Plan], own: int | list[int], dtype: str, attention: str, device: Any
+    checkpoint: Checkpoint, plans: Sequence[Plan], own: int | list[int], dtype: str, attention: str, device: Any
 ) -> list[Any]:
-    """The models of the plans. The one with the model's own K/V heads has its weights, if there is a folder.
+    """The models of the plans. The one with the model's own K/V heads has its weights.
 
     Args:
-        model: that is timed.
+        checkpoint: the model that is timed.
         plans: of its versions.
         own: the model's K/V heads.
         dtype: of the weights, such as `bfloat16`.
@@ -65,21 +65,19 @@ def make_models(
     """
     import torch
 
-    weights: dict[str, Any] = {}
-    source = None
-    if model.folder is not None:
-        with explained(model.name):
-            source, missing = load_model(model.folder, getattr(torch, dtype), attn_implementation=attention)
-        check_complete(model.name, model.folder, source, missing, NEEDS_HEAD)
-        source = source.to(device)
-        weights = dict(source.named_parameters(remove_duplicate=False))
+    name, folder = checkpoint.source_id, checkpoint.folder
+    assert folder is not None
+    with explained(name):
+        source, missing = load_model(folder, getattr(torch, dtype), attn_implementation=attention)
+    check_complete(name, folder, source, missing, NEEDS_HEAD)
+    source = source.to(device)
+    weights = dict(source.named_parameters(remove_duplicate=False))
     models = []
     for plan in plans:
-        made = source if plan.stated_groups == own else None
-        if made is None:
-            made = build(plan.config, model.name, dtype, attention, device)
+        made = source
+        if plan.stated_groups != own:
+            made = build(plan.config, name, dtype, attention, device)
             _share(made, weights)
-            weights = weights or dict(made.named_parameters(remove_duplicate=False))
         models.append(made.requires_grad_(False))
     return models
 
