@@ -94,7 +94,7 @@ def test_differences_in_bits_per_byte_say_so() -> None:
     entry = scores("b", "2", difference=Difference(to="a", bits_per_byte=0.25, bits_per_byte_standard_error=0.5))
     (text,) = measured_texts([evaluation(scores("a", "1"), entry)])
     assert text.columns["difference"] == ["", "+0.2500 ± 0.5000 bits/byte"]
-    assert notes(text.entries, {"a": "a", "b": "b"}) == ["differences of b are from a, paired over the same text"]
+    assert notes(text.entries, {"a": "a", "b": "b"}) == ["differences are from a, paired over the same text"]
 
 
 class Cells(HTMLParser):

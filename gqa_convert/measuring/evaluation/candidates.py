@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
-from gqa_convert.checkpoint.paths import expanded, local_path
+from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH, stated_positions
-from gqa_convert.families.geometry import AttentionFinder
-from gqa_convert.families.table import family_of
 from gqa_convert.measuring.results import fingerprint
 from gqa_convert.text.calibration import usable_tokenizer
 from gqa_convert.text.framing import refuse_languages
@@ -53,7 +51,7 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
 
     Args:
         names: folders and Hub ids.
-        revision: of those that are Hub ids.
+        revision: of Hub ids; folders have none.
 
     Raises:
         OptionError: a model has audio input.
@@ -61,11 +59,9 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         DataError: a model has no tokenizer.
         GQAConvertError: as `open_checkpoint`.
     """
-    remote = [name for name in names if not local_path(name).exists()]
     found = []
     for name in names:
-        wanted = revision if name in remote or not remote else None
-        checkpoint = open_checkpoint(name, revision=wanted, download=True)
+        checkpoint = open_checkpoint(name, revision=revision, download=True)
         folder, config = checkpoint.folder, checkpoint.config
         assert folder is not None
         loading.check_language_model(name, config, _HEAD)
@@ -80,14 +76,9 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
 
 def _kv_bytes_per_token(checkpoint: Checkpoint) -> int | None:
     try:
-        layers = AttentionFinder(checkpoint, family_of(checkpoint.config)).layers
+        return make_plan(checkpoint, 1).cache_bytes_per_token(after=False)
     except GQAConvertError:  # a model that can't be converted can still be evaluated
         return None
-    return sum(
-        layer.kv_heads * (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        for layer in layers
-        if layer.attention_kind == "decoder"
-    )
 
 
 def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
@@ -128,23 +119,20 @@ def common_window(
     """The number of tokens of each window or example, the same for all models, and the stride of windows.
 
     Raises:
-        OptionError: window or stride is out of range, or a model has fewer positions.
+        OptionError: the stride is above the window, or a model has fewer positions.
     """
     longest = SPAN_LENGTH if objective == SPANS else LONGEST
     for model in models:
-        positions = stated_positions(model.config)
-        if positions is not None and (window or 0) > positions:
+        positions = stated_positions(model.config) or max(longest, window or 0)
+        if (window or 0) > positions:
             raise OptionError(f"--window is {window}, and {model.name} has positions for {positions} tokens: lower it")
-        longest = min(longest, positions or longest)
-    window = longest if window is None else window
-    if window < 1:
-        raise OptionError(f"--window is {window}, expected a number above 0")
-    if objective == CAUSAL:
-        stride = window if stride is None else stride
-        if not 1 <= stride <= window:
-            raise OptionError(f"--stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
-    elif stride is not None:
-        raise OptionError("--stride is for windows of causal models, and these are encoder-decoders: leave it out")
+        longest = min(longest, positions)
+    window = window or longest
+    if objective != CAUSAL:
+        return window, None
+    stride = stride or window
+    if stride > window:
+        raise OptionError(f"--stride is {stride}, expected 1 to {window}, the window, so that no token is left out")
     return window, stride
 
 

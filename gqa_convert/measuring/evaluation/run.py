@@ -40,7 +40,7 @@ class EvaluationOptions:
         revision: of models that are Hub ids.
         window: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
             span corruption.
-        stride: tokens between windows; None for the window.
+        stride: tokens between windows of causal models; None for the window.
         tokens: maximum number of tokens of text, or of pairs; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
@@ -107,9 +107,10 @@ def _check(models: Sequence[str], data: Source, options: EvaluationOptions) -> N
         raise OptionError("there is no MODEL: name at least one")
     if (data.source_field is None) != (data.target_field is None):
         raise OptionError("--source-field and --target-field need each other: give both or neither")
-    for option, value in (("--tokens", options.tokens), ("--batch", options.batch)):
+    for name in ("tokens", "batch", "window", "stride"):
+        value = getattr(options, name)
         if value is not None and value < 1:
-            raise OptionError(f"{option} is {value}, expected a number above 0")
+            raise OptionError(f"--{name} is {value}, expected a number above 0")
     if options.dtype not in DTYPES:
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -9,15 +9,10 @@ from gqa_convert.measuring.results import Difference, EvaluationFile, ModelScore
 
 def title(results: EvaluationFile) -> str:
     """What was scored, in one line."""
-    read = {
-        "causal": f"windows of {results.context} tokens, stride {results.stride}",
-        "spans": f"span corruption, {results.context} encoder tokens",
-        "pairs": "pairs of texts",
-    }
-    first = results.entries()[0]
-    nbytes = "" if first.bytes is None else f" ({first.bytes:,} bytes)"
-    how = read.get(results.objective, results.objective)
-    return f"{first.tokens:,} tokens{nbytes} of {results.data.source}, {how}"
+    how = f"windows of {results.context} tokens, stride {results.stride}"
+    if results.objective != "causal":
+        how = f"{results.objective} of at most {results.context} tokens"
+    return f"{results.entries()[0].tokens:,} tokens of {results.data.source}, {how}"
 
 
 def short_names(entries: Sequence[ModelScores]) -> dict[str, str]:
@@ -73,9 +68,9 @@ def _number(value: float | None, form: str) -> str:
 def notes(entries: Sequence[ModelScores], names: dict[str, str]) -> list[str]:
     """What differences are from, and what there is to say about single models."""
     found = []
-    for target in dict.fromkeys(each.difference.to for each in entries if each.difference):
-        compared = [names[each.model] for each in entries if each.difference and each.difference.to == target]
-        found.append(f"differences of {', '.join(compared)} are from {names[target]}, paired over the same text")
+    targets = {names[each.difference.to] for each in entries if each.difference}
+    if targets:
+        found.append(f"differences are from {' or '.join(sorted(targets))}, paired over the same text")
     for each in entries:
         if each.scored_nan:
             found.append(f"{each.scored_nan:,} of {each.tokens:,} tokens have no finite loss: {names[each.model]}")

@@ -196,16 +196,13 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     """
     tried = ", ".join(str(each.groups) for each in losses)
     allowed = f"at most {limit:g} nats per token by the closed form, and fit loses less"
-    known = [(each.increase, each.groups) for each in losses if each.increase is not None]
-    for increase, groups in known:
-        if increase <= limit:
-            return groups, f"N = {groups} is the smallest of {tried} that adds {allowed}: {increase:+.3f}"
-    nearest = "no loss is finite"
-    if known:
-        increase, groups = min(known)
-        nearest = f"N = {groups} comes nearest with {increase:+.3f}"
-    advice = "convert and evaluate, allow more with --max-loss-increase, or try larger --candidates"
-    return None, f"none of N = {tried} adds {allowed}: {nearest}; {advice}"
+    for each in losses:
+        if each.increase is not None and each.increase <= limit:
+            return (
+                each.groups,
+                f"N = {each.groups} is the smallest of {tried} that adds {allowed}: {each.increase:+.3f}",
+            )
+    return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase, or try larger --candidates"
 
 
 def conversion_command(source: str, groups: str, options: Mapping[str, object]) -> str:
@@ -214,17 +211,17 @@ def conversion_command(source: str, groups: str, options: Mapping[str, object]) 
     Args:
         source: the checkpoint.
         groups: K/V heads per layer, or a list such as 8,8,4,4.
-        options: by name. Those that are None, False or 0 are left out; an option is repeated for each item of a list, and
-            has no value where it is True.
+        options: by name; those without a value are left out, and an option is repeated for each item of a list.
     """
     suffix = "by-layer" if "," in groups else f"gqa{groups}"
     words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-{suffix}", "--groups", groups]
     for option, value in options.items():
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if each is True:
-                words.append(option)
-            elif each:
-                words += [option, str(each)]
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list | tuple):
+            words += [word for each in value for word in (option, each)]
+        elif value:
+            words += [option, str(value)]
     return shlex.join(words)
 
 
