@@ -49,9 +49,9 @@ class Decoder:
         """Bytes of the live keys and values."""
         return sum(_nbytes(layer) for layer in self._cache.layers)
 
-    @torch.inference_mode()
     def _read(self, ids: torch.Tensor) -> None:
-        read = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
+        with torch.inference_mode():
+            read = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
         self._cache = read.past_key_values
 
 
