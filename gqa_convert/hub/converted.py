@@ -11,6 +11,7 @@ from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
+from gqa_convert.families.loading import auto_class, headless_class
 from gqa_convert.hub.options import HUB_ID
 from gqa_convert.hub.record import ConversionRecord, Training, read_records
 from gqa_convert.merging.methods import COPY
@@ -69,17 +70,8 @@ class Converted:
 
     @property
     def auto_class(self) -> str:
-        """The class of transformers that loads it, found without importing transformers."""
-        if self.plan.family.wrapped:
-            return "AutoModelForImageTextToText"
-        architecture = str((self.checkpoint.config.get("architectures") or [""])[0])
-        for name, path in self.checkpoint.config.get("auto_map", {}).items():
-            if name.startswith("AutoModel") and name.isidentifier() and str(path).endswith(f".{architecture}"):
-                return str(name)
-        if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-            return "AutoModelForCausalLM"
-        is_classifier = architecture.endswith("ForSequenceClassification")
-        return "AutoModelForSequenceClassification" if is_classifier else "AutoModel"
+        """The class of transformers that loads it."""
+        return headless_class(self.checkpoint.config) or auto_class(self.checkpoint.config)
 
 
 def open_converted(folder: Path) -> Converted:
@@ -91,8 +83,7 @@ def open_converted(folder: Path) -> Converted:
         GQAConvertError: as `open_checkpoint`.
     """
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "not there"
-        raise PublishError(f"{folder} is {what}: name the folder that convert or uptrain wrote")
+        raise PublishError(f"{folder} is no folder: name the one that convert or uptrain wrote")
     checkpoint = open_checkpoint(folder)
     for name in {PROVENANCE, *checkpoint.sizes} - set(checkpoint.left_behind):
         if leads_out(folder / name, folder):

@@ -39,18 +39,15 @@ def hash_file(folder: Path, name: str, token: str | None) -> HashedFile:
     """Read a file, and refuse it if it holds an access token of the Hub: the user's, or one that is known by its form.
 
     Raises:
-        PublishError: it holds a token, or can't be read.
+        PublishError: it holds a token.
     """
     from huggingface_hub.utils.sha import git_hash
 
     path = folder / name
-    try:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= _SMALL_BYTES else b""
-    except OSError as problem:
-        raise PublishError(f"{path} can't be read ({problem.strerror}): make it readable") from None
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    size = path.stat().st_size
+    content = path.read_bytes() if size <= _SMALL_BYTES else b""
     if not is_weight_file(name):
         refuse_token(str(path), content, token)
     return HashedFile(name, size, sha256, git_hash(content))
@@ -70,18 +67,17 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
     Raises:
         PublishError: weights have changed.
     """
-    changed: list[str] = []
-    unknown: list[str] = []
+    changed, unknown = [], []
     for file in files:
         written = model.record.written.get(file.path)
         if written is None or written.sha256 == file.sha256:
             continue
-        if written.sha256 and is_weight_file(file.path):
-            raise PublishError(
-                f"{model.folder / file.path} has SHA-256 {file.sha256} where {written.sha256} was written: it has changed since; convert or copy "
-                "it again"
-            )
-        (changed if written.sha256 else unknown).append(file.path)
+        if written.sha256 is None:
+            unknown.append(file.path)
+        elif is_weight_file(file.path):
+            raise PublishError(f"{model.folder / file.path} has changed since it was written: convert or copy it again")
+        else:
+            changed.append(file.path)
     warnings = [f"changed since the conversion: {some(changed)}"] if changed else []
     if unknown:
         warnings.append(

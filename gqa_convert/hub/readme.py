@@ -9,7 +9,7 @@ from typing import Any
 from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
-from gqa_convert.errors import OutputError, PublishError
+from gqa_convert.errors import PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
 from gqa_convert.hub.markup import one_line
@@ -66,8 +66,8 @@ def stated_by_source(model: Converted, text: str | None) -> Words:
     try:
         if text and (match := MARKER.search(text)):
             found = json.loads(match[1])
-        elif text and text.lstrip("\ufeff").startswith("---") and _came_with_source(model, text):
-            found = ModelCard(text.lstrip("\ufeff"), ignore_metadata_errors=True).data.to_dict()
+        elif text and _came_with_source(model, text):
+            found = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (YAMLError, ValueError):
         return {}
     stated: dict[str, str | list[str]] = {}
@@ -91,21 +91,16 @@ def write_card(model: Converted, card: str) -> Path:
     """Write the card in one step; a README of the user's is renamed first.
 
     Raises:
-        OutputError: the card can't be written.
+        OSError: the card can't be written.
     """
     path = model.folder / CARD
-    try:
-        text = read_readme(model.folder)
-        if text == card and not path.is_symlink():
-            return path
-        with atomic_file(path) as file:
-            file.write(card.encode())
-            file.flush()
-            os.fsync(file.fileno())  # a full disk must not leave the folder without either README
-            if text is not None and is_users(model, text):
-                set_aside(path)
-    except OSError as problem:
-        raise OutputError(
-            f"{path} can't be written ({problem.strerror or problem}): make the folder writable"
-        ) from None
+    text = read_readme(model.folder)
+    if text == card and not path.is_symlink():
+        return path
+    with atomic_file(path) as file:
+        file.write(card.encode())
+        file.flush()
+        os.fsync(file.fileno())  # a full disk must not leave the folder without either README
+        if text is not None and is_users(model, text):
+            set_aside(path)
     return path

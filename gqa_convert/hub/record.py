@@ -93,9 +93,10 @@ def read_records(folder: Path) -> tuple[ConversionRecord, ...]:
             f"{folder} has no {PROVENANCE} that can be read: name a folder that convert or uptrain wrote"
         ) from None
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise PublishError(f"{path} is not the record of a conversion ({key}: {first['msg']}): convert again") from None
+        first = problem.errors()[0]
+        raise PublishError(
+            f"{path} is not the record of a conversion ({first['loc']}: {first['msg']}): convert again"
+        ) from None
     records = [newest]
     while (earlier := records[0].previous) is not None:
         records.insert(0, earlier)
