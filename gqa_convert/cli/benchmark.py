@@ -90,7 +90,7 @@ def benchmark(
       gqa-convert benchmark ./Llama-2-7b ./gqa8 --engine vllm --context 4k --batch 8
     """
     from gqa_convert.cli.console.benchmark import show_benchmark
-    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
     from gqa_convert.serving.timing import time_engine
@@ -107,19 +107,19 @@ def benchmark(
         device=device,
     )
     command = ["gqa-convert", *sys.argv[1:]]
-    with stage_progress(quiet=quiet) as step:
+    with ProgressScreen(quiet=quiet) as screen:
         if engine is not None:
             refused = {"--candidates": candidates, "--device": device, "--revision": revision}
             _refuse(refused, "does not go with --engine, which times whole checkpoints as the engine runs them")
             path = interpreters(python).get(engine)
-            result = time_engine(engine, models, options, python=path, command=command, progress=step)
+            result = time_engine(engine, models, options, python=path, command=command, progress=screen.show)
         else:
             _refuse({"--python": python}, "belongs to --engine")
             if len(models) > 1:
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
-            result = benchmark_model(models[0], revision=revision, options=options, command=command, progress=step)
+            result = benchmark_model(models[0], revision=revision, options=options, command=command, progress=screen.show)
     if as_json:
         print_json(result.as_json())
     elif not quiet:

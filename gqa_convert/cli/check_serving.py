@@ -33,13 +33,13 @@ def check_serving(
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --python vllm=/opt/vllm/bin/python
     """
-    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json
     from gqa_convert.cli.console.serving import show_serving
     from gqa_convert.serving.checking import check_serving
 
-    with stage_progress(quiet=quiet) as step:
-        report = check_serving(out, engine or (), pythons=interpreters(python), progress=step)
+    with ProgressScreen(quiet=quiet) as screen:
+        report = check_serving(out, engine or (), pythons=interpreters(python), progress=screen.show)
     if as_json:
         print_json(report.as_json())
     elif not quiet:

@@ -16,9 +16,9 @@ def choose_groups(source: str, budget: "KVBudget", *, calibration: Any, quiet: b
     """Choose the number of K/V heads of each layer for a budget, and say how on stderr."""
     from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
-    from .console.progress import progress_screen
+    from .console.progress import ProgressScreen
 
-    with progress_screen(quiet=quiet) as screen:
+    with ProgressScreen(quiet=quiet) as screen:
         choice = choose_num_kv_heads(source, budget, calibration, progress=screen.show, **options)
         if choice.warning:
             screen.say(f"note: {choice.warning}")
@@ -45,9 +45,9 @@ def convert_source(
 
     from .console.conversion import show_conversion
     from .console.conversion_progress import ConversionScreen
-    from .console.progress import progress_screen
+    from .console.progress import ProgressScreen
 
-    with progress_screen(quiet=quiet) as progress:
+    with ProgressScreen(quiet=quiet) as progress:
         screen = ConversionScreen(progress)
         result = convert_checkpoint(
             source,

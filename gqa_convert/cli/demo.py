@@ -22,11 +22,11 @@ def demo(
     """
     from gqa_convert.demo import run_demo
 
-    from .console.progress import stage_progress
+    from .console.progress import ProgressScreen
     from .console.screen import print_json
 
-    with stage_progress(quiet=quiet) as progress:
-        summary = run_demo(out, progress=progress)
+    with ProgressScreen(quiet=quiet) as screen:
+        summary = run_demo(out, progress=screen.show)
     if as_json:
         print_json(summary)
     elif not quiet:
@@ -39,20 +39,17 @@ def _show(summary: dict[str, Any]) -> None:
     from .console.screen import stdout_console, tokens_text
     from .console.tables import Column, show_table
 
-    texts = {name: tokens_text(summary[f"{name}_tokens"]) for name in ("held_out", "calibration", "uptraining")}
-    headings = ("K/V heads", "K/V cache per token", "loss", "lost", "verified")
+    columns = [Column(heading, "right") for heading in ("K/V heads", "K/V cache per token", "loss", "lost", "verified")]
     rows = []
-    source = summary["results"][0]
+    loss = summary["results"][0]["loss"]
     for row in summary["results"]:
-        lost = "" if row is source else f"{row['loss'] - source['loss']:+.3f}"
-        verified = {True: "yes", False: "NO", None: ""}[row["verified"]]
         cache = f"{row['kv_bytes_per_token']:,} bytes"
+        verified = {True: "yes", False: "NO", None: ""}[row["verified"]]
+        lost = f"{row['loss'] - loss:.3f}"
         rows.append([row["name"], str(row["groups"]), cache, f"{row['loss']:.3f}", lost, verified])
-    show_table(
-        ["", *(Column(heading, "right") for heading in headings)],
-        rows,
-        title=f"Loss in nats per token over {texts['held_out']} held-out tokens; fit used {texts['calibration']} tokens of calibration text, uptraining {texts['uptraining']}",
-    )
+    held_out, fitted = tokens_text(summary["held_out_tokens"]), tokens_text(summary["calibration_tokens"])
+    used = f"fit used {fitted} tokens of calibration text, uptraining {tokens_text(summary['uptraining_tokens'])}"
+    show_table(["", *columns], rows, title=f"Loss in nats per token over {held_out} held-out tokens; {used}")
     console = stdout_console()
     folder = Path(summary["results"][1]["model"]).parent
     console.print(f"results  {folder}", soft_wrap=True)

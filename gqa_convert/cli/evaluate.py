@@ -69,7 +69,6 @@ def evaluate(
     dtype: Annotated[
         str, _hidden("--dtype", "TYPE", "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.")
     ] = "auto",
-    seed: Annotated[int, _hidden("--seed", "S", "Seed for span corruption. Default: 0.")] = 0,
     revision: Annotated[str | None, _hidden("--revision", "REV", "Branch, tag or commit of models on the Hub.")] = None,
     text_field: Annotated[
         str, _hidden("--text-field", "NAME", "Field with the text, in JSON lines, Parquet and datasets. Default: text.")
@@ -82,9 +81,6 @@ def evaluate(
     ] = None,
     data_split: Annotated[str, _hidden("--data-split", "NAME", "Split of a Hub dataset. Default: train.")] = "train",
     data_name: Annotated[str | None, _hidden("--data-name", "NAME", "Configuration of a Hub dataset.")] = None,
-    data_revision: Annotated[
-        str | None, _hidden("--data-revision", "REV", "Branch, tag or commit of a Hub dataset.")
-    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
@@ -100,7 +96,7 @@ def evaluate(
       gqa-convert evaluate --with gqa8.json --with gqa4.json --plot losses.png
     """
     from gqa_convert.cli.console.evaluation import show_evaluation
-    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json, stdout_console
     from gqa_convert.measuring.evaluation.page import check_drawings, draw
     from gqa_convert.measuring.evaluation.run import EvaluationOptions
@@ -129,19 +125,17 @@ def evaluate(
         batch=batch,
         dtype=dtype,
         device=device,
-        seed=seed,
     )
     text = Source(
         data,
         text_field=text_field,
         split=data_split,
         name=data_name,
-        revision=data_revision,
         source_field=source_field,
         target_field=target_field,
     )
-    with stage_progress(quiet=quiet) as step:
-        results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=step)
+    with ProgressScreen(quiet=quiet) as screen:
+        results = run(models, text, options, command=["gqa-convert", *sys.argv[1:]], progress=screen.show)
     if output is not None:
         write_result(output, results, overwrite=overwrite)
     draw([*files, results], html, plot)

@@ -61,10 +61,10 @@ def inspect(
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 
-    from .console.progress import stage_progress
+    from .console.progress import ProgressScreen
     from .console.screen import print_json
 
-    with stage_progress(quiet=quiet) as step:
+    with ProgressScreen(quiet=quiet) as screen:
         result = inspect_checkpoint(
             source,
             calibration=calibration,
@@ -76,7 +76,7 @@ def inspect(
             seed=seed,
             encoder=encoder,
             revision=revision,
-            progress=step,
+            progress=screen.show,
         )
     if as_json:
         print_json(result.as_json())

@@ -68,7 +68,7 @@ def publish(
     """
     from huggingface_hub.utils import disable_progress_bars
 
-    from gqa_convert.cli.console.progress import stage_progress
+    from gqa_convert.cli.console.progress import ProgressScreen
     from gqa_convert.cli.console.screen import print_json, stderr_console, stdout_console
     from gqa_convert.hub.options import PublishOptions
     from gqa_convert.hub.publishing import publish
@@ -89,8 +89,8 @@ def publish(
         datasets=tuple(dataset or ()),
         overwrite_card=overwrite_card,
     )
-    with stage_progress(quiet=quiet) as on_progress:
-        published = publish(out, options, dry_run=dry_run, on_progress=on_progress, on_checked=show_checked)
+    with ProgressScreen(quiet=quiet) as screen:
+        published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_checked)
     if as_json:
         print_json(published.as_json())
     elif not quiet:

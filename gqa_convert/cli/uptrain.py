@@ -63,13 +63,13 @@ def uptrain(
         raise OptionError("--hardware describes GPUs to estimate for: add --dry-run, or remove --hardware")
     if dry_run and tokenize_only:
         raise OptionError("--dry-run and --tokenize-only exclude each other: give one of them")
-    from .console.progress import progress_screen
+    from .console.progress import ProgressScreen
     from .console.screen import print_json
     from .console.training import TrainingScreen, show_dry_run, show_tokenized, show_training
 
     result: Any
     show: Any
-    with progress_screen(quiet=quiet) as progress:
+    with ProgressScreen(quiet=quiet) as progress:
         screen = TrainingScreen(progress)
         if dry_run:
             from gqa_convert.training.dry_run import dry_run as estimate

@@ -45,12 +45,12 @@ def verify(
     from gqa_convert.conversion.restating.restate import must_be_restated, restated
     from gqa_convert.verify import verify_checkpoint
 
-    from .console.progress import progress_screen
+    from .console.progress import ProgressScreen
     from .console.screen import print_json, stdout_console, styled
 
     gc.freeze()
     gc.enable()
-    with progress_screen(quiet=quiet) as screen:
+    with ProgressScreen(quiet=quiet) as screen:
         options: dict[str, Any] = {"logits": logits, "text": text, "progress": screen.show}
         if must_be_restated(source, revision):
             with restated(source, revision, out, lambda note: screen.say(f"note: {note}")) as plain:

@@ -63,10 +63,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_line_every_thirty_seconds_with_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.stage_progress(quiet=False) as step:
+    with progress.ProgressScreen(quiet=False) as screen:
         for second in range(101):
             clock.now = 1000.0 + second
-            step("merging", second, 200)
+            screen.show("merging", second, 200)
     assert capsys.readouterr().err.splitlines() == [
         "merging: 15.0%  0:02:50 left",
         "merging: 30.0%  0:02:20 left",
@@ -76,38 +76,30 @@ def test_a_line_every_thirty_seconds_with_the_time_left(clock: Clock, capsys: py
 
 def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     """A resumed run begins at half of its steps: the pace is that of the rest."""
-    with progress.stage_progress(quiet=False) as step:
-        step("fitting", 50, 100)
+    with progress.ProgressScreen(quiet=False) as screen:
+        screen.show("fitting", 50, 100)
         clock.now += 10
-        step("fitting", 60, 100)
+        screen.show("fitting", 60, 100)
         clock.now += 30
-        step("fitting", 90, 100)
-        step("an empty stage", 0, 0)
+        screen.show("fitting", 90, 100)
+        screen.show("an empty stage", 0, 0)
     assert capsys.readouterr().err.splitlines() == ["fitting: 90.0%  0:00:10 left"]
 
 
-def test_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.byte_progress("uploading", 4_000_000, quiet=False) as advance:
-        for _ in range(3):
-            clock.now += 14
-            advance(1_000_000)
-    assert capsys.readouterr().err == "uploading: 75.0%  3.0 MB of 4.0 MB  0:00:14 left\n"
-
-
 def test_quiet_and_short_work_say_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress_screen(quiet=True) as screen:
+    with progress.ProgressScreen(quiet=True) as screen:
         screen.say("a line")
         clock.now += 60
         screen.show("work", 1, 2)
-    with progress.stage_progress(quiet=False) as step:
+    with progress.ProgressScreen(quiet=False) as screen:
         clock.now += 29
-        step("work", 1, 2)
+        screen.show("work", 1, 2)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_has_bars_whose_labels_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = terminal(monkeypatch)
-    with progress.progress_screen(quiet=False) as screen:
+    with progress.ProgressScreen(quiet=False) as screen:
         screen.show("texts/[/].txt", 1, 4, "[bold]detail")
         screen.say("[red] a line")
     shown = stream.getvalue()
@@ -124,14 +116,14 @@ def test_a_closed_terminal_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(stream, "write", broken)
-    with progress.progress_screen(quiet=False) as screen:
+    with progress.ProgressScreen(quiet=False) as screen:
         screen.say("a line")
         screen.show("work", 1, 2)
 
 
 def shown_by(screen_of: type, clock: Clock, capsys: pytest.CaptureFixture[str], *calls: tuple[str, object]) -> str:
     """Return what a screen prints where every call is 31 seconds after the one before."""
-    with progress.progress_screen(quiet=False) as lines:
+    with progress.ProgressScreen(quiet=False) as lines:
         screen = screen_of(lines)
         for name, arguments in calls:
             clock.now += 31

@@ -141,7 +141,7 @@ def test_nobody_reads_the_messages(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
 
     def broken() -> None:
-        from gqa_convert.cli.console.progress import progress_screen
+        from gqa_convert.cli.console.progress import ProgressScreen
         from gqa_convert.cli.console.training import TrainingScreen
         from gqa_convert.training.uptrain import uptrain_checkpoint
 
@@ -149,7 +149,7 @@ def test_nobody_reads_the_messages(home: Path, tmp_path: Path) -> None:
         os.close(read)
         os.dup2(write, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1)
-        with progress_screen(quiet=False) as progress:
+        with ProgressScreen(quiet=False) as progress:
             screen = TrainingScreen(progress)
             uptrain_checkpoint(
                 recipe(home, output), [], on_message=screen.say, on_step=screen.step, on_tokenize=screen.tokenize

@@ -25,7 +25,9 @@ def show_benchmark(result: BenchmarkFile) -> None:
     """Print a row for each number of K/V heads, batch and context. Speed and K/V cache are relative to the source's own
     K/V heads, if these were timed; nothing is relative to another version.
     """
-    engine = result.engine or f"transformers, attention {result.attention}"
+    engine = f"{result.engine} {result.engine_version}"
+    if result.engine is None:
+        engine = f"transformers, attention {result.attention}"
     about = f"{result.model}: {result.model_type}, {_heads(result.kv_heads)} K/V heads, {result.dtype}; {engine}"
     machine = result.machine
     stdout_console().print(f"{about}; {machine.processor}, {machine.device}", soft_wrap=True)

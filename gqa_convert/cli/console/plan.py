@@ -44,14 +44,16 @@ def caches_at_context(plan: "Plan", context: int | None, batch: int) -> dict[str
     if "kv_bytes_per_token" in per_token:
         tokens = context or stated_positions(config) or _LONG_CONTEXT
         cache = plan.cache_bytes_at(tokens)
-        sizes = {"before": cache.before * batch, "after": cache.after * batch}
-        caches["kv_cache"] = {"tokens": tokens, "batch": batch} | sizes
+        caches["kv_cache"] = _cache(tokens, batch, cache.before, cache.after)
     cross = per_token.get("cross_kv_bytes_per_encoder_token")
     if cross is not None and not plan.family.reads_images_alone:  # the config does not count the tokens of an image
         tokens = stated_encoder_positions(config) or _LONG_CONTEXT
-        sizes = {"before": cross.before * tokens * batch, "after": cross.after * tokens * batch}
-        caches["cross_kv_cache"] = {"tokens": tokens, "batch": batch} | sizes
+        caches["cross_kv_cache"] = _cache(tokens, batch, cross.before * tokens, cross.after * tokens)
     return caches
+
+
+def _cache(tokens: int, batch: int, before: int, after: int) -> dict[str, int]:
+    return {"tokens": tokens, "batch": batch, "before": before * batch, "after": after * batch}
 
 
 def show_plan(plan: "Plan", needs: "Needs", caches: dict[str, Any]) -> None:

@@ -2,11 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-
-from gqa_convert.checkpoint.byte_sizes import size
+from typing import Self
 
 from .screen import stderr_console
 
@@ -69,43 +67,11 @@ class ProgressScreen:
         left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
         self.say("  ".join(filter(None, [f"{label}: {done / total:.1%}", detail, left])))
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         with suppress(OSError):
             self._bars.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._bars.stop()
-
-
-@contextmanager
-def progress_screen(*, quiet: bool) -> Iterator[ProgressScreen]:
-    """Show the progress of the work in this context."""
-    screen = ProgressScreen(quiet=quiet)
-    screen.start()
-    try:
-        yield screen
-    finally:
-        screen.stop()
-
-
-@contextmanager
-def stage_progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the stages of the work; what is yielded takes the name of a stage, the amount done and the total."""
-    with progress_screen(quiet=quiet) as screen:
-        yield screen.show
-
-
-@contextmanager
-def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `total` bytes; what is yielded takes every number of bytes that are done."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        screen.show(label, done, total, f"{size(done)} of {size(total)}")
-
-    with progress_screen(quiet=quiet) as screen:
-        count(0)
-        yield count

@@ -1,6 +1,5 @@
 """The consoles on stdout and stderr, the JSON object on stdout, notes, and the format of sizes."""
 
-import codecs
 import io
 import json
 import os
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 120
 """Columns of a table in a file or a pipe, unless the environment states COLUMNS."""
-
-_PLAIN = {"±": "+-", "…": "."}
-"""Replacements for characters that the terminal's encoding lacks; other characters become escapes."""
 
 
 def stdout_console() -> "Console":
@@ -63,11 +59,7 @@ def print_json(value: "JsonObject") -> None:
     Raises:
         OSError: stdout cannot be written, for example because its disk is full.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = json.dumps(value, allow_nan=False)
+    text = json.dumps(value, allow_nan=False)
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -82,17 +74,9 @@ def prepare_streams() -> None:
     """Let stdout and stderr accept any character in any encoding, and replace streams that the caller has closed."""
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    codecs.register_error("gqa-convert", _replace)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="gqa-convert")
-
-
-def _replace(problem: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(problem, UnicodeEncodeError):
-        raise problem
-    wrong = problem.object[problem.start : problem.end]
-    return "".join(_PLAIN.get(char) or char.encode("ascii", "backslashreplace").decode() for char in wrong), problem.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def abandon(stream: Any) -> None:
@@ -108,13 +92,14 @@ def abandon(stream: Any) -> None:
 
 def tokens_text(count: int) -> str:
     """Format a number of tokens, with three digits and powers of 1000: 512, 4.1k, 32.8k, 2M."""
-    shown, unit = float(count), ""
-    for larger in ("k", "M", "B", "T"):
+    shown = float(count)
+    for unit in ("", "k", "M", "B", "T"):  # noqa: B007
         if shown < 999.5:
             break
-        shown, unit = shown / 1000, larger
-    digits = f"{shown:.3g}" if shown >= 100 else f"{shown:.1f}".removesuffix(".0")
-    return f"{digits}{unit}"
+        shown /= 1000
+    if shown >= 100:
+        return f"{shown:.0f}{unit}"
+    return f"{shown:.1f}".removesuffix(".0") + unit
 
 
 def number(value: float | None, form: str) -> str:
