@@ -109,6 +109,7 @@ class TimedCell(_Stored):
     fingerprint: str | None = None
     batch: int
     context: int
+    encoder_tokens: int | None = None
     decode_ms_per_token: float | None = None
     decode_ms_low: float | None = None
     decode_ms_high: float | None = None
@@ -117,6 +118,7 @@ class TimedCell(_Stored):
     sample_ms: float | None = None
     new_tokens: int | None = None
     kv_bytes_per_token: float | None = None
+    cross_kv_bytes_per_encoder_token: float | None = None
     kv_bytes: int | None = None
     repetitions: int | None = None
 

@@ -22,7 +22,6 @@ from gqa_convert.errors import (
     GQAConvertError,
     GroupsError,
     OptionError,
-    UnsupportedFamilyError,
 )
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.latency import BenchmarkOptions, benchmark_model
@@ -53,6 +52,8 @@ def write_model(folder: Path, model_type: str, **changes: Any) -> Path:
     model = transformers.AutoModelForCausalLM
     if made.is_encoder_decoder:
         model = transformers.AutoModelForSeq2SeqLM
+    if model_type == "whisper":
+        model = transformers.AutoModelForSpeechSeq2Seq
     model.from_config(made).save_pretrained(folder)
     return folder
 
@@ -110,31 +111,36 @@ def test_a_version_without_the_models_weights_has_no_fingerprint(llama: Path) ->
     assert [cell.kv_bytes_per_token for cell in half.results] == [2 * 2 * heads * WIDTH * 2 for heads in (3, 4, 12)]
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFamilyError, match="is an encoder-decoder"):
-        benchmark_model(write_model(tmp_path, "t5"), options=options())
+def test_an_encoder_decoder_has_two_caches(tmp_path: Path) -> None:
+    result = benchmark_model(write_model(tmp_path, "t5"), options=options(batch=(2,)))
+    for heads, cell in by_heads(result).items():
+        per_token = 2 * 2 * heads * 16 * 4  # two decoder layers; three in the encoder, which keeps none
+        assert cell.kv_bytes_per_token == cell.cross_kv_bytes_per_encoder_token == per_token
+        assert cell.kv_bytes == 2 * (7 + 7) * per_token
+        assert cell.encoder_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attention"),
+    ("model_type", "attention", "encoder_tokens"),
     [
-        ("gpt_neox", "gqa"),
-        ("opt", "gqa"),
-        ("gptj", "eager"),
-        ("gemma2", "eager"),
-        ("mpt", "eager"),
-        ("jamba", "gqa"),
+        ("gpt_neox", "gqa", None),
+        ("opt", "gqa", None),
+        ("gptj", "eager", None),
+        ("gemma2", "eager", None),
+        ("mpt", "eager", None),
+        ("whisper", "gqa", 20),
+        ("jamba", "gqa", None),
     ],
 )
-def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str) -> None:
-    """Translated ones, modelling files, separate attention code, windows and capped scores, recurrent layers."""
+def test_other_kinds_of_models(tmp_path: Path, model_type: str, attention: str, encoder_tokens: int | None) -> None:
+    """Translated ones, modelling files, separate attention code, windows and capped scores, sound, recurrent layers."""
     result = benchmark_model(write_model(tmp_path, model_type), options=options(candidates=(3, 12)))
     found = by_heads(result)
     assert found[12].kv_bytes == 4 * found[3].kv_bytes > 0
-    assert result.attention == attention
+    assert (result.attention, found[3].encoder_tokens) == (attention, encoder_tokens)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_neox"])
 def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: str) -> None:
     source = write_model(tmp_path / "source", model_type)
     convert_checkpoint(str(source), str(tmp_path / "out"), 3, method="mean")
@@ -147,11 +153,11 @@ def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: st
     }
     sizes = []
     for model in (timed_model, converted):
-        decoder = Decoder(model, 2, 5)
+        decoder = Decoder(model, 2, 5, 9 if model_type == "t5" else None)
         decoder.prefill()
         decoder.step()
         sizes.append(decoder.cache_bytes())
-    assert sizes[0] == sizes[1] > 0
+    assert sizes[0] == sizes[1] != (0, 0)
 
 
 def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> None:
@@ -183,7 +189,7 @@ def test_steps_are_taken_back(tmp_path: Path) -> None:
     for model_type, attention in (("llama", "gqa"), ("gemma2", "eager")):
         config = json.loads((write_model(tmp_path, model_type) / "config.json").read_text())
         model = build(config, "it", "float32", attention, "cpu")
-        decoder = Decoder(model, 1, 6)
+        decoder = Decoder(model, 1, 6, None)
         decoder.prefill()
         before = decoder.cache_bytes()
         for _ in range(3):
@@ -218,7 +224,7 @@ def test_versions_take_turns_of_all_steps(llama: Path, monkeypatch: pytest.Monke
 
     def counted(decoder: Decoder) -> None:
         step(decoder)
-        seen.append(decoder.cache_bytes() // (2 * 2 * WIDTH * 4))
+        seen.append(decoder.cache_bytes()[0] // (2 * 2 * WIDTH * 4))
 
     monkeypatch.setattr(Decoder, "step", counted)
     benchmark_model(llama, options=options(candidates=(3, 12), repetitions=2, steps=2, context=(10,)))
@@ -240,11 +246,11 @@ def test_caches_that_the_memory_can_t_hold_are_refused(llama: Path) -> None:
     """By the exact bytes, one more token than there is room for."""
     plan = make_plan(open_checkpoint(llama), 3)
     token = plan.cache_bytes_per_token(True)
-    check_room([plan, plan], 5, 1000, 2 * 5 * 1000 * token)
+    check_room([plan, plan], 5, 1000, None, 2 * 5 * 1000 * token)
     with pytest.raises(DeviceMemoryError, match=rf"the caches of 2 version\(s\) take {2 * 5 * 1001 * token:,} bytes"):
-        check_room([plan, plan], 5, 1001, 2 * 5 * 1000 * token)
-    check_room([plan], 5, 1000, None)
-    check_room([replace(plan, config=plan.config | {"sliding_window": 8})], 5, 1000, 1)
+        check_room([plan, plan], 5, 1001, None, 2 * 5 * 1000 * token)
+    check_room([plan], 5, 1000, None, None)
+    check_room([replace(plan, config=plan.config | {"sliding_window": 8})], 5, 1000, None, 1)
     with pytest.raises(DeviceMemoryError, match="the caches of 1 version"):
         benchmark_model(llama, options=options(candidates=(12,), batch=(999_999_999,)))
 

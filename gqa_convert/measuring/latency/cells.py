@@ -9,7 +9,7 @@ from gqa_convert.measuring.latency.timing import WARM_UP, alternate, quartiles, 
 from gqa_convert.measuring.results import TimedCell
 
 LEAD = 1
-"""The decode step before the timed ones of a turn: the version before has left its own weights in the processor's caches."""
+"""Decode steps before the timed ones of a turn: the version before has left its own weights in the processor's caches."""
 _PREFILLS = 3
 
 
@@ -25,8 +25,8 @@ def measure_cells(
 
     Args:
         models: of the versions.
-        cells: what is decoded, one for each model: batch, context, tokens of a sample, and repetitions; only the K/V
-            heads differ.
+        cells: what is decoded, one for each model: batch, context, tokens of an encoder and of a sample, and repetitions;
+            only the K/V heads differ.
         steps: decode steps of a turn.
         done: called after each turn.
 
@@ -35,16 +35,13 @@ def measure_cells(
     """
     cell, device = cells[0], models[0].device
     repetitions = cell.repetitions or 1
-    decoders = [Decoder(model, cell.batch, cell.context) for model in models]
+    decoders = [Decoder(model, cell.batch, cell.context, cell.encoder_tokens) for model in models]
     prefills = [partial(timed, decoder.prefill, device) for decoder in decoders]
     filled = alternate(prefills, min(_PREFILLS, repetitions), done)
     sizes = [decoder.cache_bytes() for decoder in decoders]
     decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions, done)
-    found = []
-    for each, nbytes, prefill, decode in zip(cells, sizes, filled, decoded, strict=True):
-        caches = {"kv_bytes_per_token": nbytes / each.context / each.batch, "kv_bytes": nbytes}
-        found.append(with_times(each.model_copy(update=caches), prefill, decode))
-    return found
+    timed_cells = map(with_times, cells, filled, decoded)
+    return [_with_cache(*each) for each in zip(timed_cells, sizes, strict=True)]
 
 
 def _turn(decoder: Decoder, steps: int, device: Any) -> float:
@@ -54,7 +51,8 @@ def _turn(decoder: Decoder, steps: int, device: Any) -> float:
         for _ in range(steps):
             decoder.step()
 
-    decoder.step()
+    for _ in range(LEAD):
+        decoder.step()
     seconds = timed(walk, device)
     decoder.rewind()
     return seconds / steps
@@ -73,3 +71,12 @@ def with_times(cell: TimedCell, prefills: Sequence[float], decodes: Sequence[flo
         "sample_ms": prefill + (cell.new_tokens or 0) * middle,
     }
     return cell.model_copy(update=times)
+
+
+def _with_cache(cell: TimedCell, sizes: tuple[int, int]) -> TimedCell:
+    """The cell with the bytes of the decoder's cache and of that of cross-attention."""
+    own, cross = sizes
+    found = {"kv_bytes_per_token": own / cell.context / cell.batch, "kv_bytes": own + cross}
+    if cell.encoder_tokens is not None:
+        found["cross_kv_bytes_per_encoder_token"] = cross / cell.encoder_tokens / cell.batch
+    return cell.model_copy(update=found)

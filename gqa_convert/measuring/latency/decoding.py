@@ -13,28 +13,34 @@ import torch
 class Decoder:
     """A model with its cache at one batch and context."""
 
-    def __init__(self, model: Any, batch: int, context: int) -> None:
+    def __init__(self, model: Any, batch: int, context: int, encoder_tokens: int | None) -> None:
         """
         Args:
             model: in evaluation mode.
             batch: sequences.
             context: tokens in the cache when decoding begins.
+            encoder_tokens: of the input; None without an encoder.
         """
-        self._model = model
-        vocabulary = model.get_input_embeddings().num_embeddings
-        generator = torch.Generator(model.device).manual_seed(0)
-        tokens = torch.randint(vocabulary, (batch, context + 1), generator=generator, device=model.device)
-        self._prompt, self._token = tokens[:, :-1], tokens[:, -1:]
+        self._model, self._encoder_tokens = model, encoder_tokens
+        self._random = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._prompt = self._tokens(batch, context)
+        self._token = self._tokens(batch, 1)
+        self._input = None if encoder_tokens is None else self._encoder_input(batch, encoder_tokens)
         accepted = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._encoded: Any = None
         self._cache: Any = None
         self._states: list[dict[str, Any]] = []
 
     def prefill(self) -> None:
-        """Read a prompt of `context` tokens."""
+        """Encode the input, if there is an encoder, and read a prompt of `context` tokens."""
         self._cache = None
+        if self._input is not None:
+            with torch.inference_mode():
+                self._encoded = self._model.get_encoder()(self._input, return_dict=True)
         self._read(self._prompt)
-        self._states = [dict(vars(layer)) for layer in self._cache.layers]
+        self._states = [dict(vars(layer)) for layer in self._self_layers()]
 
     def step(self) -> None:
         """Decode one token."""
@@ -42,17 +48,37 @@ class Decoder:
 
     def rewind(self) -> None:
         """Return to the state after `prefill`; recurrent layers keep theirs, on which their time does not depend."""
-        for layer, state in zip(self._cache.layers, self._states, strict=True):
+        for layer, state in zip(self._self_layers(), self._states, strict=True):
             vars(layer).update(state)
 
-    def cache_bytes(self) -> int:
-        """Bytes of the live keys and values."""
-        return sum(_nbytes(layer) for layer in self._cache.layers)
+    def cache_bytes(self) -> tuple[int, int]:
+        """Bytes of the live keys and values of the decoder's tokens, and of the encoder's."""
+        cross = getattr(self._cache, "cross_attention_cache", None)
+        crossed = [] if cross is None else cross.layers
+        return sum(map(_nbytes, self._self_layers())), sum(map(_nbytes, crossed))
 
     def _read(self, ids: torch.Tensor) -> None:
+        inputs = {"past_key_values": self._cache, "use_cache": True}
+        if self._encoder_tokens is None:
+            inputs |= {"input_ids": ids, **self._options}
+        else:
+            inputs |= {"decoder_input_ids": ids, "encoder_outputs": self._encoded}
         with torch.inference_mode():
-            read = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
-        self._cache = read.past_key_values
+            self._cache = self._model(**inputs).past_key_values
+
+    def _self_layers(self) -> list[Any]:
+        return list(getattr(self._cache, "self_attention_cache", self._cache).layers)
+
+    def _tokens(self, batch: int, count: int) -> torch.Tensor:
+        return torch.randint(self._vocabulary, (batch, count), **self._random)
+
+    def _encoder_input(self, batch: int, tokens: int) -> torch.Tensor:
+        """Input tokens or, for a speech model, audio features of the fixed length that its encoder expects and halves."""
+        if self._model.main_input_name == "input_ids":
+            return self._tokens(batch, tokens)
+        config = self._model.config
+        shape = (batch, config.num_mel_bins, 2 * config.max_source_positions)
+        return torch.randn(shape, dtype=self._model.dtype, **self._random)
 
 
 def _nbytes(layer: Any) -> int:

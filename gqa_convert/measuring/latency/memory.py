@@ -7,13 +7,14 @@ from gqa_convert.errors import DeviceMemoryError
 from gqa_convert.families.windows import has_window
 
 
-def check_room(plans: Sequence[Plan], batch: int, context: int, room: int | None) -> None:
+def check_room(plans: Sequence[Plan], batch: int, context: int, encoder_tokens: int | None, room: int | None) -> None:
     """Refuse caches that the memory can't hold, since some systems kill such a process without a message.
 
     Args:
         plans: of the versions, which keep their caches while others are timed.
         batch: sequences.
         context: tokens in the cache.
+        encoder_tokens: of an encoder-decoder's input.
         room: available bytes, None if unknown.
 
     Raises:
@@ -21,7 +22,9 @@ def check_room(plans: Sequence[Plan], batch: int, context: int, room: int | None
     """
     if room is None or any(has_window(plan.config) for plan in plans):  # these models truncate their caches themselves
         return
-    needed = batch * context * sum(plan.cache_bytes_per_token(True) for plan in plans)
+    own = context * sum(plan.cache_bytes_per_token(True) for plan in plans)
+    cross = (encoder_tokens or 0) * sum(plan.cache_bytes_per_token(True, "cross") for plan in plans)
+    needed = batch * (own + cross)
     if needed > room:
         raise DeviceMemoryError(
             f"the caches of {len(plans)} version(s) take {needed:,} bytes at batch {batch} and context {context}, and "

@@ -6,8 +6,8 @@ from typing import Any
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.errors import OptionError, UnsupportedFamilyError
-from gqa_convert.families.loading import auto_class, check_language_model, explained, is_encoder_decoder
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import auto_class, check_language_model, explained
 from gqa_convert.families.table import family_of
 
 NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def open_model(model: str | Path, revision: str | None) -> Checkpoint:
-    """Open a checkpoint, a folder or a Hub id, that is a decoder.
+    """Open a checkpoint, a folder or a Hub id.
 
     Raises:
         GQAConvertError: as `open_checkpoint` and `make_plan`, or the model can't be timed.
@@ -29,8 +29,6 @@ def open_model(model: str | Path, revision: str | None) -> Checkpoint:
 def _check(checkpoint: Checkpoint) -> None:
     check_language_model(checkpoint.source_id, checkpoint.config, NEEDS_HEAD)
     make_plan(checkpoint, 1)
-    if is_encoder_decoder(checkpoint.config):
-        raise UnsupportedFamilyError(f"{checkpoint.source_id} is an encoder-decoder, and benchmark times decoders")
 
 
 def stated_dtype(config: JsonObject, asked: str | None) -> str:

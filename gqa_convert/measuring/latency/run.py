@@ -35,7 +35,8 @@ class BenchmarkOptions:
     Attributes:
         candidates: K/V heads per layer to time; by default the model's own number and its divisors, at most seven.
         batch: sequences decoded at once.
-        context: tokens in the cache when the timed steps begin; by default 512, or half the model's positions.
+        context: tokens in the cache when the timed steps begin, and of an encoder's input; by default 512, or half the
+            model's positions.
         new_tokens: tokens decoded per sample, for the time per sample.
         steps: decode steps in each turn of a version.
         repetitions: timed turns of each version.
@@ -160,14 +161,18 @@ def _measure(
     plans: Sequence[Plan], models: Sequence[Any], contexts: Sequence[int], options: BenchmarkOptions, progress: Progress
 ) -> list[TimedCell]:
     """Time every version at every batch and context, after a check that there is memory for all."""
+    config = models[0].config
     cells = []
     for batch, context in itertools.product(options.batch, contexts):
-        check_room(plans, batch, context, available_memory(models[0].device))
+        # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
+        encoder = getattr(config, "max_source_positions", context) if config.is_encoder_decoder else None
+        check_room(plans, batch, context, encoder, available_memory(models[0].device))
         for plan in plans:
             cell = TimedCell(
                 groups=plan.stated_groups,
                 batch=batch,
                 context=context,
+                encoder_tokens=encoder,
                 new_tokens=options.new_tokens,
                 repetitions=options.repetitions,
             )
