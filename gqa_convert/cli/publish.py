@@ -44,9 +44,6 @@ def publish(
             "--license", metavar="ID", help="Licence of the result. Default: that in the README.md of the source."
         ),
     ] = None,
-    dataset: Annotated[
-        list[str] | None, typer.Option(metavar="ORG/NAME", help="Hub dataset on which OUT was trained; repeatable.")
-    ] = None,
     overwrite_card: Annotated[
         bool,
         typer.Option("--overwrite-card", help="Rename a README.md that publish did not write, and write the card."),
@@ -86,7 +83,6 @@ def publish(
         results=tuple(results or ()),
         base_model=base_model,
         license=licence,
-        datasets=tuple(dataset or ()),
         overwrite_card=overwrite_card,
     )
     with ProgressScreen(quiet=quiet) as screen:

@@ -96,10 +96,10 @@ def _metadata(context: CardContext) -> "ModelCardData":
 
 
 def _datasets(context: CardContext) -> list[str]:
-    """Those that the publisher names, and those of recipes."""
+    """Those of recipes."""
     texts = [text for training in context.model.trainings for text in training.recipe.get("data", [])]
     found = [text["source"] for text in texts if is_hub_dataset(text)]
-    return list(dict.fromkeys([*context.options.datasets, *found]))
+    return list(dict.fromkeys(found))
 
 
 def is_hub_dataset(text: Mapping[str, Any]) -> bool:

@@ -42,12 +42,12 @@ class Timed:
     """A benchmark at the K/V heads of the checkpoint and of its source.
 
     Attributes:
-        speedups: the source's time of a decode step over the checkpoint's, by batch and context.
+        speedups: the source's time of a decode step over the checkpoint's, at each batch and context.
     """
 
     file: BenchmarkFile
     cells: list[TimedCell]
-    speedups: dict[tuple[int, int], float]
+    speedups: list[float]
 
 
 class TaskFile(BaseModel):
@@ -128,12 +128,12 @@ def _add_benchmark(measured: Measured, file: BenchmarkFile, model: Converted) ->
     ours, source = model.record.groups, model.first.source_kv_heads
     timed = [cell for cell in file.results if (cell.fingerprint or file.fingerprint) in known]
     before = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in timed if cell.groups == source}
-    speedups = {}
+    speedups = []
     cells = [cell for cell in timed if cell.groups == ours]
     for cell in cells:
         slow, fast = before.get((cell.batch, cell.context)), cell.decode_ms_per_token
-        if slow and fast:
-            speedups[cell.batch, cell.context] = slow / fast
+        if slow and fast and ours != source:
+            speedups.append(slow / fast)
     if cells:
         measured.timed.append(Timed(file, [cell for cell in timed if cell.groups in (ours, source)], speedups))
     return bool(cells)

@@ -22,7 +22,6 @@ class PublishOptions:
         results: files of evaluate, benchmark and lm-eval.
         base_model: id on the Hub of the model that it was made from.
         license: identifier of the Hub.
-        datasets: ids on the Hub of the training data.
         overwrite_card: rename a README.md that the user wrote to README.md.old, rather than refuse.
 
     Raises:
@@ -34,15 +33,12 @@ class PublishOptions:
     results: tuple[Path, ...] = ()
     base_model: str | None = None
     license: str | None = None
-    datasets: tuple[str, ...] = ()
     overwrite_card: bool = False
 
     def __post_init__(self) -> None:
         _check("--repo-id", self.repo_id, _REPO_ID, "org/name")
         _check("--base-model", self.base_model, HUB_ID, "org/name")
         _check("--license", self.license, LICENSE_ID, "apache-2.0, llama2 or other")
-        for name in self.datasets:
-            _check("--dataset", name, HUB_ID, "org/name")
 
     @property
     def name(self) -> str:

@@ -45,9 +45,9 @@ def check_replaceable(model: Converted, text: str | None) -> None:
         PublishError: a user wrote or edited it.
     """
     if text is not None and is_users(model, text):
-        edited = "a card that was edited since publish wrote it"
-        kind = edited if MARKER.search(text) else "neither the source's README nor a card of publish"
-        raise PublishError(f"{model.folder / CARD} is {kind}: move it away, or rename it with --overwrite-card")
+        raise PublishError(
+            f"{model.folder / CARD} was written or edited by you: move it away, or rename it with --overwrite-card"
+        )
 
 
 def _came_with_source(model: Converted, text: str) -> bool:

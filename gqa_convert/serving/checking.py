@@ -1,6 +1,5 @@
 """Runs transformers, then each engine, and reports the differences."""
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class ServingReport(Result):
         prompts: the lengths of the prompts; empty if no engine ran.
         new_tokens: how many tokens each prompt is continued by.
         clients: for each engine `client` (its name), `version`, `status` (ok, failed, not supported or skipped) and
-            `detail`; for one that ran also `seconds`, and what `compare` returns.
+            `detail`; for one that ran also what `compare` returns.
         passed: no engine failed, at least one was right, and no named one was skipped.
     """
 
@@ -98,12 +97,10 @@ def check_serving(
             report |= {"status": SKIPPED, "detail": str(problem)}
             continue
         prompts, reference = answers = answers or ask_transformers(out)
-        begun = time.monotonic()
         outcome = ask(found.python, engines[name].module, _request(out, config, prompts, reference), minutes * 60)
         report |= {"version": found.version, "status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
             report |= _verdict(compare(reference, outcome, prompts))
-        report["seconds"] = round(time.monotonic() - begun, 1)
     states = {report["status"] for report in reports.values()}
     return ServingReport(
         out=str(out),
