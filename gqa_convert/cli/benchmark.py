@@ -119,7 +119,9 @@ def benchmark(
                 raise OptionError(
                     f"{len(models)} models: without --engine, one MODEL is timed with several numbers of K/V heads (--candidates)"
                 )
-            result = benchmark_model(models[0], revision=revision, options=options, command=command, progress=screen.show)
+            result = benchmark_model(
+                models[0], revision=revision, options=options, command=command, progress=screen.show
+            )
     if as_json:
         print_json(result.as_json())
     elif not quiet:

@@ -1,11 +1,11 @@
 """Times every version of the model at one batch and context."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.timing import WARM_UP, alternate, quartiles, timed
+from gqa_convert.measuring.latency.timing import alternate, quartiles, timed
 from gqa_convert.measuring.results import TimedCell
 
 LEAD = 1
@@ -13,14 +13,7 @@ LEAD = 1
 _PREFILLS = 3
 
 
-def turns_of(repetitions: int) -> int:
-    """The turns of each version, for progress."""
-    return WARM_UP + min(_PREFILLS, repetitions) + WARM_UP + repetitions
-
-
-def measure_cells(
-    models: Sequence[Any], cells: Sequence[TimedCell], steps: int, done: Callable[[], object]
-) -> list[TimedCell]:
+def measure_cells(models: Sequence[Any], cells: Sequence[TimedCell], steps: int) -> list[TimedCell]:
     """Time all versions at one batch and context; they take turns.
 
     Args:
@@ -28,7 +21,6 @@ def measure_cells(
         cells: what is decoded, one for each model: batch, context, tokens of an encoder and of a sample, and repetitions;
             only the K/V heads differ.
         steps: decode steps of a turn.
-        done: called after each turn.
 
     Returns:
         The cells with times and cache sizes.
@@ -37,9 +29,9 @@ def measure_cells(
     repetitions = cell.repetitions or 1
     decoders = [Decoder(model, cell.batch, cell.context, cell.encoder_tokens) for model in models]
     prefills = [partial(timed, decoder.prefill, device) for decoder in decoders]
-    filled = alternate(prefills, min(_PREFILLS, repetitions), done)
+    filled = alternate(prefills, min(_PREFILLS, repetitions))
     sizes = [decoder.cache_bytes() for decoder in decoders]
-    decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions, done)
+    decoded = alternate([partial(_turn, decoder, steps, device) for decoder in decoders], repetitions)
     timed_cells = map(with_times, cells, filled, decoded)
     return [_with_cache(*each) for each in zip(timed_cells, sizes, strict=True)]
 

@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, OptionError, UnsupportedAttentionError
 from gqa_convert.families.context_length import stated_positions
-from gqa_convert.measuring.latency.cells import LEAD, measure_cells, turns_of
+from gqa_convert.measuring.latency.cells import LEAD, measure_cells
 from gqa_convert.measuring.latency.memory import check_room
 from gqa_convert.measuring.latency.models import build, open_model, stated_dtype
 from gqa_convert.measuring.latency.versions import make_models, plan_versions
@@ -162,25 +162,18 @@ def _measure(
 ) -> list[TimedCell]:
     """Time every version at every batch and context, after a check that there is memory for all."""
     config = models[0].config
-    cells = []
+    settings = []
     for batch, context in itertools.product(options.batch, contexts):
         # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
         encoder = getattr(config, "max_source_positions", context) if config.is_encoder_decoder else None
         check_room(plans, batch, context, encoder, available_memory(models[0].device))
-        for plan in plans:
-            cell = TimedCell(
-                groups=plan.stated_groups,
-                batch=batch,
-                context=context,
-                encoder_tokens=encoder,
-                new_tokens=options.new_tokens,
-                repetitions=options.repetitions,
-            )
-            cells.append(cell)
-    turns, total = itertools.count(1), len(cells) * turns_of(options.repetitions)
+        settings.append({"batch": batch, "context": context, "encoder_tokens": encoder})
+    shared = {"new_tokens": options.new_tokens, "repetitions": options.repetitions}
     measured: list[TimedCell] = []
-    for start in range(0, len(cells), len(plans)):
-        together = cells[start : start + len(plans)]
-        measured += measure_cells(models, together, options.steps, lambda: progress("timing", next(turns), total))
+    for done, setting in enumerate(settings):
+        progress("timing", done, len(settings))
+        cells = [TimedCell(groups=plan.stated_groups, **setting, **shared) for plan in plans]
+        measured += measure_cells(models, cells, options.steps)
         gc.collect()
+    progress("timing", len(settings), len(settings))
     return measured

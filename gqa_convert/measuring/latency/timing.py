@@ -26,31 +26,23 @@ def _wait(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def order(contenders: int, repetition: int) -> list[int]:
-    """The order of turns in a repetition: round-robin, starting one version later in every repetition."""
-    return [(repetition + place) % contenders for place in range(contenders)]
-
-
-def alternate(
-    turns: Sequence[Callable[[], float]], repetitions: int, done: Callable[[], object] = lambda: None
-) -> list[list[float]]:
-    """Run every version once per repetition, after a warm-up.
+def alternate(turns: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
+    """Run every version once per repetition, starting one version later in every repetition, after a warm-up.
 
     Args:
         turns: a call for each version, which measures it once.
         repetitions: number of measured repetitions.
-        done: called after each turn.
 
     Returns:
         The results of each version's turns, in order, without those of the warm-up.
     """
     measured: list[list[float]] = [[] for _ in turns]
     for repetition in range(-WARM_UP, repetitions):
-        for number in order(len(turns), repetition):
+        for place in range(len(turns)):
+            number = (repetition + place) % len(turns)
             found = turns[number]()
             if repetition >= 0:
                 measured[number].append(found)
-            done()
     return measured
 
 

@@ -231,10 +231,6 @@ def _plan(
     """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
     plan = make_plan(checkpoint, 1, method="factor", encoder=encoder)
     advice = "leave --calibration out, for the errors that the weights alone show"
-    if text.source is not None and not plan.family.native and plan.family.modeling is None:
-        raise OptionError(
-            f"--calibration runs the source, and transformers has no class of type {plan.family.model_type}: {advice}"
-        )
     check_predicts(plan, text, advice)
     kv_heads = [layer.kv_heads for layer in plan.layers]
     possible = [count for count in merging_counts(*kv_heads) if count < max(kv_heads)]
