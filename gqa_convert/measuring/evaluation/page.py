@@ -80,13 +80,10 @@ def measured_texts(files: Sequence[EvaluationFile]) -> list[MeasuredText]:
             model = (each.fingerprint or id(each), each.dtype)
             if each.difference or model not in entries:
                 entries[model] = each
-        found[text] = _measured_text(title(file), list(entries.values()))
+        rows = list(entries.values())
+        names = short_names(rows)
+        found[text] = MeasuredText(title(file), rows, columns(rows, names), notes(rows, names))
     return list(found.values())
-
-
-def _measured_text(heading: str, entries: list[ModelScores]) -> MeasuredText:
-    names = short_names(entries)
-    return MeasuredText(heading, entries, columns(entries, names), notes(entries, names))
 
 
 def _figure(texts: Sequence[MeasuredText]) -> "Figure":

@@ -219,7 +219,8 @@ def conversion_command(source: str, groups: str, options: Mapping[str, object]) 
         if value is True:
             words.append(option)
         elif isinstance(value, list | tuple):
-            words += [word for each in value for word in (option, each)]
+            for each in value:
+                words += [option, each]
         elif value:
             words += [option, str(value)]
     return shlex.join(words)
