@@ -162,13 +162,13 @@ def _measure(
 ) -> list[TimedCell]:
     """Time every version at every batch and context, after a check that there is memory for all."""
     config = models[0].config
-    settings = []
+    settings: list[dict[str, Any]] = []
     for batch, context in itertools.product(options.batch, contexts):
         # a speech model's encoder has one length; other encoders read as many tokens as the decoder has cached
         encoder = getattr(config, "max_source_positions", context) if config.is_encoder_decoder else None
         check_room(plans, batch, context, encoder, available_memory(models[0].device))
         settings.append({"batch": batch, "context": context, "encoder_tokens": encoder})
-    shared = {"new_tokens": options.new_tokens, "repetitions": options.repetitions}
+    shared: dict[str, Any] = {"new_tokens": options.new_tokens, "repetitions": options.repetitions}
     measured: list[TimedCell] = []
     for done, setting in enumerate(settings):
         progress("timing", done, len(settings))
