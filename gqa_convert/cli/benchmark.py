@@ -35,7 +35,9 @@ def benchmark(
         ),
     ] = None,
     python: Interpreters = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B,B,...", help="Sequences decoded at once.")] = "1",
+    batch: Annotated[
+        Any, typer.Option("--batch", "-b", metavar="B,B,...", parser=counts, help="Sequences decoded at once.")
+    ] = "1",
     context: Annotated[
         Any,
         typer.Option(
@@ -98,8 +100,8 @@ def benchmark(
     if repetitions is None:
         repetitions = 3 if engine else 8
     options = BenchmarkOptions(
-        candidates=counts(candidates, "--candidates"),
-        batch=counts(batch, "--batch") or (),
+        candidates=candidates,
+        batch=batch,
         context=context,
         new_tokens=new_tokens,
         repetitions=repetitions,

@@ -14,7 +14,6 @@ from .options import (
     Revision,
     Source,
     cache_budget,
-    counts,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def inspect(
             source,
             calibration=calibration,
             calibration_tokens=calibration_tokens,
-            candidates=counts(candidates, "--candidates"),
+            candidates=candidates,
             max_loss_increase=max_loss_increase,
             kv_budget=cache_budget(kv_budget),
             device=device,
@@ -85,27 +84,21 @@ def inspect(
 
 
 def _show(result: "Inspection") -> None:
-    from .console.screen import number, print_note, stdout_console, styled
+    from .console.screen import number, print_note, stdout_console
     from .console.tables import Column, show_table
 
     console = stdout_console()
-    console.print(
-        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers",
-        soft_wrap=True,
+    about = (
+        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {len(result.layers)} attention layers"
     )
-    measured = "on calibration text" if result.calibration else "from the weights alone"
+    console.print(about, soft_wrap=True)
     columns = [Column(f"{part}{groups}", "right") for part in "KV" for groups in result.groups]
     rows = []
     for layer in result.layers:
         errors = [error.keys for error in layer.errors] + [error.values for error in layer.errors]
         rows.append([layer.label, *(f"{error:.2f}" for error in errors)])
-    title = f"Relative error of keys (K) and values (V) merged into N heads by the closed form, {measured}"
+    title = "Relative error of keys (K) and values (V) merged into N heads by the closed form"
     show_table(["layer", *columns], rows, title=title)
-    barriers = {"keys": {layer.key_barrier for layer in result.layers}}
-    barriers["values"] = {layer.value_barrier for layer in result.layers}
-    for part, reasons in barriers.items():
-        for reason in sorted(filter(None, reasons)):
-            print_note(f"{part} are averaged where nothing can be folded, since {reason}")
     if result.loss is None or result.calibration is None:
         console.print("Weights alone predict no loss and recommend no N: name text with --calibration.", soft_wrap=True)
         return
@@ -117,7 +110,9 @@ def _show(result: "Inspection") -> None:
     show_table(["N", Column("loss added", "right")], rows, title=title)
     advice = result.recommendation
     if advice is not None:
-        mark = ("no N fits", "yellow") if advice.groups is None else ("recommended", "green")
-        console.print(styled(mark, f"  {advice.reason}"), soft_wrap=True)
+        mark = "recommended"
+        if advice.groups is None:
+            mark = "no N fits"
+        console.print(f"{mark}  {advice.reason}", soft_wrap=True)
         if advice.command:
             console.print(f"next  {advice.command}", soft_wrap=True)

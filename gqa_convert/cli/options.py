@@ -31,6 +31,18 @@ def token_counts(text: str) -> list[int]:
     return [token_count(part) for part in text.split(",")]
 
 
+def counts(text: str) -> list[int]:
+    """Parse a list of numbers such as "1,2,4".
+
+    Raises:
+        typer.BadParameter: the text is no such list.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers: write it like 1,2,4") from None
+
+
 def hidden_option(name: str, metavar: str | None, text: str, **options: Any) -> Any:
     """Declare an option that `--help` leaves out and `--help-all` shows."""
     return typer.Option(name, metavar=metavar, help=text, hidden=True, **options)
@@ -47,10 +59,11 @@ Budget = Annotated[
     ),
 ]
 Candidates = Annotated[
-    str | None,
+    Any,
     typer.Option(
         "--candidates",
         metavar="N,N,...",
+        parser=counts,
         help="Numbers of K/V heads per layer to try. Default: divisors of the source's number.",
     ),
 ]
@@ -122,16 +135,6 @@ def cache_budget(text: str | None) -> "KVBudget | None":
     if percent := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)%", text, re.ASCII):
         return KVBudget(text, share=Fraction(percent[1]) / 100)
     return KVBudget(text, nbytes=byte_count(text, "--kv-budget"))
-
-
-def counts(text: str | None, option: str) -> list[int] | None:
-    """Parse a list of numbers such as "1,2,4"; None stays None."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise OptionError(f"{option} {text!r} is not a list of numbers: write it like 1,2,4") from None
 
 
 def interpreters(pairs: list[str] | None) -> dict[str, str]:

@@ -321,7 +321,7 @@ def test_the_command_for_people_and_for_scripts(weights: Path, planted: tuple[Pa
     assert printed["layers"][0]["errors"][1].keys() == {"groups", "keys", "values"}
     assert printed["loss"].keys() == {"source", "tokens", "by_groups"}
     assert printed["loss"]["by_groups"][0].keys() == {"groups", "loss", "increase"}
-    assert_mistake(run("inspect", weights, "--candidates", "1,x"), "--candidates '1,x' is not a list of numbers")
+    assert_mistake(run("inspect", weights, "--candidates", "1,x"), "'--candidates': '1,x' is not a list of numbers")
     assert_mistake(run("inspect", weights, "--candidates", "5"), "choose among 1, 2, 3, 4, 6")
 
 

@@ -311,7 +311,7 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     assert_mistake(run("benchmark"), "MODEL")
     assert_mistake(run("benchmark", source, "--candidates", "5"), "--candidates 5", "choose one of")
-    assert_mistake(run("benchmark", source, "--batch", "two"), "--batch 'two'")
+    assert_mistake(run("benchmark", source, "--batch", "two"), "'two' is not a list of numbers")
     assert_mistake(run("benchmark", source, "--context", "half"), "--context", "'half'")
     assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
     weights = load_file(source / "model.safetensors")

@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from .screen import stdout_console, styled
+from .screen import stdout_console
 
 if TYPE_CHECKING:
     from gqa_convert.serving.checking import ServingReport
-
-_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
 def show_serving(report: "ServingReport") -> None:
@@ -20,18 +18,16 @@ def show_serving(report: "ServingReport") -> None:
             soft_wrap=True,
         )
     for entry in report.clients:
-        status = entry["status"]
-        mark = "FAIL" if status == "failed" else status
+        mark = entry["status"].replace("failed", "FAIL")
         name = f"{entry['client']} {entry['version'] or ''}"
-        line = styled((f"{mark:<13}", _STYLES.get(status, "")), f"  {name:<18} {entry['detail']}")
-        console.print(line, soft_wrap=True)
+        console.print(f"{mark:<13}  {name:<18} {entry['detail']}", soft_wrap=True)
     states = [entry["status"] for entry in report.clients]
     if report.passed:
-        verdict = ("every engine that ran agrees with transformers", "green")
+        verdict = "every engine that ran agrees with transformers"
     elif "failed" in states:
-        verdict = ("an engine differs from transformers: do not serve OUT with an engine marked FAIL", "red")
+        verdict = "an engine differs from transformers: do not serve OUT with an engine marked FAIL"
     elif "ok" in states:
-        verdict = ("incomplete: an engine named by --engine or --python is not installed", "red")
+        verdict = "incomplete: an engine named by --engine or --python is not installed"
     else:
-        verdict = ("nothing was checked: no engine ran", "red")
-    console.print(styled(verdict))
+        verdict = "nothing was checked: no engine ran"
+    console.print(verdict)
