@@ -9,7 +9,7 @@ from typing import Any
 from gqa_convert.checkpoint.atomic_files import atomic_file
 from gqa_convert.checkpoint.ownership import set_aside
 from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
-from gqa_convert.errors import PublishError
+from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import Words
 from gqa_convert.hub.markup import one_line
@@ -91,16 +91,19 @@ def write_card(model: Converted, card: str) -> Path:
     """Write the card in one step; a README of the user's is renamed first.
 
     Raises:
-        OSError: the card can't be written.
+        OutputError: the card can't be written.
     """
     path = model.folder / CARD
     text = read_readme(model.folder)
     if text == card and not path.is_symlink():
         return path
-    with atomic_file(path) as file:
-        file.write(card.encode())
-        file.flush()
-        os.fsync(file.fileno())  # a full disk must not leave the folder without either README
-        if text is not None and is_users(model, text):
-            set_aside(path)
+    try:
+        with atomic_file(path) as file:
+            file.write(card.encode())
+            file.flush()
+            os.fsync(file.fileno())  # a full disk must not leave the folder without either README
+            if text is not None and is_users(model, text):
+                set_aside(path)
+    except OSError as problem:
+        raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
     return path
