@@ -19,7 +19,7 @@ from gqa_convert.conversion.fit.calibrated import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError, OutputError
 from gqa_convert.measuring.sensitivity import layer_merging, merged_copies
-from gqa_convert.measuring.sensitivity.choice import HeadAllocation, choose_candidate
+from gqa_convert.measuring.sensitivity.choice import BudgetChoice, HeadAllocation, choose_candidate
 from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget, LayerCosts, largest_uniform, least_sum
@@ -165,17 +165,28 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     converted: tuple[Path, dict[str, Any], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Killed in the second pass over the layers, and repeated."""
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
     monkeypatch.setattr(layer_merging, "SHORT_STEPS", 2)
-    made, fits = layer_merging.LayerFitting, list[tuple[str, int, int]]()
+    made, fits, left = layer_merging.LayerFitting, list[tuple[str, int, int]](), [12]
 
     def counted(module: Any, layer: Any, options: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
         fits.append((module.name, options.groups, options.steps))
         return made(module, layer, options)
 
+    def choose() -> BudgetChoice:
+        options = CalibrationOptions(str(text), 640, 64, device="cpu")
+        return choose_num_kv_heads(source, SHARE, options, out=tmp_path / "out")
+
     monkeypatch.setattr(layer_merging, "LayerFitting", counted)
-    options = CalibrationOptions(str(text), 640, 64, device="cpu")
-    choice = choose_num_kv_heads(source, SHARE, options, out=tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        choose()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.short-fits.gqa-merging"]
+    left[0] = 99
+    choice = choose()
     assert len(fits) == len(set(fits)) == 20
     assert {steps for *_, steps in fits} == {2}
     assert (choice.groups, choice.merged_by, choice.margin) == (CHOSEN, "short fits", 0.95)

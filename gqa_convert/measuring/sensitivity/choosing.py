@@ -5,17 +5,19 @@ short fit where the conversion fits layers, since costs of the closed form choos
 the closed form. The list with the least sum of costs is then compared with the largest number that fits all layers.
 """
 
+import os
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from gqa_convert._version import __version__
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.publication import check_destination
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer
 from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import Plan, make_plan
@@ -51,7 +53,8 @@ def choose_num_kv_heads(
         source: a local folder or a Hub id.
         budget: of the K/V cache.
         text: the options of calibration; without text, the built-in text is measured on.
-        out: the folder of the conversion that follows, None if none does.
+        out: the folder of the conversion that follows, None if none does. Short fits lie beside it until the choice is made,
+            so that a killed command goes on from there.
         method: of the conversion, as the user named it.
         revision: branch, tag or commit on the Hub.
         overwrite: whether the conversion may replace an existing result in `out`.
@@ -77,10 +80,7 @@ def choose_num_kv_heads(
     from gqa_convert.measuring.sensitivity.merged_copies import open_inputs
 
     with ExitStack() as stack:
-        store = None
-        if fits:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-budget-"))
-            store = stack.enter_context(MergedLayers(Path(folder) / "short-fits", {}, keep=False))
+        store = stack.enter_context(_fits_store(plan, out, calibration.digest, text)) if fits else None
         inputs = stack.enter_context(open_inputs(plan, calibration.batches, text, store))
         costs = measure_costs(inputs, progress)
         candidates = measure_candidates(inputs, costs, limit, progress)
@@ -120,3 +120,21 @@ def _plan(
     if reason := why_no_text(checkpoint):
         raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
     return plan, limit, conversion.merge_method.trains
+
+
+@contextmanager
+def _fits_store(plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions) -> Iterator[MergedLayers]:
+    """Where short fits are kept: beside the result, or in a temporary folder if there is no result."""
+    depends_on = {
+        "version": __version__,
+        "source": str(plan.checkpoint.folder),
+        "files": [[shard.file, shard.size, shard.modified_ns] for shard in plan.checkpoint.shards],
+        "config": plan.checkpoint.config,
+        "text": digest,
+        "fit": [steps_per_layer(text), text.seed],
+    }
+    with tempfile.TemporaryDirectory(prefix="gqa-budget-") as folder:
+        if out is not None:
+            folder = os.path.realpath(local_path(out))
+        with MergedLayers(Path(f"{folder}.short-fits"), depends_on, keep=out is not None) as store:
+            yield store
