@@ -20,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import show_plan
+from gqa_convert.conversion.fit.calibrated import CalibrationOptions
+from gqa_convert.conversion.fit.needs import estimate_needs
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GroupsError, UnsupportedFamilyError
@@ -272,7 +274,7 @@ def test_a_plan_tells_what_loads_the_result(
     case: str, options: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
-    show_plan(plan)
+    show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")]
     assert line.removeprefix("loads in:").strip() == told
     says_yes = {engine for engine in ENGINES if f"{engine} yes" in told}
