@@ -288,7 +288,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert told["command"][:2] == ["gqa-convert", "benchmark"]
     result = run("benchmark", source, "--candidates", "3,12", *QUICK)
     assert (result.returncode, result.stderr) == (0, "")
-    for word in ("so[/red]urce: llama", "random keys", "prefill"):
+    for word in ("so[/red]urce: llama", "random keys", "prefill ms"):
         assert word in result.stdout
     quiet = run("benchmark", source, "--candidates", "3", *QUICK, "--quiet")
     assert (quiet.stdout, quiet.stderr) == ("", "")

@@ -1,5 +1,7 @@
 """The printed result of a benchmark."""
 
+from pathlib import Path
+
 from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 
@@ -51,7 +53,7 @@ def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
         if source is not None and source.kv_bytes:
             share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
     return [
-        cell.model or "",
+        Path(cell.model or "").name,
         _heads(cell.groups),
         str(cell.batch),
         f"{cell.context:,}",
