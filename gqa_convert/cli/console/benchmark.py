@@ -8,24 +8,13 @@ from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 from .screen import number, print_note, stdout_console
 from .tables import Column, show_table
 
-_NUMBERS = (
-    "K/V heads",
-    "batch",
-    "context",
-    "ms/token",
-    "quartiles",
-    "speed",
-    "tokens/s",
-    "prefill ms",
-    "K/V cache",
-    "of source's",
-)
-_COLUMNS = [Column("model"), *(Column(heading, "right") for heading in _NUMBERS)]
+_NUMBERS = ("N", "batch", "context", "ms/token", "speed", "tokens/s", "prefill ms", "K/V cache", "share")
+_COLUMNS = [Column(heading, "right") for heading in _NUMBERS]
 
 
 def show_benchmark(result: BenchmarkFile) -> None:
-    """Print a row for each number of K/V heads, batch and context. Speed and K/V cache are relative to the source's own
-    K/V heads, if these were timed; nothing is relative to another version.
+    """Print a row for each number N of K/V heads, batch and context. Speed and share of the K/V cache are relative to the
+    source's own N, if that was timed; nothing is relative to another version.
     """
     engine = f"{result.engine} {result.engine_version}"
     if result.engine is None:
@@ -38,7 +27,12 @@ def show_benchmark(result: BenchmarkFile) -> None:
         if cell.fingerprint == result.fingerprint and cell.groups == result.kv_heads:
             sources[cell.batch, cell.context] = cell
     rows = [_row(cell, sources.get((cell.batch, cell.context))) for cell in result.results]
-    show_table(_COLUMNS, rows)
+    columns = _COLUMNS
+    if any(cell.model for cell in result.results):
+        columns = [Column("model"), *_COLUMNS]
+        names = [Path(cell.model or "").name for cell in result.results]
+        rows = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    show_table(columns, rows)
     if result.engine is None:
         print_note("versions without the model's weights have random keys and values, on which time does not depend")
 
@@ -53,12 +47,10 @@ def _row(cell: TimedCell, source: TimedCell | None) -> list[str]:
         if source is not None and source.kv_bytes:
             share = f"{cell.kv_bytes / source.kv_bytes:.1%}"
     return [
-        Path(cell.model or "").name,
         _heads(cell.groups),
         str(cell.batch),
         f"{cell.context:,}",
         f"{time:.3g}",
-        f"{cell.decode_ms_low:.3g}-{cell.decode_ms_high:.3g}",
         speed,
         number(cell.decode_tokens_per_second, ",.1f"),
         number(cell.prefill_ms, ",.1f"),
