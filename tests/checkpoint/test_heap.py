@@ -1,7 +1,12 @@
-"""Freed memory stays with the process inside `kept_heap`, and only there."""
+"""Freed memory stays with the process inside `kept_heap`, and only there.
+
+Each measurement is made in a process of its own: what earlier tests freed may lie on top of a worker's heap, and malloc
+would take the tensors from there.
+"""
 
 import resource
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +14,7 @@ import pytest
 import torch
 
 from gqa_convert.checkpoint.heap import kept_heap, trim_heap
+from tests.helpers.command_line import run_python
 
 SIZE = 48 << 20
 """Bytes, more than glibc ever takes from its heap by itself."""
@@ -23,7 +29,11 @@ def new_pages(times: int = 40) -> int:
     return (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before) * resource.getpagesize() // SIZE
 
 
-def test_freed_memory_is_used_again() -> None:
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def freed_memory_is_used_again() -> None:
     """Small blocks in between split the heap at first, until holes are large enough."""
     outside = new_pages()
     with kept_heap(CPU):
@@ -32,8 +42,7 @@ def test_freed_memory_is_used_again() -> None:
     assert inside < 20
 
 
-@pytest.mark.parametrize("error", [None, KeyError])
-def test_memory_is_returned_at_the_end(error: type[Exception] | None) -> None:
+def memory_is_returned_at_the_end(error: type[Exception] | None = None) -> None:
     with suppress(KeyError), kept_heap(CPU):
         new_pages(1)
         held = resident()
@@ -42,14 +51,18 @@ def test_memory_is_returned_at_the_end(error: type[Exception] | None) -> None:
     assert held - resident() > SIZE / 2
 
 
-def test_accelerators_leave_the_heap_alone() -> None:
+def memory_is_returned_after_an_error() -> None:
+    memory_is_returned_at_the_end(KeyError)
+
+
+def accelerators_leave_the_heap_alone() -> None:
     with kept_heap(torch.device("meta")):
         before = resident()
         new_pages(1)
         assert resident() - before < SIZE / 2
 
 
-def test_other_threads_find_memory() -> None:
+def other_threads_find_memory() -> None:
     """Their own heaps are smaller than such a tensor."""
     found = []
     with kept_heap(CPU):
@@ -60,5 +73,18 @@ def test_other_threads_find_memory() -> None:
     assert found == [SIZE]
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+@pytest.mark.parametrize(
+    "measure",
+    [
+        freed_memory_is_used_again,
+        memory_is_returned_at_the_end,
+        memory_is_returned_after_an_error,
+        accelerators_leave_the_heap_alone,
+        other_threads_find_memory,
+    ],
+)
+def test_the_heap_of_a_process(measure: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    name = measure.__name__
+    result = run_python("-c", f"from {__name__} import {name}; {name}(); print('measured')")
+    assert (result.returncode, result.stdout) == (0, "measured\n"), result.stderr
