@@ -171,7 +171,7 @@ def child(options: argparse.Namespace) -> None:
     clock.wrap(fitting, "__init__", "targets")
     clock.wrap(layer_fitting, "moments_of", "moments")
     clock.wrap(fitting, "low_frequency_pairs", "low-frequency pairs")
-    clock.wrap(layer_fitting, "order_heads", "grouping")
+    clock.wrap(layer_fitting, "find_head_order", "grouping")
     clock.wrap(layer_fitting, "merge_layer", "merge", unless="low-frequency pairs")
     clock.wrap(fitting, "_repair", "regressions")
     clock.wrap(layer_fitting, "match", "gradient steps")

@@ -1,7 +1,7 @@
 """The registry of merge methods: what each one needs, what it changes, how it is described and how it is proved.
 
 Every other part of the package asks this registry instead of comparing names. The arithmetic itself is in `pooling`
-(heads of one tensor) and in `folding.merge` (whole attention layers). This module imports the standard library only,
+(heads of one tensor) and in `merge_layer` (whole attention layers). This module imports the standard library only,
 so that `--help` can read it without loading numpy.
 """
 
@@ -59,7 +59,7 @@ class MergeMethod:
     """How it merges the gains of norms that exist once per K/V head."""
     merges_layers: bool
     """Whether it merges the heads of whole attention layers, before the writer runs: it chooses which heads share a
-    group, and folds maps into the query and output projections. The functions are in `folding.merge`."""
+    group, and folds maps into the query and output projections. The functions are in `merge_layer`."""
     trains: bool
     """Whether it takes gradient steps (`--fit-steps`, `--kl-steps`), which also move heads whose maps cannot be
     folded."""

@@ -31,7 +31,7 @@ from gqa_convert.conversion.writing import write_weights
 from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.folding.heads import LayerTensors
+from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.text import stretched_blocks
 from gqa_convert.text.stretched_blocks import stretched
 from tests.helpers import folding_cases as folded
@@ -122,9 +122,9 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
     found = {name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()}
     generator = np.random.default_rng(0)
     for layer in finder.layers:
-        parts = LayerTensors(finder, layer)
+        parts = LayerLayout(finder, layer)
         tensors = {name: _stored(found, name) for name in parts.names}
-        source = parts.cut(tensors)
+        source = parts.split_heads(tensors)
         groups = 1 if layer.kv_heads == 1 else layer.kv_heads // 2
         heads = as_heads(
             {
@@ -132,7 +132,7 @@ def test_assembled_parameters_are_the_tensors_that_are_written(name: str, tmp_pa
                 for role, array in _fields(source, groups).items()
             }
         )
-        expected = parts.repeated(parts.join(heads, tensors, groups), groups)
+        expected = parts.repeated(parts.merge_heads(heads, tensors, groups), groups)
         for repeats_products in (False, True):
             assembly = Assembly(parts, source, tensors, groups, "cpu", repeats_products=repeats_products)
             made = assembly(as_parts(heads, "cpu"))

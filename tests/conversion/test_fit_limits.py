@@ -18,9 +18,9 @@ from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, NoSpaceError
-from gqa_convert.merging.folding.constraints import FoldingConstraints
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import batches_for
 
@@ -42,7 +42,7 @@ def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
     rows = generator.standard_normal((500, inputs)) * generator.random(inputs) + 0.3
     rows[:, -1] = 1
     moments = Moments(rows.T @ rows / 500, rows.T @ rows / 500)
-    constraints = FoldingConstraints((np.arange(rotated // 2), np.arange(rotated // 2, rotated)))
+    constraints = AbsorptionLimits((np.arange(rotated // 2), np.arange(rotated // 2, rotated)))
     trials = KeyTrials(source, groups, constraints, moments)
     for slow in range(rotated // 2 + 1):
         expected = merge_layer(source, groups, constraints, moments, slow).repeated(heads)
@@ -53,7 +53,7 @@ def test_trials_of_slow_pairs_give_the_scores_of_merged_layers(
             np.testing.assert_allclose(other, one, atol=1e-11 * max(1.0, float(np.abs(one).max(initial=0))))
 
 
-def _scores(heads: Heads, constraints: FoldingConstraints, rotated: int) -> tuple[Any, Any]:
+def _scores(heads: Heads, constraints: AbsorptionLimits, rotated: int) -> tuple[Any, Any]:
     """[K, r, f, e, e] complex, of rows that turn, and [K, r, e, e] of the rest."""
     real, imaginary = constraints.pairs
     queries, keys = (rows[..., real, :] + 1j * rows[..., imaginary, :] for rows in (heads.queries, heads.keys))

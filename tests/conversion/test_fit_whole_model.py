@@ -27,7 +27,7 @@ from gqa_convert.conversion.fit.whole_model import affordable, check_possible, c
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
-from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.command_line import run
@@ -300,7 +300,7 @@ def test_changes_have_the_rank_that_is_asked_for(name: str, tmp_path: Path) -> N
             assert note.kl_rank == rank
             for number, (layer, _) in enumerate(plan.merged_layers):
                 old, new = (
-                    projections(LayerTensors(finder, layer), each) for each in (before[number], store.read(number))
+                    projections(LayerLayout(finder, layer), each) for each in (before[number], store.read(number))
                 )
                 for role in old:
                     change = new[role] - old[role]
@@ -312,9 +312,9 @@ def test_changes_have_the_rank_that_is_asked_for(name: str, tmp_path: Path) -> N
     assert min(free) > 8
 
 
-def projections(layout: LayerTensors, tensors: Tensors) -> dict[str, Any]:
+def projections(layout: LayerLayout, tensors: Tensors) -> dict[str, Any]:
     """Those of a layer with 3 K/V heads, without biases; the rows of a head lie together."""
-    heads = layout.cut(tensors, 3)
+    heads = layout.split_heads(tensors, 3)
     found = {role: getattr(heads, role)[..., :-1] for role in ("queries", "keys", "values")}
     found = {role: array.reshape(-1, array.shape[-1]) for role, array in found.items()}
     columns = heads.outputs.transpose(2, 0, 1, 3)

@@ -14,7 +14,7 @@ from gqa_convert.conversion.fit.lockstep.substitution import replaced
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.folding.heads import LayerTensors
+from gqa_convert.merging.attention_heads import LayerLayout
 from tests.helpers import folding_cases as folded
 
 
@@ -57,10 +57,10 @@ def test_a_model_with_merged_heads(name: str, tmp_path: Path) -> None:
     case = folded.build(name)
     checkpoint = open_checkpoint(case.save(tmp_path))
     finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
-    layout = LayerTensors(finder, finder.layers[0])
+    layout = LayerLayout(finder, finder.layers[0])
     state = case.model.state_dict()
     tensors = {each: state[each].numpy() for each in layout.names}
-    source = layout.cut(tensors)
+    source = layout.split_heads(tensors)
     merged = replace(source, keys=source.keys[::4], values=source.values[::4])
     ids = torch.arange(3, 23).view(2, 10)
 

@@ -15,7 +15,7 @@ from gqa_convert.families.geometry import config_value
 from gqa_convert.families.records.building import WHOLE_HEAD, share_of_head
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.families.target_architectures import ORIGINS
-from gqa_convert.merging.folding.rotary import rotary_pairs
+from gqa_convert.merging.absorption_limits import rotary_pairs
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
 from tests.helpers.tiny import HEADS, make_config

@@ -21,9 +21,9 @@ from gqa_convert.measuring.sensitivity.inspection import (
     recommend_within_loss,
 )
 from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
-from gqa_convert.merging.folding.constraints import find_folding_constraints
-from gqa_convert.merging.folding.heads import LayerTensors
-from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.merging.absorption_limits import find_absorption_limits
+from gqa_convert.merging.attention_heads import LayerLayout
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.text.calibration import calibration_batches
 from tests.helpers.chatglm import write_source
 from tests.helpers.checkpoints import llama_arrays, write_llama
@@ -189,11 +189,11 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
     for groups in (1, 4):
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for layer, moment in zip(finder.layers, moments, strict=True):
-            parts = LayerTensors(finder, layer)
+            parts = LayerLayout(finder, layer)
             tensors = {name: state[name].numpy() for name in parts.names}
-            constraints = find_folding_constraints(finder, layer)
-            merged = merge_layer(parts.cut(tensors), groups, constraints, Moments(moment, moment))
-            joined = parts.repeated(parts.join(merged, tensors, groups), groups)
+            constraints = find_absorption_limits(finder, layer)
+            merged = merge_layer(parts.split_heads(tensors), groups, constraints, Moments(moment, moment))
+            joined = parts.repeated(parts.merge_heads(merged, tensors, groups), groups)
             state |= {name: torch.from_numpy(array) for name, array in joined.items()}
         other = AutoModelForCausalLM.from_config(model.config).eval()
         other.load_state_dict(state)

@@ -21,11 +21,10 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, NonFiniteError, OutputError
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
-from gqa_convert.merging.folding.fitted_error import fitted_errors
-from gqa_convert.merging.folding.heads import Heads, LayerTensors
-from gqa_convert.merging.folding.merge import Moments, merge_layer
-from gqa_convert.merging.folding.rotary import rotary_pairs
+from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorption_limits, rotary_pairs
+from gqa_convert.merging.attention_heads import Heads, LayerLayout
+from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.reconstruction_error import reconstruction_errors
 from tests.helpers.checkpoints import HEADS, Arrays, digests, llama_arrays, read_weights, same_weights, write_llama
 from tests.helpers.command_line import run, run_python
 
@@ -53,7 +52,7 @@ def rng() -> np.random.Generator:
 
 
 def summed_errors(
-    source: Heads, merged: Heads, constraints: FoldingConstraints, asking: Array, seen: Array
+    source: Heads, merged: Heads, constraints: AbsorptionLimits, asking: Array, seen: Array
 ) -> tuple[float, float]:
     """Scores of every input with every other at every distance, one by one. Samples are [n, inputs]."""
     real, imaginary = constraints.pairs
@@ -91,39 +90,39 @@ def summed_errors(
 @pytest.mark.parametrize("cross", [False, True])
 def test_errors_are_those_of_the_scores(rng: np.random.Generator, cross: bool, pairs: tuple[Array, Array]) -> None:
     """Moments of samples: the sum over all pairs of samples and all distances."""
-    source, constraints = random_heads(rng, cross=cross), FoldingConstraints(pairs)
+    source, constraints = random_heads(rng, cross=cross), AbsorptionLimits(pairs)
     seen = np.concatenate([rng.standard_normal((31, INPUTS - 1)) + 0.5, np.ones((31, 1))], axis=1)
     asking = np.concatenate([rng.standard_normal((28, ASKED - 1)), np.ones((28, 1))], axis=1) if cross else seen
     moments = Moments(asking.T @ asking / len(asking), seen.T @ seen / len(seen))
     merged = merge_layer(source, 2, constraints, moments)
-    assert fitted_errors(source, merged, constraints, moments) == pytest.approx(
+    assert reconstruction_errors(source, merged, constraints, moments) == pytest.approx(
         summed_errors(source, merged, constraints, asking, seen), rel=1e-9
     )
 
 
 def test_errors_without_moments(rng: np.random.Generator) -> None:
     """Every direction once: samples whose second moment is the identity, and whose mean is nothing."""
-    source, constraints = random_heads(rng), FoldingConstraints(PAIRS)
+    source, constraints = random_heads(rng), AbsorptionLimits(PAIRS)
     samples = np.concatenate([np.eye(INPUTS), -np.eye(INPUTS)]) * np.sqrt(INPUTS)
     merged = merge_layer(source, 3, constraints, None)
-    found = fitted_errors(source, merged, constraints, None)
+    found = reconstruction_errors(source, merged, constraints, None)
     assert found == pytest.approx(summed_errors(source, merged, constraints, samples, samples), rel=1e-9)
     assert min(found) > 0.3
 
 
 def test_errors_of_what_loses_nothing(rng: np.random.Generator) -> None:
-    heads, constraints = random_heads(rng), FoldingConstraints(PAIRS)
+    heads, constraints = random_heads(rng), AbsorptionLimits(PAIRS)
     tied = Heads(
         heads.queries, heads.keys[:1].repeat(K, axis=0), heads.values[:1].repeat(K, axis=0), heads.outputs, None
     )
-    assert max(fitted_errors(tied, merge_layer(tied, 2, constraints, None), constraints, None)) < 1e-7
-    assert fitted_errors(heads, merge_layer(heads, K, constraints, None), constraints, None) == (0.0, 0.0)
+    assert max(reconstruction_errors(tied, merge_layer(tied, 2, constraints, None), constraints, None)) < 1e-7
+    assert reconstruction_errors(heads, merge_layer(heads, K, constraints, None), constraints, None) == (0.0, 0.0)
     assert merge_layer(heads, K, constraints, None) is heads
 
 
 def test_folding_constraints_leave_the_mean(rng: np.random.Generator) -> None:
     heads = random_heads(rng)
-    merged = merge_layer(heads, 2, FoldingConstraints(PAIRS, "of a norm", "of a gate"), None)
+    merged = merge_layer(heads, 2, AbsorptionLimits(PAIRS, "of a norm", "of a gate"), None)
     assert np.allclose(merged.keys, heads.keys.reshape(2, 3, WIDTH, INPUTS).mean(1))
     assert np.allclose(merged.values, heads.values.reshape(2, 3, VALUE, INPUTS).mean(1))
     assert np.array_equal(merged.queries, heads.queries)
@@ -131,13 +130,13 @@ def test_folding_constraints_leave_the_mean(rng: np.random.Generator) -> None:
 
 
 def test_factoring_loses_least(rng: np.random.Generator) -> None:
-    heads, constraints = random_heads(rng), FoldingConstraints(PAIRS)
+    heads, constraints = random_heads(rng), AbsorptionLimits(PAIRS)
     samples = rng.standard_normal((40, INPUTS)) * rng.uniform(0.1, 3, INPUTS)
     samples[:, -1] = 1
     moments = Moments(samples.T @ samples / 40, samples.T @ samples / 40)
-    found = fitted_errors(heads, merge_layer(heads, 2, constraints, moments), constraints, moments)
-    mean = fitted_errors(
-        heads, merge_layer(heads, 2, FoldingConstraints(PAIRS, "x", "x"), moments), constraints, moments
+    found = reconstruction_errors(heads, merge_layer(heads, 2, constraints, moments), constraints, moments)
+    mean = reconstruction_errors(
+        heads, merge_layer(heads, 2, AbsorptionLimits(PAIRS, "x", "x"), moments), constraints, moments
     )
     assert found[1] < mean[1]
     assert found[0] < mean[0]
@@ -372,14 +371,14 @@ class TestLayers:
         weights = read_weights(tmp_path / "source")
         finder = AttentionFinder(checkpoint, FAMILIES["llama"])
         for layer in finder.layers:
-            parts = LayerTensors(finder, layer)
+            parts = LayerLayout(finder, layer)
             tensors = {name: weights[name] for name in parts.names}
-            joined = parts.join(parts.cut(tensors), tensors, HEADS)
+            joined = parts.merge_heads(parts.split_heads(tensors), tensors, HEADS)
             assert joined.keys() == tensors.keys()
             assert all(
                 same(joined[name], array) and joined[name].dtype == array.dtype for name, array in tensors.items()
             )
-            heads = parts.cut(tensors)
+            heads = parts.split_heads(tensors)
             assert heads.queries.shape == (HEADS, 1, 8, 61)
             assert heads.outputs.shape == (HEADS, 1, 60, 8)
             assert same(
@@ -389,7 +388,7 @@ class TestLayers:
     def test_what_can_be_folded(self, tmp_path: Path) -> None:
         finder = AttentionFinder(open_checkpoint(write_llama(tmp_path / "source")), FAMILIES["llama"])
         module = finder.layers[0].module
-        assert LayerTensors(finder, finder.layers[0]).folding == {
+        assert LayerLayout(finder, finder.layers[0]).absorbing == {
             f"{module}.q_proj.weight": "query",
             f"{module}.o_proj.weight": "output",
         }
@@ -401,7 +400,7 @@ class TestLayers:
         finder = AttentionFinder(
             open_checkpoint(write_llama(tmp_path / "source", config={"clip_qkv": 8.0})), FAMILIES["llama"]
         )
-        constraints = find_folding_constraints(finder, finder.layers[0])
+        constraints = find_absorption_limits(finder, finder.layers[0])
         assert constraints.key_constraint is not None
         assert constraints.key_constraint == constraints.value_constraint
         for clause in {*clauses, constraints.key_constraint}:

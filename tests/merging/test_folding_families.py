@@ -16,8 +16,8 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.folding import constraints as constraints
-from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
+from gqa_convert.merging import absorption_limits as absorption_limits
+from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorption_limits
 from tests.helpers import chatglm, native
 from tests.helpers.folding_cases import CASES, EXACT, SOME, Maps, build, converted, placed, tie
 from tests.helpers.native import distance
@@ -40,7 +40,7 @@ def test_factored_without_loss(name: str, tmp_path: Path) -> None:
     assert distance(case.logits(converted(case, tmp_path, groups, "factor")), expected) < EXACT
     finder = AttentionFinder(open_checkpoint(tmp_path / "source"), FAMILIES[case.model_type])
     for layer in finder.layers:
-        constraints = find_folding_constraints(finder, layer)
+        constraints = find_absorption_limits(finder, layer)
         assert (constraints.key_constraint is not None, constraints.value_constraint is not None) == (
             case.keys_blocked,
             case.values_blocked,
@@ -99,7 +99,7 @@ def test_folding_constraints_are_needed(name: str, role: str, tmp_path: Path, mo
     """Absorbing regardless of what stands in the way is no longer exact."""
     case = build(name)
     expected = tie(case, 3, anyway=role).logits()
-    monkeypatch.setattr(constraints, "FoldingConstraints", lambda pairs, *_: FoldingConstraints(pairs))
+    monkeypatch.setattr(absorption_limits, "AbsorptionLimits", lambda pairs, *_: AbsorptionLimits(pairs))
     assert distance(case.logits(converted(case, tmp_path, 3, "factor")), expected) > 0.01
 
 
@@ -114,7 +114,7 @@ def test_pairs_of_the_other_layout_are_noticed(name: str, tmp_path: Path, monkey
     expected = tie(case, 3).logits()
     assert distance(case.logits(converted(case, tmp_path / "right", 3, "factor")), expected) < EXACT
     with monkeypatch.context() as patch:
-        patch.setattr(constraints, "rotary_pairs", lambda *_: pairs)
+        patch.setattr(absorption_limits, "rotary_pairs", lambda *_: pairs)
         assert distance(case.logits(converted(case, tmp_path / "wrong", 3, "factor")), expected) > 0.01
     case = build(name)
     expected = tie(case, 3, layout=other).logits()

@@ -20,11 +20,16 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.records import recorded_order
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.table import FAMILIES
-from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
-from gqa_convert.merging.folding.head_order import order_heads, ordered
-from gqa_convert.merging.folding.heads import Heads, LayerTensors
-from gqa_convert.merging.folding.merge import Moments
-from gqa_convert.merging.grouping import group_heads, pair_losses, rotary_pair_losses
+from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorption_limits
+from gqa_convert.merging.attention_heads import Heads, LayerLayout
+from gqa_convert.merging.head_grouping import (
+    find_head_order,
+    group_heads,
+    pair_losses,
+    reorder_heads,
+    rotary_pair_losses,
+)
+from gqa_convert.merging.merge_layer import Moments
 from tests.helpers import elsewhere
 from tests.helpers.fitting import EXACT as FITTED
 from tests.helpers.fitting import fitted
@@ -48,20 +53,20 @@ BIASED = names("t5 mt5 umt5 longt5 switch_transformers")
 SHUFFLED = ("llama", "qwen2", "gpt2", "gpt2, cross-attention", "gpt_neox", "codegen", "phi3", "bart")
 
 
-def read_layers(case: Case, folder: Path) -> list[tuple[AttentionLayer, LayerTensors, FoldingConstraints]]:
+def read_layers(case: Case, folder: Path) -> list[tuple[AttentionLayer, LayerLayout, AbsorptionLimits]]:
     finder = AttentionFinder(open_checkpoint(case.save(folder)), FAMILIES[case.model_type], encoder=case.encoder)
-    return [(layer, LayerTensors(finder, layer), find_folding_constraints(finder, layer)) for layer in finder.layers]
+    return [(layer, LayerLayout(finder, layer), find_absorption_limits(finder, layer)) for layer in finder.layers]
 
 
 @torch.no_grad()
-def move(case: Case, parts: LayerTensors, order: Array) -> None:
+def move(case: Case, parts: LayerLayout, order: Array) -> None:
     """Put the heads of a layer of the model in another order."""
     found = case.model.state_dict()
     homes = {
         name: next(key for key in found if key.endswith(name.partition(".")[2])) for name in parts.names
     }  # files shorten prefixes
     tensors = {name: found[home].numpy().copy() for name, home in homes.items()}
-    for name, array in parts.join(ordered(parts.cut(tensors), order), tensors, len(order)).items():
+    for name, array in parts.merge_heads(reorder_heads(parts.split_heads(tensors), order), tensors, len(order)).items():
         found[homes[name]].copy_(torch.from_numpy(array))
 
 
@@ -182,16 +187,16 @@ def test_heads_that_fit_stay(tmp_path: Path) -> None:
     converted(case, tmp_path, 3, "factor")
     assert json.loads((tmp_path / "factor-3" / "gqa_conversion.json").read_text())["head_order"] == {}
     for layer, parts, constraints in read_layers(case, tmp_path / "source"):
-        heads = parts.cut(
+        heads = parts.split_heads(
             {name: array.numpy() for name, array in case.model.state_dict().items() if name in parts.names}
         )
-        assert recorded_order(order_heads(heads, 3, constraints, None)) is None
+        assert recorded_order(find_head_order(heads, 3, constraints, None)) is None
         for reasons in (("x", None, None), (None, "x", None), (None, None, "x")):
             assert (
-                order_heads(heads, 4, FoldingConstraints(constraints.pairs, *reasons), None)
+                find_head_order(heads, 4, AbsorptionLimits(constraints.pairs, *reasons), None)
                 == np.arange(layer.kv_heads)
             ).all()
-        assert (order_heads(heads, 1, constraints, None) == np.arange(layer.kv_heads)).all()
+        assert (find_head_order(heads, 1, constraints, None) == np.arange(layer.kv_heads)).all()
 
 
 def test_order_ignores_scales_of_parts() -> None:
@@ -208,11 +213,11 @@ def test_order_ignores_scales_of_parts() -> None:
     moment = moment @ moment.T / 40
     scaled = Heads(heads.queries, 1e3 * heads.keys, 1e-3 * heads.values, heads.outputs, None)
     for moments in (None, Moments(moment, moment)):
-        constraints = FoldingConstraints((np.arange(2), np.arange(2, 4)))
-        order = order_heads(heads, 4, constraints, moments)
+        constraints = AbsorptionLimits((np.arange(2), np.arange(2, 4)))
+        order = find_head_order(heads, 4, constraints, moments)
         assert sorted(order) == list(range(8))
         assert recorded_order(order)
-        assert (order == order_heads(scaled, 4, constraints, moments)).all()
+        assert (order == find_head_order(scaled, 4, constraints, moments)).all()
 
 
 @pytest.fixture

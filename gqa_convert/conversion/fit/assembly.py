@@ -1,6 +1,6 @@
 """Heads as torch parameters, put together into a loaded module's weights by differentiable indexing.
 
-Shape legend as in `gqa_convert.merging.folding.heads`; N groups.
+Shape legend as in `gqa_convert.merging.attention_heads`; N groups.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from gqa_convert.conversion.fit.limits import FEWER
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.merging.folding.heads import Heads, LayerTensors, Tensors
+from gqa_convert.merging.attention_heads import Heads, LayerLayout, Tensors
 
 ROLES = ("queries", "keys", "values", "outputs", "output_bias")
 BIASES = {"queries": "queries_bias", "keys": "keys_bias", "values": "values_bias"}
@@ -68,7 +68,7 @@ class Assembly:
 
     def __init__(
         self,
-        layer: LayerTensors,
+        layer: LayerLayout,
         source: Heads,
         tensors: Tensors,
         groups: int,
@@ -91,7 +91,7 @@ class Assembly:
         heads, ratio, _, head_dim = source.outputs.shape
         columns = np.arange(heads * ratio * head_dim, dtype=np.float64).reshape(heads, ratio, 1, head_dim)
         bias = None if source.output_bias is None else np.zeros(1)
-        marked = layer.join(Heads(**numbers, outputs=columns, output_bias=bias), layer.narrowed(tensors), groups)
+        marked = layer.merge_heads(Heads(**numbers, outputs=columns, output_bias=bias), layer.narrowed(tensors), groups)
         marked = layer.repeated(marked, groups)
         self._module = layer.layer.module
         self._repeats_products = repeats_products and not layer.transposed
@@ -153,7 +153,7 @@ class Assembly:
         return {name.removeprefix(f"{self._module}."): tensor for name, tensor in result.items()}
 
 
-def repeated_parameters(layout: LayerTensors, tensors: Tensors, groups: int) -> dict[str, Tensor]:
+def repeated_parameters(layout: LayerLayout, tensors: Tensors, groups: int) -> dict[str, Tensor]:
     """A merged layer as the parameters of the source's module: K/V heads repeated, rounded as in the result.
 
     Args:

@@ -196,7 +196,7 @@ def _context(plan: Plan, options: CalibrationOptions) -> int | None:
     """The position up to which blocks of text are stretched; None for models whose positions can't skip."""
     config, stated = decoder_config(plan.checkpoint.config), options.context
     layer = plan.layers[0]
-    from gqa_convert.merging.folding.rotary import rotary_pairs  # imports numpy
+    from gqa_convert.merging.absorption_limits import rotary_pairs  # imports numpy
 
     rotary = len(rotary_pairs(plan.family, config, layer.key_head_dim)[0]) > 0
     most = reachable_context(config) if rotary and layer.attention_kind == "decoder" else None

@@ -7,10 +7,10 @@ from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.records import LayerDone, WeightsRecord, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.folding.fitted_error import fitted_errors
-from gqa_convert.merging.folding.head_order import order_heads, ordered
-from gqa_convert.merging.folding.heads import Tensors
-from gqa_convert.merging.folding.merge import merge_layer
+from gqa_convert.merging.attention_heads import Tensors
+from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
+from gqa_convert.merging.merge_layer import merge_layer
+from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 
 def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[str, float]:
@@ -44,11 +44,11 @@ def merge_layers(plan: Plan, store: MergedLayers, on_layer: LayerDone) -> dict[s
 
 def _merge(layer: SourceLayer, groups: int) -> tuple[Tensors, WeightsRecord]:
     """The tensors of the merged layer, and its record."""
-    heads = layer.layout.cut(layer.tensors)
-    order = order_heads(heads, groups, layer.constraints, None)
-    heads = ordered(heads, order)
+    heads = layer.layout.split_heads(layer.tensors)
+    order = find_head_order(heads, groups, layer.constraints, None)
+    heads = reorder_heads(heads, order)
     merged = merge_layer(heads, groups, layer.constraints, None)
-    keys, values = fitted_errors(heads, merged, layer.constraints, None)
+    keys, values = reconstruction_errors(heads, merged, layer.constraints, None)
     del heads
     record = WeightsRecord(module=layer.layout.layer.module, head_order=recorded_order(order), keys=keys, values=values)
-    return layer.layout.join(merged, layer.tensors, groups), record
+    return layer.layout.merge_heads(merged, layer.tensors, groups), record

@@ -3,7 +3,7 @@ computed once.
 
 Merging is linear in the rows of keys and of queries. So it is done with coordinates in the place of rows, and with the
 Gram matrix of the rows in the place of the inputs' moment; only the maps that come out are applied to the rows. Shape
-legend as in `gqa_convert.merging.folding.heads`, with m heads in a group.
+legend as in `gqa_convert.merging.attention_heads`, with m heads in a group.
 """
 
 from dataclasses import replace
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.merging.folding.constraints import FoldingConstraints
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 
 Array = npt.NDArray[Any]
 
@@ -29,7 +29,7 @@ class KeyTrials:
         moments: of the inputs.
     """
 
-    def __init__(self, heads: Heads, groups: int, constraints: FoldingConstraints, moments: Moments) -> None:
+    def __init__(self, heads: Heads, groups: int, constraints: AbsorptionLimits, moments: Moments) -> None:
         self._heads, self._size = heads, heads.groups // groups
         self._folding_constraints = replace(constraints, value_constraint="values are not looked at")
         self._moments = [

@@ -26,9 +26,9 @@ from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage,
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.merging.folding.head_order import order_heads, ordered
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
+from gqa_convert.merging.merge_layer import Moments, merge_layer
 
 _EXACT, _EXACT_REDUCED = 1e-5, 5e-3
 """The errors below which training would only add noise, in float32 and in bfloat16."""
@@ -108,7 +108,7 @@ class LayerFitting:
         self.module, self.layer, self.options, self.on_stage = module, layer, options, on_stage
         self.groups, self.constraints = options.groups, layer.constraints
         self._exact = _EXACT_REDUCED if is_reduced(options.precision) else _EXACT
-        self.source = layer.layout.cut(layer.tensors)
+        self.source = layer.layout.split_heads(layer.tensors)
         self.device = next(iter(module.parameters().values())).device
         self.assembly = Assembly(
             layer.layout,
@@ -153,9 +153,9 @@ class LayerFitting:
         options, processes = self.options, self.processes
         moments = moments_of(self.module, self.source, processes)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
-        order = processes.from_first(lambda: order_heads(self.source, self.groups, self.constraints, moments))
+        order = processes.from_first(lambda: find_head_order(self.source, self.groups, self.constraints, moments))
         pooled = self.error(self.pooled(), self.local_targets)  # of neighbours, before heads are reordered
-        self.source = ordered(self.source, order)
+        self.source = reorder_heads(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
         merged = processes.from_first(

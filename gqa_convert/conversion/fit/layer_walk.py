@@ -23,7 +23,7 @@ from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.fit.whole_model import affordable, check_possible, common_rank, train_together
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.merging.folding.heads import LayerTensors
+from gqa_convert.merging.attention_heads import LayerLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +229,13 @@ def fit_layers(
                     share=Share(list(own), len(batches), processes),
                 )
                 merged, record = LayerFitting(module, source, options, on_stage).run()
-                tensors = source.layout.join(merged, source.tensors, groups)
+                tensors = source.layout.merge_heads(merged, source.tensors, groups)
                 processes.check_equal(module.name, tensors)
                 if processes.is_first:
                     store.write(number, tensors, record)
                 processes.wait()
                 del source, merged, tensors
-            module.commit(repeated_parameters(LayerTensors(finder, layer), store.read(number), groups))
+            module.commit(repeated_parameters(LayerLayout(finder, layer), store.read(number), groups))
             errors |= record.errors
             done += 1
             on_layer(done, len(numbers), record)

@@ -11,8 +11,8 @@ from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.merging.folding.constraints import FoldingConstraints, find_folding_constraints
-from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorption_limits
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 
 class SourceReader:
@@ -48,9 +48,9 @@ class SourceReader:
 class SourceLayer:
     """One attention layer of the source, in memory."""
 
-    layout: LayerTensors
+    layout: LayerLayout
     tensors: Tensors
-    constraints: FoldingConstraints
+    constraints: AbsorptionLimits
 
 
 def read_source_layer(finder: AttentionFinder, layer: AttentionLayer, read: SourceReader) -> SourceLayer:
@@ -59,8 +59,8 @@ def read_source_layer(finder: AttentionFinder, layer: AttentionLayer, read: Sour
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
     """
-    layout = LayerTensors(finder, layer)
-    return SourceLayer(layout, {name: read(name) for name in layout.names}, find_folding_constraints(finder, layer))
+    layout = LayerLayout(finder, layer)
+    return SourceLayer(layout, {name: read(name) for name in layout.names}, find_absorption_limits(finder, layer))
 
 
 def attention_of(plan: Plan) -> AttentionFinder:

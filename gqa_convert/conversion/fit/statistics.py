@@ -10,8 +10,8 @@ from torch import Tensor
 from gqa_convert.conversion.fit.limits import MOST_DOUBLE_COLUMNS, STRENGTHS
 from gqa_convert.conversion.fit.lockstep import CapturedModule
 from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments
 
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""

@@ -34,7 +34,7 @@ from gqa_convert.conversion.fit.source_layer import attention_of
 from gqa_convert.conversion.fit.training_attention import training_attention
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
-from gqa_convert.merging.folding.heads import LayerTensors, Tensors
+from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 
 RATE = 0.005
 """Of `RelativeAdam`."""
@@ -79,13 +79,13 @@ def train_together(
     """
     recomputes = must_recompute(_sizes(plan, batches), model.device, rank) is not False
     finder = attention_of(plan)
-    layouts = [LayerTensors(finder, layer) for layer, _ in plan.merged_layers]
+    layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
     counts = [groups for _, groups in plan.merged_layers]
     assemblies: dict[str, Assembly] = {}
     parts = []
     for number, (layout, groups) in enumerate(zip(layouts, counts, strict=True)):
         tensors = store.read(number)
-        merged, repeated = layout.cut(tensors, groups), layout.repeated(tensors, groups)
+        merged, repeated = layout.split_heads(tensors, groups), layout.repeated(tensors, groups)
         assemblies[layout.layer.module] = Assembly(
             layout, merged, repeated, groups, model.device, repeats_products=is_reduced(precision)
         )
@@ -109,7 +109,7 @@ def train_together(
     made: dict[int, Tensors] = {}
     for number, new in enumerate(trained or ()):
         before = layouts[number].repeated(store.read(number), counts[number])
-        made[number] = layouts[number].join(as_heads(new), before, counts[number])
+        made[number] = layouts[number].merge_heads(as_heads(new), before, counts[number])
     takes_steps = kl.before >= least
     record = TrainingRecord(
         kl_steps=steps if takes_steps else 0,

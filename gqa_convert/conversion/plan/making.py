@@ -207,11 +207,11 @@ def _folded(
     """The changes of a folding method: K/V tensors with the method that applies to each, then the projections into
     which maps are folded.
     """
-    from gqa_convert.merging.folding.constraints import find_folding_constraints  # imports numpy
-    from gqa_convert.merging.folding.heads import LayerTensors
+    from gqa_convert.merging.absorption_limits import find_absorption_limits  # imports numpy
+    from gqa_convert.merging.attention_heads import LayerLayout
 
     groups_of = {layer.module: count for layer, count in zip(finder.layers, counts, strict=True)}
-    reasons = {layer.module: find_folding_constraints(finder, layer) for layer in finder.layers}
+    reasons = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
     for change in changes:
         constraints = reasons.get(change.module)
         blocked = constraints and {
@@ -231,7 +231,7 @@ def _folded(
         module = layer.module
         constraints = reasons[module]
         taken = {"query": constraints.key_constraint, "output": constraints.value_constraint}
-        for name, role in LayerTensors(finder, layer).folding.items():
+        for name, role in LayerLayout(finder, layer).absorbing.items():
             if layer.kv_heads > groups_of[module] and name not in seen and (method.trains or not taken[role]):
                 entry = entries[name]
                 yield TensorChange(name, module, (role,), entry.dtype, entry.shape, entry.shape, method.name)
@@ -254,9 +254,9 @@ def _constraints(finder: AttentionFinder, counts: tuple[int, ...], method: Merge
     """Which heads a folding method cannot fold, and why."""
     if all(layer.kv_heads <= count for layer, count in zip(finder.layers, counts, strict=True)):
         return
-    from gqa_convert.merging.folding.constraints import find_folding_constraints  # imports numpy
+    from gqa_convert.merging.absorption_limits import find_absorption_limits  # imports numpy
 
-    found = [find_folding_constraints(finder, layer) for layer in finder.layers]
+    found = [find_absorption_limits(finder, layer) for layer in finder.layers]
     for role, reasons in (
         ("keys", [each.key_constraint for each in found]),
         ("values", [each.value_constraint for each in found]),

@@ -97,14 +97,14 @@ def plan_translation(
     """Every tensor of the target architecture, in the file of the source tensor that it comes from, and those whose
     heads become fewer.
     """
-    from gqa_convert.merging.folding.heads import LayerTensors  # imports numpy
+    from gqa_convert.merging.attention_heads import LayerLayout  # imports numpy
 
     source_tensors = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
     merged_layers = frozenset(
         name
         for layer in finder.layers
         if method.merges_layers and groups < layer.kv_heads
-        for name in LayerTensors(finder, layer).names
+        for name in LayerLayout(finder, layer).names
     )
     translation = translate_tensors(finder.entries, checkpoint.config, target_architecture, groups, method)
     tensors: list[list[OutputTensor]] = [[] for _ in checkpoint.shards]

@@ -253,7 +253,7 @@ def _inspect_weights(plan: Plan, candidates: Sequence[int], progress: Progress) 
     with open_layers(plan) as read_layer:
         for layer in plan.layers:
             opened = read_layer(layer)
-            source = opened.layout.cut(opened.tensors)
+            source = opened.layout.split_heads(opened.tensors)
             errors = [error for _, error in merge_candidates(opened, source, candidates, None)]
             inspected.append(describe_layer(opened, errors))
             progress("layers", len(inspected), len(plan.layers))

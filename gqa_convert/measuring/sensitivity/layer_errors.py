@@ -10,9 +10,9 @@ from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.fit.source_layer import SourceLayer, SourceReader, attention_of, read_source_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.geometry import AttentionLayer
-from gqa_convert.merging.folding.fitted_error import fitted_errors
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments, merge_layer
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments, merge_layer
+from gqa_convert.merging.reconstruction_error import reconstruction_errors
 
 ReadLayer = Callable[[AttentionLayer], SourceLayer]
 """Reads a layer of the source into memory."""
@@ -78,7 +78,7 @@ def merge_candidates(
     """
     for groups in candidates:
         merged = merge_layer(source, groups, layer.constraints, moments)
-        keys, values = fitted_errors(source, merged, layer.constraints, moments)
+        keys, values = reconstruction_errors(source, merged, layer.constraints, moments)
         yield merged, MergeErrors(groups, keys, values)
 
 

@@ -15,8 +15,8 @@ from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import moments_of
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.measuring.sensitivity.layer_errors import InspectedLayer, describe_layer, merge_candidates
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments
 
 SHORT_STEPS: Final = 20
 """Gradient steps of a short fit."""
@@ -50,7 +50,7 @@ class ClosedForm:
         Raises:
             NonFiniteError: the source yields NaN or Inf.
         """
-        source = layer.layout.cut(layer.tensors)
+        source = layer.layout.split_heads(layer.tensors)
         moments = _finite_moments(module, source)
         errors = []
         device = next(iter(module.parameters().values())).device
@@ -87,10 +87,10 @@ class ShortFits:
             yield groups, repeated_parameters(layer.layout, self._store.read(number), groups)
 
     def _fit(self, number: int, layer: SourceLayer, module: CapturedModule, groups: int) -> None:
-        _finite_moments(module, layer.layout.cut(layer.tensors))
+        _finite_moments(module, layer.layout.split_heads(layer.tensors))
         options = FitOptions(groups=groups, trains=True, steps=self._steps, seed=self._seed, precision=self._precision)
         merged, record = LayerFitting(module, layer, options).run()
-        self._store.write(number, layer.layout.join(merged, layer.tensors, groups), record)
+        self._store.write(number, layer.layout.merge_heads(merged, layer.tensors, groups), record)
 
 
 Merging = ClosedForm | ShortFits

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.merging.folding.constraints import FoldingConstraints
-from gqa_convert.merging.folding.heads import Heads
-from gqa_convert.merging.folding.merge import Moments
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
+from gqa_convert.merging.merge_layer import Moments
 
 Array = npt.NDArray[Any]
 
 
-def fitted_errors(
-    source: Heads, merged: Heads, constraints: FoldingConstraints, moments: Moments | None
+def reconstruction_errors(
+    source: Heads, merged: Heads, constraints: AbsorptionLimits, moments: Moments | None
 ) -> tuple[float, float]:
     """The relative errors of the scores and of the output that the values produce.
 
@@ -107,7 +107,7 @@ def _add_scores(
     loss: _Loss,
     queries: tuple[_Rows, _Rows],
     keys: tuple[_Rows, _Rows],
-    constraints: FoldingConstraints,
+    constraints: AbsorptionLimits,
     rest: Array,
 ) -> None:
     """Add the scores of one query head, of the source and of the merged layer; `rest` are the rows without rotary

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import factor_keys, factor_rotary_keys, factor_values
-from gqa_convert.merging.folding.constraints import FoldingConstraints
-from gqa_convert.merging.folding.heads import Heads
 from gqa_convert.merging.low_frequency import factor_partly_rotary_keys
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,7 @@ class Moments:
 def merge_layer(
     heads: Heads,
     groups: int,
-    constraints: FoldingConstraints,
+    constraints: AbsorptionLimits,
     moments: Moments | None,
     first_low: int | None = None,
 ) -> Heads:
@@ -71,7 +71,7 @@ def _factor_plain_keys(keys: Array, queries: Array, moments: Moments | None) -> 
 
 
 def _merge_values(
-    values: Array, outputs: Array, constraints: FoldingConstraints, moments: Moments | None
+    values: Array, outputs: Array, constraints: AbsorptionLimits, moments: Moments | None
 ) -> tuple[Array, Array]:
     if constraints.value_constraint:
         return values.mean(0), outputs
@@ -81,7 +81,7 @@ def _merge_values(
 def _merge_keys(
     keys: Array,
     queries: Array,
-    constraints: FoldingConstraints,
+    constraints: AbsorptionLimits,
     moments: Moments | None,
     first_low: int | None,
 ) -> tuple[Array, Array]:

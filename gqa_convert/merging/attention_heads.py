@@ -49,7 +49,7 @@ class Heads:
         return replace(self, keys=self.keys.repeat(times, axis=0), values=self.values.repeat(times, axis=0))
 
 
-class LayerTensors:
+class LayerLayout:
     """The tensors of one attention layer, and where heads lie in them.
 
     Args:
@@ -76,7 +76,7 @@ class LayerTensors:
         """Every tensor that a merge may change."""
 
     @property
-    def folding(self) -> dict[str, Literal["query", "output"]]:
+    def absorbing(self) -> dict[str, Literal["query", "output"]]:
         """Tensors into which maps are folded and that hold no K/V heads, each with what it holds."""
         found: dict[str, Literal["query", "output"]] = {
             name: "query" for name, cut in self._cuts.items() if [section.role for section in cut] == ["query"]
@@ -95,7 +95,7 @@ class LayerTensors:
         )
 
     def narrowed(self, tensors: Tensors) -> Tensors:
-        """Zeros in place of the projections, with one input and one output: `join` shows with them where each row of
+        """Zeros in place of the projections, with one input and one output: `merge_heads` shows with them where each row of
         the heads goes.
         """
         found: Tensors = {}
@@ -106,11 +106,11 @@ class LayerTensors:
             elif name in (self._output, self._output_bias):
                 found[name] = np.zeros((1,) * array.ndim)
             else:
-                rows = _upright(array, self.transposed).shape[0]
+                rows = rows_first(array, self.transposed).shape[0]
                 found[name] = np.zeros(rows if array.ndim == 1 else ((1, rows) if self.transposed else (rows, 1)))
         return found
 
-    def cut(self, tensors: Tensors, groups: int | None = None) -> Heads:
+    def split_heads(self, tensors: Tensors, groups: int | None = None) -> Heads:
         """The heads, in float64: keys and values [K, ...] of the source, [N, ...] of a result.
 
         Args:
@@ -127,7 +127,7 @@ class LayerTensors:
             column = np.zeros(weight.shape[:2]) if bias is None else bias
             found[role] = np.concatenate([weight, column[:, :, None]], axis=2, dtype=np.float64)
         queries = found["query"][:, : layer.key_head_dim]
-        output = _upright(tensors[self._output], self.transposed).astype(np.float64)  # [D, heads * w]
+        output = rows_first(tensors[self._output], self.transposed).astype(np.float64)  # [D, heads * w]
         columns = output.reshape(len(output), layer.heads, layer.value_head_dim).transpose(1, 0, 2)
         return Heads(
             queries=queries.reshape(layer.kv_heads, ratio, *queries.shape[1:]),
@@ -137,7 +137,7 @@ class LayerTensors:
             output_bias=tensors[self._output_bias].astype(np.float64) if self._biased else None,
         )
 
-    def join(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
+    def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
         """The layer's tensors in the result, in the types of the source's.
 
         Args:
@@ -154,7 +154,7 @@ class LayerTensors:
         }
         result: Tensors = {}
         for name, cut in self._cuts.items():
-            source = _upright(tensors[name], self.transposed)
+            source = rows_first(tensors[name], self.transposed)
             sections = self._layout(cut, groups)
             rows = np.empty((sum(section.rows for section in sections), *source.shape[1:]), source.dtype)
             for section, before in zip(sections, layouts.split(source, cut), strict=True):
@@ -166,12 +166,12 @@ class LayerTensors:
                     if section.role == "query":
                         rows[start : start + section.head_rows] = before[number]  # the gate
                     rows[start : start + after.shape[1]] = after[number]
-            result[name] = _upright(rows, self.transposed)
+            result[name] = rows_first(rows, self.transposed)
         for names in self._lists:
             gains = _averaged(np.stack([tensors[name] for name in names]), groups)
             result |= {name: gain.astype(tensors[name].dtype) for name, gain in zip(names[:groups], gains, strict=True)}
         columns = np.empty((merged.outputs.shape[2], layer.heads * layer.value_head_dim), tensors[self._output].dtype)
-        result[self._output] = _upright(columns, self.transposed)
+        result[self._output] = rows_first(columns, self.transposed)
         for number, head in enumerate(head for own in merged.outputs for head in own):
             columns[:, number * layer.value_head_dim : (number + 1) * layer.value_head_dim] = head
         if self._biased:
@@ -183,15 +183,15 @@ class LayerTensors:
         """The tensors of a result as the source's own module holds them: its K heads, each that of its group.
 
         Args:
-            tensors: what `join` returned.
+            tensors: what `merge_heads` returned.
             groups: N.
         """
         count = self.layer.kv_heads
         result = dict(tensors)
         for name, cut in self._cuts.items():
-            found = layouts.split(_upright(tensors[name], self.transposed), self._layout(cut, groups))
+            found = layouts.split(rows_first(tensors[name], self.transposed), self._layout(cut, groups))
             heads = [_resized(own, section.heads) for section, own in zip(cut, found, strict=True)]
-            result[name] = _upright(layouts.join(heads, cut), self.transposed)
+            result[name] = rows_first(layouts.join(heads, cut), self.transposed)
         for names in self._lists:
             gains = _resized(np.stack([tensors[name] for name in names[:groups]]), count)
             result |= dict(zip(names, gains, strict=True))
@@ -206,12 +206,12 @@ class LayerTensors:
         for name, cut in self._cuts.items():
             array = tensors[name]
             if (array.ndim == 2) == matrix and any(section.role == role for section in cut):
-                parts = layouts.split(_upright(array, self.transposed), self._layout(cut, groups))
+                parts = layouts.split(rows_first(array, self.transposed), self._layout(cut, groups))
                 return next(part for section, part in zip(cut, parts, strict=True) if section.role == role)
         return None
 
 
-def _upright(array: Array, transposed: bool) -> Array:
+def rows_first(array: Array, transposed: bool) -> Array:
     """A weight with rows first, as nn.Linear stores it; Conv1D's weights are transposed, and so back again."""
     return array.T if transposed and array.ndim == 2 else array
 

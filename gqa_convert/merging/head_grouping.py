@@ -6,12 +6,16 @@ heads in each group: the loss of merging that pair alone. Similarity of the weig
 shape legend is that of `factorisation`, with h heads in the layer.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gqa_convert.merging.absorption_limits import AbsorptionLimits
+from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import root
+from gqa_convert.merging.merge_layer import Moments, centred
 
 Array = npt.NDArray[Any]
 
@@ -143,3 +147,64 @@ def _swapped(losses: Array, labels: Array, groups: int) -> Array:
 
 def _within(losses: Array, labels: Array) -> float:
     return float(losses[labels[:, None] == labels[None]].sum())
+
+
+def find_head_order(heads: Heads, groups: int, constraints: AbsorptionLimits, moments: Moments | None) -> Array:
+    """An order of whole K/V heads, with the query heads that read them, in which neighbours merge with little loss.
+
+    Args:
+        heads: of the source.
+        groups: K/V heads of the result, a divisor of the source's.
+        constraints: heads keep their order if one of them holds, because what can't be folded is averaged.
+        moments: of the inputs; without them every direction counts alike.
+
+    Returns:
+        Numbers of the source's K/V heads, [K]: group after group, in the source's order where another one gains
+        nothing.
+    """
+    identity = np.arange(heads.groups)
+    if (
+        any((constraints.order_constraint, constraints.key_constraint, constraints.value_constraint))
+        or groups == 1
+        or groups >= heads.groups
+    ):
+        return identity
+    return group_heads(_key_losses(heads, constraints, moments) + _value_losses(heads, moments), groups)
+
+
+def reorder_heads(heads: Heads, order: Array) -> Heads:
+    """The same function with its K/V heads, and the query heads that read them, in another order.
+
+    Args:
+        heads: of a layer without an order constraint.
+        order: [K], numbers of its K/V heads.
+    """
+    return replace(heads, **{role: getattr(heads, role)[order] for role in ("queries", "keys", "values", "outputs")})
+
+
+def _value_losses(heads: Heads, moments: Moments | None) -> Array:
+    """Losses [K, K] relative to the power of all values, with the weights of the merge."""
+    if moments:
+        weights = np.einsum("mrDc,mrDe->mce", heads.outputs, heads.outputs, optimize=True)
+    else:
+        weights = np.tile(np.eye(heads.values.shape[1]), (heads.groups, 1, 1))
+    losses, power = pair_losses(heads.values, weights, moments.keys if moments else None)
+    return losses / (power or 1.0)
+
+
+def _key_losses(heads: Heads, constraints: AbsorptionLimits, moments: Moments | None) -> Array:
+    """Losses [K, K] relative to the power of all scores."""
+    read = heads.queries @ moments.queries if moments else heads.queries
+    real, imaginary = constraints.pairs
+    rest = np.setdiff1d(np.arange(heads.keys.shape[1]), np.concatenate(constraints.pairs))
+    losses, power = np.zeros((heads.groups, heads.groups)), 0.0
+    if len(real):
+        powers = np.einsum("mrcd,mrcd->mc", read, heads.queries)
+        rotary = heads.keys[:, real] + 1j * heads.keys[:, imaginary]
+        found = rotary_pair_losses(rotary, powers[:, real] + powers[:, imaginary], moments.keys if moments else None)
+        losses, power = found[0] / 2, found[1] / 2  # the mean over all distances is half the greatest square
+    if len(rest):
+        weights = np.einsum("mrcd,mred->mce", read[:, :, rest], heads.queries[:, :, rest], optimize=True)
+        found = pair_losses(heads.keys[:, rest], weights, centred(moments.keys) if moments else None)
+        losses, power = losses + found[0], power + found[1]
+    return losses / (power or 1.0)
