@@ -43,30 +43,3 @@ def chosen_device(asked: str | None) -> str:
             f"--device is {asked}, and there are {torch.cuda.device_count()} GPUs, counted from 0: name one of them"
         )
     return asked
-
-
-def chosen_devices(asked: str | None) -> tuple[str, ...]:
-    """Return the devices to compute on, a process on each.
-
-    Args:
-        asked: the value of a `--device` that accepts several: one as for `chosen_device`, GPUs such as `cuda:0,cuda:1`,
-            `cuda:all`, or `cpu,cpu` for two processes.
-
-    Raises:
-        OptionError: one of them is not there, GPUs and the CPU are mixed, or a GPU is named twice.
-    """
-    if asked == "cuda:all":
-        import torch
-
-        chosen_device("cuda")
-        return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-    if asked is None or "," not in asked:
-        return (chosen_device(asked),)
-    names = [name.strip() for name in asked.split(",")]
-    if {"cpu", "cuda"} <= {name.partition(":")[0] for name in names}:
-        raise OptionError(f"--device is {asked}, and the CPU and GPUs cannot share a conversion: name one kind")
-    devices = tuple(chosen_device("cuda:0" if name == "cuda" else name) for name in names)
-    twice = next((device for device in devices if not device.startswith("cpu") and devices.count(device) > 1), None)
-    if twice is not None:
-        raise OptionError(f"--device is {asked}, which names {twice} more than once: name each GPU once")
-    return devices

@@ -90,7 +90,7 @@ def convert(
         typer.Option(
             "--device",
             metavar="NAMES",
-            help="Where calibration runs: cpu, cuda or cuda:1; on several GPUs: cuda:0,cuda:1 or cuda:all. Default: a GPU if there is one.",
+            help="Where calibration runs: cpu, cuda or cuda:1. Default: a GPU if there is one.",
         ),
     ] = None,
     seed: Annotated[

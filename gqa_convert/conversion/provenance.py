@@ -2,8 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -76,7 +75,7 @@ def record_conversion(
     *,
     calibration: CalibrationRecord | None,
     head_order: Mapping[str, list[int]],
-    devices: Sequence[str],
+    device: str,
     result: Mapping[str, FileRecord] | None,
     previous: Mapping[str, Any] | None,
     written: Mapping[str, Any],
@@ -91,7 +90,7 @@ def record_conversion(
         calibration: the text that was measured on, if any was.
         head_order: by module: the source's K/V heads in the order in which they were merged, where it is not the
             source's.
-        devices: on which the text was measured; the CPU without text.
+        device: on which the text was measured; the CPU without text.
         result: the weight files that were written, if they were hashed.
         previous: the record of the conversion that made the source.
         written: of `list_written`, for the files beside the record.
@@ -101,7 +100,7 @@ def record_conversion(
     return ConversionRecord(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=command,
-        machine=replace(machine(devices[0]), device=",".join(devices)),
+        machine=machine(device),
         source_id=checkpoint.source_id,
         source_revision=checkpoint.revision,
         source_fingerprint=fingerprint(checkpoint.folder),

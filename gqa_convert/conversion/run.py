@@ -116,8 +116,7 @@ def convert_checkpoint(
         overwrite: replace an existing result once the new one is complete.
         hash_weights: record the SHA-256 of the source's weight files, and of the result's in any case, which means
             reading them whole.
-        device: where calibration runs, such as `cpu`, `cuda:1`, `cuda:all` or, with a process for each, `cuda:0,cuda:1`;
-            by default a GPU if there is one.
+        device: where calibration runs, such as `cpu` or `cuda:1`; by default a GPU if there is one.
         command: the command line, for the provenance file.
         on_plan: called with the plan before anything is written.
         on_note: called with sentences about a source that is rewritten first.
@@ -186,7 +185,7 @@ def convert_checkpoint(
             command,
             calibration=merged.calibration,
             head_order=merged.head_order,
-            devices=merged.devices,
+            device=merged.device,
             result=result,
             previous=previous,
             written=list_written(staged.path, None if result is None else files_as_json(result)),

@@ -19,11 +19,10 @@ from gqa_convert.conversion.fit import limits, whole_model
 from gqa_convert.conversion.fit.layer_walk import fit_checkpoint, fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.processes import ProcessGroup
 from gqa_convert.conversion.fit.records import TrainingProgress
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam
 from gqa_convert.conversion.fit.source_layer import attention_of
-from gqa_convert.conversion.fit.whole_model import affordable, check_possible, common_rank, train_together
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, rank_for, train_together
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError
@@ -326,21 +325,17 @@ def test_where_memory_is_short_changes_have_a_low_rank(tmp_path: Path, monkeypat
     source = folded.build("llama").save(tmp_path / "source")
     plan = make_plan(open_checkpoint(source), 3, method="fit")
     monkeypatch.setattr(limits, "LOW_RANK", 2)
-    monkeypatch.setattr(whole_model, "LOW_RANK", 2)
     model = open_model(source)
     batches = batches_for(model)
     stage = limits.trained_model(plan, max(batch["input_ids"].shape[1] for batch in batches))
     whole, low = (stage.stage_bytes(rank, recomputes=True) / limits._SHARE for rank in (0, 2))
     assert low < whole
-    other_is_short = ProcessGroup()
-    monkeypatch.setattr(other_is_short, "all", lambda _: False)
     found = {}
     for free in (whole + 1, whole - 1, low + 1, low - 1):
         monkeypatch.setattr(limits, "available_memory", lambda place, free=free: free)
-        rank = common_rank(plan, model, batches, None)
+        rank = rank_for(plan, model, batches, None)
         found[free] = rank, affordable(plan, model, batches, rank)
-        assert [common_rank(plan, model, batches, asked) for asked in (0, 5)] == [0, 5]
-        assert common_rank(plan, model, batches, None, other_is_short) == 2
+        assert [rank_for(plan, model, batches, asked) for asked in (0, 5)] == [0, 5]
     assert list(found.values()) == [(0, True), (2, True), (2, True), (2, False)]
     monkeypatch.setattr(limits, "available_memory", lambda place: whole - 1)
     with MergedLayers(tmp_path / "store", {}, keep=False) as store:

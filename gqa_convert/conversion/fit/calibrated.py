@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_devices
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import reachable_context, stated_positions
@@ -41,9 +41,7 @@ class CalibrationOptions:
     context: int | None = None
     """The position up to which blocks are stretched; by default what `families.context_length.reachable_context` says."""
     device: str | None = None
-    """To run the source on, such as `cpu`, `cuda:1` or, for several processes, `cuda:0,cuda:1`; by default a GPU if there
-    is one.
-    """
+    """To run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one."""
 
 
 def check_calibration(method: str, calibration: CalibrationOptions) -> None:
@@ -95,7 +93,7 @@ def check_calibration(method: str, calibration: CalibrationOptions) -> None:
             f"--kl-rank {calibration.kl_rank} is for the last stage, which takes no steps here: leave it out, or name a number with --kl-steps"
         )
     if calibration.device is not None:
-        chosen_devices(calibration.device)
+        chosen_device(calibration.device)
 
 
 def check_predicts(
@@ -186,7 +184,7 @@ def _with_own_text(
         default_cache(),
         tokens=tokens + tokens // _SPARE,
         seed=options.seed,
-        device=chosen_devices(options.device)[0],
+        device=chosen_device(options.device),
         progress=progress,
     )
     return [own if is_self(text) else text for text in texts]

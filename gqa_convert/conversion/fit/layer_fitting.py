@@ -21,7 +21,6 @@ from gqa_convert.conversion.fit.key_trials import KeyTrials
 from gqa_convert.conversion.fit.lockstep import Call, CapturedModule, mapped_file
 from gqa_convert.conversion.fit.matching import match
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
-from gqa_convert.conversion.fit.processes import Share
 from gqa_convert.conversion.fit.records import CalibratedRecord, OnStage, Stage, recorded_order
 from gqa_convert.conversion.fit.source_layer import SourceLayer
 from gqa_convert.conversion.fit.statistics import Regression, best_change, moments_of
@@ -59,8 +58,6 @@ class FitOptions:
     """A folder for activations; None to keep them in memory."""
     precision: Precision = nullcontext
     """Of the products with activations."""
-    share: Share | None = None
-    """Of the batches, where several processes divide them; the calls of the module are its sequences."""
 
 
 class _Between(Mapping[int, Tensor]):
@@ -124,18 +121,16 @@ class LayerFitting:
         self.biased = self.source.output_bias is not None
         on_stage(Stage.STATISTICS, 0, 0)
         count = len(module.calls)
-        self.share = share = options.share or Share(range(count), count)
-        self.processes = share.processes
         # by the number of the batch
         self.calls = {number: student for number, (_, student) in self._numbered()}
         self.local_targets = {number: self._kept(self._run(student)[0]) for number, (_, student) in self._numbered()}
         self.targets = {number: self._kept(self._target(*pair)) for number, pair in self._numbered()}
-        self.judged = judging_batches(share.count)
+        self.judged = judging_batches(count)
         self.fitted = range(self.judged.start) or self.judged
 
     def _numbered(self) -> Iterator[tuple[int, tuple[Call, Call]]]:
         """The calls of source and student by the number of their batch; each pair leaves the resident memory behind it."""
-        return zip(self.share.numbers, self.module.calls, strict=True)
+        return enumerate(self.module.calls)
 
     def _check_parameters(self) -> None:
         own = self.module.parameters()
@@ -150,18 +145,15 @@ class LayerFitting:
 
     def run(self) -> tuple[Heads, CalibratedRecord]:
         """The merged layer, and its record."""
-        options, processes = self.options, self.processes
-        moments = moments_of(self.module, self.source, processes)
+        moments = moments_of(self.module, self.source)
         self.on_stage(Stage.HEAD_ORDER, 0, 0)
-        order = processes.from_first(lambda: find_head_order(self.source, self.groups, self.constraints, moments))
+        order = find_head_order(self.source, self.groups, self.constraints, moments)
         pooled = self.error(self.pooled(), self.local_targets)  # of neighbours, before heads are reordered
         self.source = reorder_heads(self.source, order)
         self.on_stage(Stage.LOW_FREQUENCY, 0, 0)
         low_frequency = self.low_frequency_pairs(moments)
-        merged = processes.from_first(
-            lambda: merge_layer(self.source, self.groups, self.constraints, moments, low_frequency)
-        )
-        if options.trains:
+        merged = merge_layer(self.source, self.groups, self.constraints, moments, low_frequency)
+        if self.options.trains:
             merged = self.refitted(self.trained(merged))
         own = self.error(merged, self.local_targets)
         return merged, CalibratedRecord(
@@ -187,7 +179,8 @@ class LayerFitting:
         count = len(self.constraints.pairs[0])
         if self.constraints.key_constraint or not count:
             return None
-        numbers = self.share.of(range(max(1, LOW_FREQUENCY_TOKENS // self._tokens())))
+        tokens = self.calls[0].hidden.shape[:2].numel()
+        numbers = range(min(len(self.calls), max(1, LOW_FREQUENCY_TOKENS // tokens)))
         layout, tensors = self.layer.layout, self.layer.tensors
         unmerged = Assembly(layout, self.source, tensors, self.source.groups, self.device)
 
@@ -195,16 +188,9 @@ class LayerFitting:
 
         def error(low_frequency: int) -> float:
             parameters = unmerged(as_parts(trials.merged(low_frequency), self.device))
-            return self.processes.totals(
-                [sum(self._missed(number, parameters, self.local_targets) for number in numbers)]
-            )[0]
+            return sum(self._missed(number, parameters, self.local_targets) for number in numbers)
 
         return least(error, count)
-
-    def _tokens(self) -> int:
-        """Of the first batch."""
-        own = self.calls[0].hidden.shape[:2].numel() if 0 in self.calls else 0
-        return round(self.processes.totals([own])[0])
 
     def trained(self, merged: Heads) -> Heads:
         """The heads after the gradient stage; those given where it does not bring them nearer on held-out text.
@@ -231,7 +217,6 @@ class LayerFitting:
                 self.calls,
                 targets,
                 count=len(self.fitted),
-                processes=self.processes,
                 steps=options.steps,
                 seed=options.seed,
                 precision=options.precision,
@@ -251,7 +236,6 @@ class LayerFitting:
         change, _ = self._repair(parts)
         if change is None:
             return merged
-        change = change.to(self.device)
         heads, ratio, hidden_size, head_dim = parts["outputs"].shape
         columns = change[: heads * ratio * head_dim].T
         parts["outputs"] = parts["outputs"] + columns.reshape(hidden_size, heads, ratio, head_dim).permute(1, 2, 0, 3)
@@ -264,13 +248,8 @@ class LayerFitting:
         the share of the squared error that it repairs.
         """
         fitted, judged = self._regression(parts, self.fitted), self._regression(parts, self.judged)
-
-        def solved() -> tuple[Tensor | None, float]:
-            change, whole = best_change(fitted, judged), judged.error(None)
-            share = max(0.0, 1 - judged.error(change) / whole) if whole else 0.0
-            return None if change is None else change.cpu(), share
-
-        return self.processes.from_first(solved)
+        change, whole = best_change(fitted, judged), judged.error(None)
+        return change, max(0.0, 1 - judged.error(change) / whole) if whole else 0.0
 
     def _regression(self, parts: Parts, numbers: range) -> Regression:
         """Of what the student's residual stream misses, on what enters the output projection, over some calls."""
@@ -281,7 +260,6 @@ class LayerFitting:
             output, entered = self._run(call, parameters, self.projection)
             assert entered is not None
             found.add(entered, self.targets[number] - output, call.counted)
-        found.add_up(self.processes, self.device)
         return found
 
     def error(self, merged: Heads, targets: Mapping[int, Tensor] | None = None) -> float:
@@ -291,10 +269,9 @@ class LayerFitting:
         targets = self.targets if targets is None else targets
         parameters = self.assembly(as_parts(merged, self.device))
         missed = power = 0.0
-        for number in self.share.of(self.judged):
+        for number in self.judged:
             power += _square(targets[number], self.calls[number])
             missed += self._missed(number, parameters, targets)
-        missed, power = self.processes.totals([missed, power])
         return float(np.sqrt(missed / power)) if power else 0.0
 
     def _missed(self, number: int, parameters: Mapping[str, Tensor], targets: Mapping[int, Tensor]) -> float:

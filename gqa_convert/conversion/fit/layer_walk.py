@@ -1,7 +1,7 @@
 """Walks through the layers of a loaded source and its student in lockstep, and fits each on calibration text."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,11 @@ from gqa_convert.conversion.fit.divergence import summed_divergence
 from gqa_convert.conversion.fit.layer_fitting import FitOptions, LayerFitting, judging_batches
 from gqa_convert.conversion.fit.lockstep import Batch, LockstepRunner, open_model, running_device
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.precision import Precision, is_reduced, precision_of
-from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup, Share, own_sequences
+from gqa_convert.conversion.fit.precision import precision_of
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.fit.resource_errors import explained
 from gqa_convert.conversion.fit.source_layer import SourceReader, attention_of, read_source_layer
-from gqa_convert.conversion.fit.whole_model import affordable, check_possible, common_rank, train_together
+from gqa_convert.conversion.fit.whole_model import affordable, check_possible, rank_for, train_together
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.attention_heads import LayerLayout
 
@@ -51,7 +50,6 @@ def fit_checkpoint(
     held_out: Sequence[Batch] = (),
     fresh: Sequence[Batch] = (),
     device: str | None = None,
-    processes: ProcessGroup = ALONE,
 ) -> FittedLayers:
     """Load the source, fit every layer with `fit_layers`, then train all layers together where that is possible.
 
@@ -71,8 +69,6 @@ def fit_checkpoint(
         held_out: other batches, by which that stage is judged. Without any it is left out.
         fresh: still other batches, which that stage sees beside `batches`.
         device: to run on; by default a GPU if there is one.
-        processes: that share the work. Each calls this function with the same arguments but its own device; the first
-            alone writes to the store.
 
     Raises:
         NoSpaceError: the disk cannot hold the activations.
@@ -85,25 +81,16 @@ def fit_checkpoint(
     with explained(store.path.parent), ExitStack() as stack:
         count = len(plan.merged_layers)
         on_layer(0, count, StageProgress(Stage.SOURCE, 0, count))
-        divided: dict[str, Any] = {} if processes.size == 1 else {"processes": processes.size}
-        place = chosen_device(device)
-        with nullcontext() if place == "cpu" else processes.in_turn():  # through the machine's memory
-            model = open_model(folder, device=place, **divided)
+        model = open_model(folder, device=chosen_device(device))
         if kl_steps:
             check_possible(model, held_out, kl_steps)
         done = store.finished()
-        processes.wait()
-        if (
-            processes.is_first
-            and done is not None
-            and (done.requested_steps, done.requested_rank) != (kl_steps, kl_rank)
-        ):
+        if done is not None and (done.requested_steps, done.requested_rank) != (kl_steps, kl_rank):
             store.reopen()
-        processes.wait()
         spill = Path(stack.enter_context(TemporaryDirectory(dir=store.path))) if _is_large(model, batches) else None
-        fitted = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill, processes=processes)
-        rank = common_rank(plan, model, batches, kl_rank, processes)
-        together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps, rank, processes)
+        fitted = fit_layers(plan, store, model, batches, on_layer, steps=steps, spill=spill)
+        rank = rank_for(plan, model, batches, kl_rank)
+        together = _steps_together(plan, model, batches, held_out, default_kl_steps, kl_steps, rank)
         if together and store.finished() is None:
             requested = kl_steps is not None
             train_together(
@@ -116,10 +103,9 @@ def fit_checkpoint(
                 steps=together,
                 seed=plan.seed,
                 rank=rank,
-                precision=_precision(plan, model, processes),
+                precision=precision_of(plan, running_device(model)),
                 requested=requested,
                 requested_rank=kl_rank,
-                processes=processes,
             )
         trained = store.finished()
         return fitted if trained is None else replace(fitted, divergence=trained.kl.after)
@@ -133,7 +119,6 @@ def _steps_together(
     steps: int,
     kl_steps: int | None,
     rank: int,
-    processes: ProcessGroup,
 ) -> int:
     """The steps of the stage that trains all layers together; 0 to leave it out."""
     if not plan.merge_method.trains:
@@ -141,13 +126,7 @@ def _steps_together(
     if kl_steps is not None:
         return kl_steps
     possible = steps and held_out
-    return steps if possible and processes.all(affordable(plan, model, batches, rank)) else 0
-
-
-def _precision(plan: Plan, model: Any, processes: ProcessGroup) -> Precision:
-    """That of all processes: a reduced one only where it is faster on each device."""
-    found = precision_of(plan, running_device(model))
-    return found if processes.all(is_reduced(found)) else nullcontext
+    return steps if possible and affordable(plan, model, batches, rank) else 0
 
 
 def _is_large(model: Any, batches: Sequence[Batch]) -> bool:
@@ -168,7 +147,6 @@ def fit_layers(
     *,
     steps: int = STEPS,
     spill: Path | None = None,
-    processes: ProcessGroup = ALONE,
 ) -> FittedLayers:
     """Merge every layer on calibration text, in the order in which the model runs them.
 
@@ -183,7 +161,6 @@ def fit_layers(
         on_layer: called with the record of each layer.
         steps: gradient steps of each layer.
         spill: a folder for activations; None to keep them in memory.
-        processes: that share the work, as for `fit_checkpoint`.
 
     Raises:
         NonFiniteError: a tensor holds NaN or Inf.
@@ -191,8 +168,7 @@ def fit_layers(
     """
     finder = attention_of(plan)
     numbers = {layer.module: number for number, (layer, _) in enumerate(plan.merged_layers)}
-    precision = _precision(plan, model, processes)
-    own = own_sequences(batches, processes)
+    precision = precision_of(plan, running_device(model))
     errors: dict[str, float] = {}
     done = 0  # layers
 
@@ -200,23 +176,21 @@ def fit_layers(
         on_layer(done, len(numbers), StageProgress(stage, done + 1, len(numbers), step, steps))
 
     with ExitStack() as stack:
-        work = store.path if processes.is_first else Path(stack.enter_context(TemporaryDirectory(dir=store.path)))
-        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, work, stack))
+        read = SourceReader(plan.checkpoint, SourceFiles(plan.checkpoint, store.path, stack))
         runner = stack.enter_context(
             LockstepRunner(
                 model,
-                list(own.values()),
+                batches,
                 list(numbers),
                 spill=spill,
                 precision=precision,
                 on_batch=partial(on_stage, Stage.FORWARD),
-                agree=lambda routes: processes.from_first(lambda: routes),
             )
         )
         for module in runner:
             number = numbers[module.name]
             layer, groups = plan.merged_layers[number]
-            record = processes.from_first(partial(store.record, number))
+            record = store.record(number)
             if record is None:
                 source = read_source_layer(finder, layer, read)
                 options = FitOptions(
@@ -226,14 +200,10 @@ def fit_layers(
                     seed=plan.seed,
                     spill=spill,
                     precision=precision,
-                    share=Share(list(own), len(batches), processes),
                 )
                 merged, record = LayerFitting(module, source, options, on_stage).run()
                 tensors = source.layout.merge_heads(merged, source.tensors, groups)
-                processes.check_equal(module.name, tensors)
-                if processes.is_first:
-                    store.write(number, tensors, record)
-                processes.wait()
+                store.write(number, tensors, record)
                 del source, merged, tensors
             module.commit(repeated_parameters(LayerLayout(finder, layer), store.read(number), groups))
             errors |= record.errors
@@ -241,12 +211,9 @@ def fit_layers(
             on_layer(done, len(numbers), record)
         decodes = model.config.is_encoder_decoder
         judged = judging_batches(len(batches))
-        places = [(place, batch) for place, (number, batch) in enumerate(own.items()) if number in judged]
         sums = [
-            summed_divergence(student, source, batch, decodes=decodes)
-            for (_, batch), (source, student) in zip(places, runner.logits(place for place, _ in places), strict=True)
+            summed_divergence(student, source, batches[number], decodes=decodes)
+            for number, (source, student) in zip(judged, runner.logits(judged), strict=True)
         ]
-        total, count = processes.totals(
-            [sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)]
-        )
+        total, count = sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
     return FittedLayers(errors, total / max(1.0, count))

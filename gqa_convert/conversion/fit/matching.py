@@ -12,7 +12,6 @@ from gqa_convert.checkpoint.heap import kept_heap
 from gqa_convert.conversion.fit.assembly import Parts
 from gqa_convert.conversion.fit.lockstep import Call
 from gqa_convert.conversion.fit.precision import Precision
-from gqa_convert.conversion.fit.processes import ProcessGroup
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.training_attention import training_attention
 
@@ -27,7 +26,6 @@ def match(
     targets: Mapping[int, Tensor],
     *,
     count: int,
-    processes: ProcessGroup,
     steps: int,
     seed: int,
     precision: Precision,
@@ -38,10 +36,9 @@ def match(
     Args:
         parts: merged heads to start from.
         run: attention's output for a call, with gradients to the parts.
-        calls: the student's, by the number of the batch; in each, the sequences that this process computes.
+        calls: the student's, by the number of the batch.
         targets: what each is to yield, [B, L, D].
         count: of the batches to train on, the first ones.
-        processes: that share the sequences.
         steps: batches to see.
         seed: of their order.
         precision: the context of a forward pass.
@@ -50,32 +47,25 @@ def match(
     Returns:
         Trained parts; those given are not changed.
     """
-    optimizer = RelativeAdam([parts], RATE, steps, processes)
-    own = [number for number in calls if number < count]
-    power, numbers, *positions = processes.totals(
-        [
-            sum(float(targets[number].double().square().sum()) for number in own),
-            sum(targets[number].numel() for number in own),
-            *(_positions(calls[number], targets[number]) if number in calls else 0 for number in range(count)),
-        ]
-    )
-    size = power / numbers
+    optimizer = RelativeAdam([parts], RATE, steps)
+    power = sum(float(targets[number].double().square().sum()) for number in range(count))
+    size = power / sum(targets[number].numel() for number in range(count))
 
     def loss(number: int) -> Tensor:
-        """The part of a batch's loss that this process computes."""
+        """That of one batch."""
         call, target = calls[number], targets[number]
         with training_attention(precision):
             found = run(call, optimizer.parts()[0])
         error = (found.float() - target).square().sum(-1)
         summed = (error if call.counted is None else error[call.counted]).sum()
-        return summed / positions[number] / (size * target.shape[-1] or 1.0)
+        return summed / _positions(call, target) / (size * target.shape[-1] or 1.0)
 
     with kept_heap(next(iter(parts.values())).device):
         for done, number in enumerate(batch_order(count, steps, seed)):
             on_step(done, steps)
             with torch.enable_grad():
-                losses = [loss(number)] if number in calls else []
-            optimizer.step(losses)
+                missed = loss(number)
+            optimizer.step([missed])
     return optimizer.results()[0]
 
 

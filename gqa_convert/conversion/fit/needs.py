@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.checkpoint.devices import chosen_devices, has_gpu_driver
+from gqa_convert.checkpoint.devices import chosen_device, has_gpu_driver
 from gqa_convert.checkpoint.machine import available_memory
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.fit.calibrated import (
@@ -31,13 +31,12 @@ class Needs(Result):
     layers: int
     """Layers that are merged."""
     memory_bytes: int
-    """The largest memory of all processes; on GPUs, that of one GPU."""
+    """The largest memory; on a GPU, the GPU's."""
     disk_bytes: int
     """Of the result and of files beside it that are deleted afterwards."""
     tokens: int | None
     """Of calibration text; None without."""
     device: str
-    """One, or several with commas between."""
 
 
 def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
@@ -78,10 +77,8 @@ def _on_text(plan: Plan, options: CalibrationOptions, stored: int) -> Needs:
     config = plan.checkpoint.config
     tokens = options.tokens or calibration_tokens_for(config)
     block = min(options.sequence_length or calibration_length_for(config), tokens)
-    devices, place = _places(options.device)
+    device, place = _place(options.device)
     on_cpu = place.type == CPU.type
-    # devices divide the sequences of the text
-    shares = min(len(devices), -(-tokens // block))
     first, layers, hidden_size = plan.layers[0], len(plan.layers), hidden_size_of(plan)
     outputs = first.heads * first.value_head_dim
     parameters = plan.parameters_before
@@ -96,18 +93,16 @@ def _on_text(plan: Plan, options: CalibrationOptions, stored: int) -> Needs:
     recomputes = must_recompute(stage, place, rank, reserved=4 * parameters) is not False
     activations = KEPT_BYTES * tokens * hidden_size
     spilled = activations > (available_memory(CPU) or math.inf) / 4
-    copies = shares if on_cpu else 1  # in one memory
-    room = 0.7 * (available_memory(place) or math.inf) / copies
+    room = 0.7 * (available_memory(place) or math.inf)
     weights = 4 * parameters
     # the weights, or those of the layer that is running; and the pages of the file that is being loaded
     weights = weights + plan.checkpoint.weight_bytes if weights <= room else 2 * weights // layers
     # a layer's forward and backward pass, and its merge
     work = 4 * batch * (12 * outputs + 8 * hidden_size) + 8 * 6 * (hidden_size + outputs) * hidden_size
     work = max(work, stage.stage_bytes(rank, recomputes=recomputes) if last else 0)
-    kept = 0 if spilled else activations * copies / shares
-    memory = copies * ((_BASE if on_cpu else 0) + weights + work) + kept
+    memory = (_BASE if on_cpu else 0) + weights + work + (0 if spilled else activations)
     disk = plan.disk_bytes + stored + (activations if spilled else 0)
-    return _needs(plan, memory, disk, tokens, ",".join(devices[:shares]))
+    return _needs(plan, memory, disk, tokens, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +115,11 @@ class _Place:
 CPU = _Place("cpu")
 
 
-def _places(asked: str | None) -> tuple[tuple[str, ...], Any]:
-    """The names of the devices that a conversion runs on, and the first of them; a CPU is found without torch."""
-    if (not has_gpu_driver()) if asked is None else {*asked.split(",")} == {CPU.type}:
-        return (CPU.type,) if asked is None else chosen_devices(asked), CPU
+def _place(asked: str | None) -> tuple[str, Any]:
+    """The device that a conversion runs on, by name and as torch has it; a CPU is found without torch."""
+    if asked == CPU.type or (asked is None and not has_gpu_driver()):
+        return CPU.type, CPU
     import torch
 
-    devices = chosen_devices(asked)
-    return devices, torch.device(devices[0])
+    device = chosen_device(asked)
+    return device, torch.device(device)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gqa_convert.conversion.fit.assembly import BIASES, Parts
 from gqa_convert.conversion.fit.low_rank import Trained, trained
-from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
 
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
@@ -24,15 +23,12 @@ class RelativeAdam:
         rate: step size at its height, relative to the root mean square of each tensor; a bias counts as at least what
             it belongs to.
         steps: that will be taken: ten to warm up, and a line down to a twentieth of the rate.
-        processes: whose losses are added up; all take the same steps.
         rank: of the changes of queries and outputs; 0 trains these as they are.
     """
 
-    def __init__(
-        self, layers: Sequence[Parts], rate: float, steps: int, processes: ProcessGroup = ALONE, rank: int = 0
-    ) -> None:
+    def __init__(self, layers: Sequence[Parts], rate: float, steps: int, rank: int = 0) -> None:
         self._layers: list[dict[str, Trained]] = []
-        self._steps, self._taken, self._processes = steps, 0, processes
+        self._steps, self._taken = steps, 0
         generator = torch.Generator().manual_seed(0)
         groups = []
         for parts in layers:
@@ -62,8 +58,6 @@ class RelativeAdam:
         self._adam.zero_grad()
         for loss in losses:
             torch.autograd.backward(loss)
-        if self._processes.size > 1:
-            self._processes.add_up(map(_gradient, self.weights()))
         self._adam.step()
         self._taken += 1
 
@@ -84,13 +78,6 @@ def batch_order(count: int, steps: int, seed: int) -> list[int]:
     while len(order) < steps:
         order += torch.randperm(count, generator=generator).tolist()
     return order[:steps]
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    """Its gradient, of zeros where this process has computed none."""
-    if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor)
-    return tensor.grad
 
 
 def _rms(tensor: Tensor) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.devices import chosen_devices
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.from_weights import merge_layers
@@ -29,7 +29,7 @@ class Merged:
     """The text that was used."""
     head_order: dict[str, list[int]] = field(default_factory=dict)
     """By module: the source's K/V heads in the order in which they were merged, where it is not the source's."""
-    devices: tuple[str, ...] = ("cpu",)
+    device: str = "cpu"
     """On which the work was done."""
 
 
@@ -60,7 +60,6 @@ def merge_whole_layers(
 
 def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone) -> Merged:
     from gqa_convert.conversion.fit.layer_walk import fit_checkpoint
-    from gqa_convert.conversion.fit.processes import Job, on_devices, sequences
 
     count = len(plan.merged_layers)
     on_layer(0, count, StageProgress(Stage.TEXT, 0, count))
@@ -88,26 +87,12 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
         "held_out": calibration.held_out,
         "fresh": calibration.fresh,
     }
-    devices = chosen_devices(options.device)[: sequences(calibration.batches)]
-    followed = MergedLayers(out, fingerprint, keep=True)  # not locked, to read from
-    job = Job(fit_checkpoint, (plan, followed, calibration.batches, _unheard), settings)
-    with on_devices(devices, job, store.path) as processes:
-
-        def heard(done: int, total: int, news: Any) -> None:
-            processes.watch()
-            on_layer(done, total, news)
-
-        fitted = fit_checkpoint(
-            plan, store, calibration.batches, heard, **settings, device=devices[0], processes=processes
-        )
+    device = chosen_device(options.device)
+    fitted = fit_checkpoint(plan, store, calibration.batches, on_layer, **settings, device=device)
     record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
     if training := store.finished():
         record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
-    return Merged(merged_plan(plan, store), dict(fitted.errors), record, _head_order(plan, store), devices)
-
-
-def _unheard(done: int, total: int, news: Any) -> None:
-    """The progress of a process that is not the first."""
+    return Merged(merged_plan(plan, store), dict(fitted.errors), record, _head_order(plan, store), device)
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gqa_convert.conversion.fit.limits import MOST_DOUBLE_COLUMNS, STRENGTHS
 from gqa_convert.conversion.fit.lockstep import CapturedModule
-from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.merge_layer import Moments
 
@@ -62,14 +61,6 @@ class Moment:
         self.total = found if self.total is None else self.total.add_(found)
         self.count += len(rows)
 
-    def add_up(self, processes: ProcessGroup) -> None:
-        """Add what the other processes have added; all have added something."""
-        if processes.size == 1:
-            return
-        assert self.total is not None
-        processes.add_up([self.total])
-        self.count = round(processes.totals([self.count])[0])
-
     def damped(self) -> npt.NDArray[np.float64]:
         """The moment [inputs + 1, inputs + 1], with `DAMPING` on its diagonal so that it is not singular. The last
         entry stays 1.
@@ -82,13 +73,12 @@ class Moment:
         return np.asarray(found)
 
 
-def moments_of(module: CapturedModule, heads: Heads, processes: ProcessGroup = ALONE) -> Moments:
+def moments_of(module: CapturedModule, heads: Heads) -> Moments:
     """The moments of a module's inputs over all batches, of the student where the runner has one.
 
     Args:
         module: with the calls of all batches.
         heads: of the source's layer, for the number of inputs of its projections.
-        processes: that share the batches.
     """
     asking, reading = Moment(heads.queries.shape[-1] - 1), Moment(heads.keys.shape[-1] - 1)
     crossed = False
@@ -97,8 +87,6 @@ def moments_of(module: CapturedModule, heads: Heads, processes: ProcessGroup = A
         if call.states is not call.hidden:
             crossed = True
             reading.add(call.states, call.states_counted)
-    for moment in (asking, reading) if crossed else (asking,):
-        moment.add_up(processes)
     queries = asking.damped()
     return Moments(queries, reading.damped() if crossed else queries)
 
@@ -132,22 +120,6 @@ class Regression:
         self._cross = cross if self._cross is None else self._cross.add_(cross)
         power = wanted.double().square().sum(0)
         self._power = power if self._power is None else self._power.add_(power)
-
-    def add_up(self, processes: ProcessGroup, device: torch.device) -> None:
-        """Add what the other processes have added; at least one has added something.
-
-        Args:
-            processes: that share the text.
-            device: of the sums.
-        """
-        if processes.size == 1:
-            return
-        shape = (0, 0) if self._gram is None or self._cross is None else self._cross.shape
-        inputs, outputs = processes.largest(shape)
-        for name, size in {"_gram": (inputs, inputs), "_cross": (inputs, outputs), "_power": (outputs,)}.items():
-            if getattr(self, name) is None:
-                setattr(self, name, torch.zeros(size, dtype=torch.float64, device=device))
-        processes.add_up(each for each in (self._gram, self._cross, self._power) if each is not None)
 
     def sample(self) -> slice:
         """Evenly spaced columns, or all if they are few."""

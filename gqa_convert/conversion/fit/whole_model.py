@@ -16,7 +16,6 @@ from gqa_convert.checkpoint.provenance import Divergence
 from gqa_convert.conversion.fit.assembly import Assembly, Parts, as_heads, as_parts
 from gqa_convert.conversion.fit.divergence import positions, summed_divergence
 from gqa_convert.conversion.fit.limits import (
-    LOW_RANK,
     TrainedModel,
     chosen_rank,
     has_room,
@@ -26,7 +25,6 @@ from gqa_convert.conversion.fit.limits import (
 from gqa_convert.conversion.fit.lockstep import Batch, find_modules, offloaded_weights, replaced
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
 from gqa_convert.conversion.fit.precision import Precision, is_reduced
-from gqa_convert.conversion.fit.processes import ALONE, ProcessGroup, own_sequences
 from gqa_convert.conversion.fit.recomputation import layers_of, recomputed
 from gqa_convert.conversion.fit.records import LayerDone, TrainingProgress, TrainingRecord
 from gqa_convert.conversion.fit.relative_adam import RelativeAdam, batch_order
@@ -58,7 +56,6 @@ def train_together(
     precision: Precision = nullcontext,
     requested: bool = True,
     requested_rank: int | None = None,
-    processes: ProcessGroup = ALONE,
 ) -> None:
     """The stage for a plan whose layers are all in the store.
 
@@ -75,7 +72,6 @@ def train_together(
         precision: of the forward passes.
         requested: whether the user asked for the stage. Otherwise it runs only where it is `WORTHWHILE`.
         requested_rank: the rank if the user asked for it.
-        processes: that share the text; the first alone writes to the store.
     """
     recomputes = must_recompute(_sizes(plan, batches), model.device, rank) is not False
     finder = attention_of(plan)
@@ -104,7 +100,6 @@ def train_together(
         precision=precision,
         recomputes=recomputes,
         on_step=lambda done, total, kl: on_layer(count, count, TrainingProgress(done, total, kl)),
-        processes=processes,
     )
     made: dict[int, Tensors] = {}
     for number, new in enumerate(trained or ()):
@@ -118,11 +113,7 @@ def train_together(
         kl_rank=rank if takes_steps else 0,
         requested_rank=requested_rank,
     )
-    for number, tensors in made.items():
-        processes.check_equal(layouts[number].layer.module, tensors)
-    if processes.is_first:
-        store.finish(made, record)
-    processes.wait()
+    store.finish(made, record)
     on_layer(count, count, record)
 
 
@@ -142,13 +133,9 @@ def check_possible(model: Any, held_out: Sequence[Batch], steps: int) -> None:
         )
 
 
-def common_rank(
-    plan: Plan, model: Any, batches: Sequence[Batch], asked: int | None, processes: ProcessGroup = ALONE
-) -> int:
-    """The rank that `chosen_rank` says, the same for all processes: the low one where one of them is short of memory."""
-    if asked is not None:
-        return asked
-    return 0 if processes.all(chosen_rank(_sizes(plan, batches), model.device, None) == 0) else LOW_RANK
+def rank_for(plan: Plan, model: Any, batches: Sequence[Batch], asked: int | None) -> int:
+    """The rank that `chosen_rank` says."""
+    return chosen_rank(_sizes(plan, batches), model.device, asked)
 
 
 def affordable(plan: Plan, model: Any, batches: Sequence[Batch], rank: int) -> bool:
@@ -183,7 +170,6 @@ def match_predictions(
     precision: Precision = nullcontext,
     recomputes: bool = False,
     on_step: Callable[[int, int, float | None], None] = lambda done, total, kl: None,
-    processes: ProcessGroup = ALONE,
 ) -> tuple[list[dict[str, Tensor]] | None, Divergence]:
     """Adam on the divergence of the student's next-token distributions from the source's (Hinton et al. 2015).
 
@@ -200,7 +186,6 @@ def match_predictions(
         precision: the context of the forward passes of a step.
         recomputes: whether layers keep only their inputs for the way back, and compute the rest again.
         on_step: called with the steps done, all of them, and the latest divergence, None before it is known.
-        processes: that share the text.
 
     Returns:
         Trained parts, None if they predict no better than those given; and the divergence before and after.
@@ -208,7 +193,6 @@ def match_predictions(
     found = find_modules(model, list(assemblies))
     modules = [(model.get_submodule(name), assemblies[wanted]) for wanted, name in found.items()]
     layers = layers_of(model, found.values()) if recomputes else []
-    learned, judged = own_sequences(batches, processes), own_sequences(held_out, processes)
 
     def logits(batch: Batch) -> Tensor:
         result: Tensor = model(**batch, use_cache=False).logits
@@ -229,21 +213,20 @@ def match_predictions(
 
     def mean(latest: Callable[[], Sequence[Parts]]) -> float:
         with torch.no_grad():
-            sums = [(float(total.double()), float(count)) for total, count in divergences(judged.values(), latest)]
-        total, count = processes.totals([sum(total for total, _ in sums), sum(count for _, count in sums)])
-        return total / count
+            sums = [(float(total.double()), float(count)) for total, count in divergences(held_out, latest)]
+        return sum(total for total, _ in sums) / sum(count for _, count in sums)
 
     on_step(0, steps, None)
     before = mean(lambda: parts)
     curve: list[tuple[int, float]] = []
     if before < least:
         return None, Divergence(before, before)
-    optimizer = RelativeAdam(parts, RATE, steps, processes, rank)
+    optimizer = RelativeAdam(parts, RATE, steps, rank)
     with kept_heap(model.device):
         for done, number in enumerate(batch_order(len(batches), steps, seed)):
             with torch.enable_grad(), training_attention(precision):
                 count = positions(batches[number], decodes=model.config.is_encoder_decoder)
-                sums = divergences(_rows(learned[number]) if number in learned else (), optimizer.parts)
+                sums = divergences(_rows(batches[number]), optimizer.parts)
                 optimizer.step(total / count for total, _ in sums)
             if done + 1 < steps and (done + 1) % max(1, steps // _MEASURED) == 0:
                 curve.append((done + 1, mean(optimizer.parts)))

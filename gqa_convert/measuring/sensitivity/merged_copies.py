@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.devices import chosen_devices
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.lockstep import Batch, CapturedModule, LockstepRunner, open_model, running_device
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
@@ -112,7 +112,7 @@ def open_inputs(
     """
     before, held_out = split(batches)
     assert plan.checkpoint.folder is not None
-    model = open_model(plan.checkpoint.folder, device=chosen_devices(text.device)[0])
+    model = open_model(plan.checkpoint.folder, device=chosen_device(text.device))
     precision: Precision = nullcontext
     merging: Merging = ClosedForm()
     if store is not None:

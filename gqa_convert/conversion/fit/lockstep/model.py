@@ -26,7 +26,6 @@ def open_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     memory_limit: int | None = None,
-    processes: int = 1,
 ) -> Any:
     """Open a model with logits, in evaluation mode and without gradients.
 
@@ -36,7 +35,6 @@ def open_model(
         dtype: the dtype to compute in.
         memory_limit: the bytes that its weights may take on the device; None for 70% of the free memory. The weights of
             a larger model stay in the files, and each is read when it is used.
-        processes: how many open the model at the same time; those on a CPU share its memory.
 
     Raises:
         CorruptCheckpointError: parameters are missing in the folder.
@@ -46,7 +44,7 @@ def open_model(
     """
     place = torch.device(device)
     needed = sum(entry.elements for _, _, entry in open_checkpoint(folder).tensors()) * dtype.itemsize
-    limit = memory_limit if memory_limit is not None else _free(place) // (processes if place.type == "cpu" else 1)
+    limit = memory_limit if memory_limit is not None else _free(place)
     if needed <= limit:
         model, missing = load_model(folder, dtype)
         check_complete(str(folder), folder, model, missing, _HEAD)

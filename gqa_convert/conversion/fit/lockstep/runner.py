@@ -42,8 +42,6 @@ class LockstepRunner:
             committed weights, which represents both.
         precision: the context of all forward passes.
         on_batch: called with the number of batches that have reached the next module, and the number of all.
-        agree: given where this runner has found that each attention output is added, by module; returns what to use.
-            Runners in several processes use the same.
 
     Raises:
         ConfigError: the model has no such module.
@@ -59,10 +57,8 @@ class LockstepRunner:
         paired: bool = True,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         on_batch: Callable[[int, int], None] = lambda done, total: None,
-        agree: Callable[[dict[str, Route]], dict[str, Route]] = lambda routes: routes,
     ) -> None:
         self._model, self._spill, self._precision, self._on_batch = model, spill, precision, on_batch
-        self._agree = agree
         self._weights = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in (*model.parameters(), *model.buffers())
@@ -203,9 +199,7 @@ class LockstepRunner:
                 self._proceed(forward, self._parameters(forward.arrival.name) if forward.arrival.name else {})
                 self._release()
         del self._passes[forward.paused.identity]
-        self._routes = self._agree(
-            {name: observer.route for name, observer in observers.items() if observer.route is not None}
-        )
+        self._routes = {name: observer.route for name, observer in observers.items() if observer.route is not None}
         for name, route in self._routes.items():
             module = self._model.get_submodule(route.module)
             self._stack.callback(module.register_forward_pre_hook(self._noting(name, route), with_kwargs=True).remove)
