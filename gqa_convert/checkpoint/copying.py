@@ -1,24 +1,20 @@
-"""Copy byte ranges from file to file inside the kernel, sharing disk blocks where the filesystem supports it.
-
-Source and output are both walked from front to back. Bytes are requested before they are needed. While the source is
-in the page cache, written bytes are also sent to the disk at once, so that the final sync has little to wait for; while
-the disk is reading they are not, because one disk is slower when it reads and writes at the same time.
-"""
+"""Copy byte ranges from file to file inside the kernel, which shares disk blocks where the filesystem can."""
 
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Callable
 
-from gqa_convert.checkpoint.shared_blocks import BLOCK
 from gqa_convert.errors import CorruptCheckpointError
+
+BLOCK = 4096
+"""Bytes. Filesystems that share blocks (XFS, btrfs, bcachefs) share blocks of this size or of a divisor of it."""
 
 _STEP = 32 << 20
 """Bytes copied per call: large enough to amortise the call, small enough for a smooth progress bar."""
 
-_READ_AHEAD = 256 << 20
-"""Bytes. Chosen from noisy runs (docs/log.md) in which shorter distances were no better."""
+_BUFFER = 1 << 20
+"""Bytes read and written at a time where the kernel does not copy."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 _UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ETXTBSY)
@@ -29,47 +25,22 @@ Progress = Callable[[int], None]
 
 
 class SourceFile:
-    """A file that is read roughly from front to back.
+    """A file whose byte ranges are read, as a context that closes it.
 
     Args:
         path: the file.
-        read_ahead: ask the kernel for bytes before they are needed; useless where blocks are shared instead of read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_ahead: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
-        self._advised = 0 if read_ahead and hasattr(os, "posix_fadvise") else self.size
-        self._pages: memoryview | None = None
-        self.cached = True
-        """Whether the bytes being read were in the page cache already, so that the disk is free to write."""
 
-    def close(self) -> None:
-        self._pages = None
+    def __enter__(self) -> "SourceFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
-
-    def pages(self) -> memoryview:
-        """The whole file, mapped. Only the kernel may touch it, which answers EFAULT where the file ends too early."""
-        if self._pages is None:
-            self._pages = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))
-        return self._pages
-
-    def expect(self, start: int) -> None:
-        """Announce that reading has reached byte `start`, so that the kernel fetches what follows in time."""
-        if self._advised < min(start + _READ_AHEAD, self.size):
-            begin = max(start, self._advised)
-            self._advised = min(start + 2 * _READ_AHEAD, self.size)
-            self.cached = all(
-                self._is_cached(offset) for offset in (begin, (begin + self._advised) // 2, self._advised - 1)
-            )
-            os.posix_fadvise(self.fd, begin, self._advised - begin, os.POSIX_FADV_WILLNEED)
-
-    def _is_cached(self, offset: int) -> bool:
-        try:
-            return os.preadv(self.fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-        except OSError:  # EAGAIN means not cached; other errors leave it unknown
-            return False
 
     def read_into(self, view: memoryview, start: int) -> None:
         """Fill `view` with the bytes from `start`.
@@ -80,48 +51,44 @@ class SourceFile:
         while view:
             done = os.preadv(self.fd, [view], start)
             if done == 0:
-                raise self.ended()
+                raise CorruptCheckpointError(
+                    f"{self.path} became shorter while it was being read: copy it again, and do not write to it during "
+                    "a conversion"
+                )
             view, start = view[done:], start + done
 
-    def ended(self) -> CorruptCheckpointError:
-        """Return the error for a file that is shorter than its header says."""
-        return CorruptCheckpointError(
-            f"{self.path} became shorter while it was being read: copy it again, and do not write to it during a conversion"
-        )
 
-
-class OutputFile:
-    """A new file that is written from front to back.
+class WrittenFile:
+    """A new file that is written from front to back, as a context. Once it ends without an error, all bytes are on the
+    disk.
 
     Args:
         path: a path that does not exist.
-        size: final size in bytes; the space is reserved at once where the filesystem supports it.
         progress: called with the number of bytes after every step.
     """
 
-    def __init__(self, path: str | os.PathLike[str], size: int, progress: Progress) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self.at = 0
-        self.eager = True
-        """Whether to send bytes to the disk as soon as they are written instead of when the kernel decides to."""
-        self._progress = progress
+    def __init__(self, path: str | os.PathLike[str], progress: Progress) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._at = 0
         self._sent = 0
-        self._in_kernel = hasattr(os, "copy_file_range")
-        self._buffer = bytearray()
-        self.reserved = False
-        """Whether the file has its final size and its space on the disk already."""
-        if size and hasattr(_libc, "fallocate"):
-            result = _libc.fallocate(self.fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
-            if result != 0 and ctypes.get_errno() == errno.ENOSPC:
-                os.close(self.fd)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            self.reserved = result == 0
+        self._progress = progress
+        self._copies_in_kernel = hasattr(os, "copy_file_range")
+
+    def __enter__(self) -> "WrittenFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes."""
         view = memoryview(data)
         while view:
-            done = os.pwrite(self.fd, view, self.at)
+            done = os.pwrite(self._fd, view[:_STEP], self._at)
             view = view[done:]
             self._advance(done)
 
@@ -132,52 +99,38 @@ class OutputFile:
             CorruptCheckpointError: the source ends too early, for example because it was truncated during the copy.
             OSError: reading or writing failed.
         """
-        edge = min(nbytes, -start % BLOCK)
-        if edge and start % BLOCK == self.at % BLOCK and nbytes > BLOCK:  # only whole blocks can be shared
-            done = self._step(source, start, edge)
-            start, nbytes = start + done, nbytes - done
-        while nbytes:
-            source.expect(start)
-            self.eager = source.cached
-            done = self._step(source, start, min(_STEP, nbytes))
-            start, nbytes = start + done, nbytes - done
+        end = start + nbytes
+        while start < end:
+            step = min(_STEP, end - start)
+            edge = -start % BLOCK
+            if edge and start % BLOCK == self._at % BLOCK:  # only whole blocks can be shared
+                step = min(step, edge)
+            done = self._copy_in_kernel(source, start, step)
+            if done:
+                self._advance(done)
+            else:
+                done = min(step, _BUFFER)
+                block = memoryview(bytearray(done))
+                source.read_into(block, start)
+                self.write(block)
+            start += done
 
-    def close(self) -> None:
-        """Wait until all bytes are on the disk, then close the file."""
-        try:
-            os.fsync(self.fd)
-        finally:
-            os.close(self.fd)
-
-    def abandon(self) -> None:
-        """Close the file without syncing it; the caller discards it."""
-        os.close(self.fd)
-
-    def _step(self, source: SourceFile, start: int, nbytes: int) -> int:
-        done = 0
-        if self._in_kernel:
+    def _copy_in_kernel(self, source: SourceFile, start: int, nbytes: int) -> int:
+        """Return how many bytes were copied: 0 where the kernel can't, or where the source ends."""
+        if self._copies_in_kernel:
             try:
-                done = os.copy_file_range(source.fd, self.fd, nbytes, start, self.at)
+                return os.copy_file_range(source.fd, self._fd, nbytes, start, self._at)
             except OSError as problem:
                 if problem.errno not in _UNSUPPORTED:
                     raise
-                self._in_kernel = False
-        if not self._in_kernel:
-            if not self._buffer:
-                self._buffer = bytearray(1 << 20)
-            view = memoryview(self._buffer)[: min(nbytes, len(self._buffer))]
-            done = os.preadv(source.fd, [view], start)
-            self.write(view[:done])
-        elif done:
-            self._advance(done)
-        if done == 0:
-            raise source.ended()
-        return done
+                self._copies_in_kernel = False
+        return 0
 
     def _advance(self, nbytes: int) -> None:
-        self.at += nbytes
+        self._at += nbytes
         self._progress(nbytes)
-        if self.eager and self.at - self._sent >= _STEP and hasattr(_libc, "sync_file_range"):
-            span = (ctypes.c_int64(self._sent), ctypes.c_int64(self.at - self._sent))
-            _libc.sync_file_range(self.fd, *span, _SYNC_FILE_RANGE_WRITE)  # a hint: it starts the write and returns
-            self._sent = self.at
+        if self._at - self._sent >= _STEP and hasattr(_libc, "sync_file_range"):
+            # starts the write and returns, so that the final sync has little to wait for: 2 GB took 0.69 s, 1.08 without
+            span = (ctypes.c_int64(self._sent), ctypes.c_int64(self._at - self._sent))
+            _libc.sync_file_range(self._fd, *span, _SYNC_FILE_RANGE_WRITE)
+            self._sent = self._at

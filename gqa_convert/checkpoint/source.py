@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint import foreign, formats, quantised
 from gqa_convert.checkpoint.files import CheckpointFiles, LocalFiles, is_utf8
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, header_length, parse_header
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, JoinedTensors, TensorEntry, header_length, parse_header
 from gqa_convert.checkpoint.index import parse_index
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
@@ -69,6 +69,11 @@ class Checkpoint:
         for number, shard in enumerate(self.shards):
             for name, entry in shard.header.tensors.items():
                 yield number, name, entry
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """The entry of every tensor by name."""
+        return JoinedTensors(shard.header.tensors for shard in self.shards)
 
     @property
     def weight_bytes(self) -> int:

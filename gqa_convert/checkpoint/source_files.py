@@ -1,18 +1,34 @@
-"""The weight files of a checkpoint, open for reading byte ranges."""
+"""The weight files of a checkpoint, open for reading tensors and byte ranges."""
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from gqa_convert.checkpoint.copying import SourceFile
-from gqa_convert.checkpoint.shared_blocks import can_share_blocks
+from gqa_convert.checkpoint.dtypes import DTYPES
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import CorruptCheckpointError
+
+
+def read_tensor(file: SourceFile, entry: TensorEntry) -> Any:
+    """A tensor of a weight file as an array."""
+    block = np.empty(entry.nbytes, np.uint8)
+    file.read_into(block.data, entry.start)
+    return block.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 class SourceFiles:
     """The source's weight files by shard number, each opened when it is first used.
 
     Old `.bin` files whose tensors have no usable offsets are first written out as plain bytes ("spilled").
+
+    Args:
+        checkpoint: a local one.
+        work: a folder for what is written out.
+        stack: closes the files when it is closed.
     """
 
     def __init__(self, checkpoint: Checkpoint, work: Path, stack: ExitStack) -> None:
@@ -20,8 +36,6 @@ class SourceFiles:
         self._work = work
         self._stack = stack
         self._open: dict[int, SourceFile] = {}
-        self.shared = self._probe_sharing()
-        """Whether output files can share disk blocks with the source."""
 
     def __getitem__(self, number: int) -> SourceFile:
         if number not in self._open:
@@ -36,10 +50,17 @@ class SourceFiles:
                 spill(path, spilled)
                 self._stack.callback(spilled.unlink)
                 path = spilled
-            file = SourceFile(path, read_ahead=not self.shared)
-            self._stack.callback(file.close)
-            self._open[number] = file
+            self._open[number] = self._stack.enter_context(SourceFile(path))
         return self._open[number]
+
+    def locate(self, name: str) -> tuple[SourceFile, TensorEntry]:
+        """The file that holds a tensor, and the tensor's entry in its header."""
+        number = next(n for n, shard in enumerate(self._checkpoint.shards) if name in shard.header.tensors)
+        return self[number], self._checkpoint.shards[number].header.tensors[name]
+
+    def read(self, name: str) -> Any:
+        """A tensor as an array, in the type of the file."""
+        return read_tensor(*self.locate(name))
 
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError if a file was modified after its header was read."""
@@ -55,13 +76,3 @@ class SourceFiles:
             raise CorruptCheckpointError(
                 f"{path} has changed since its header was read: do not write to the source during a conversion, and try again"
             )
-
-    def _probe_sharing(self) -> bool:
-        if any(shard.spilled for shard in self._checkpoint.shards):
-            return False
-        assert self._checkpoint.folder is not None
-        probe = self._work / ".share-probe"
-        with probe.open("wb") as file:  # a killed run may have left one
-            shared = can_share_blocks(self._checkpoint.folder / self._checkpoint.shards[0].file, file.fileno())
-        probe.unlink()
-        return shared

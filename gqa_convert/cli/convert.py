@@ -162,12 +162,9 @@ def convert(
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
       gqa-convert convert ./Llama-2-7b --groups 8 --dry-run
     """
-    from gqa_convert.checkpoint.early_reading import read_early
 
     if out is None and not dry_run:
         raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")
-    if out is not None and not dry_run:
-        read_early(source, out)
     for name, value in (("--context", context), ("--batch", batch)):
         if value is not None and not dry_run:
             raise OptionError(f"{name} is for the K/V cache that --dry-run shows: add --dry-run, or remove {name}")

@@ -171,13 +171,13 @@ def convert_checkpoint(
         staged = stack.enter_context(StagedFolder(out))
         merged = merge_whole_layers(plan, out, asked, stack, on_layer)
         with FileHasher(checkpoint, weights=hash_weights) as hasher:
-            written = write_weights(merged.plan, staged.path, progress)
+            written = write_weights(plan, staged.path, merged.tensors, progress)
             digests = hasher.digests()
         errors = written if merged.errors is None else merged.errors
         write_sidecar_files(plan, staged.path)
         # methods that work on whole layers take so long that hashing their result costs little
         hashed = hash_weights or merged.errors is not None
-        result = hash_files(staged.path, (shard.file for shard in plan.shards)) if hashed else None
+        result = hash_files(staged.path, (file.file for file in plan.files)) if hashed else None
         record = record_conversion(
             plan,
             errors,

@@ -3,37 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.atomic_files import sync
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.source import CONFIG, Checkpoint
-from gqa_convert.conversion.plan import OutputShard
-from gqa_convert.families.table import Modeling
-from gqa_convert.families.target_architectures import TargetArchitecture
+from gqa_convert.checkpoint.source import CONFIG
+from gqa_convert.conversion.plan import Plan
 
 
-class Described(Protocol):
-    """The part of a plan that decides the sidecar files."""
-
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-    @property
-    def shards(self) -> tuple[OutputShard, ...]: ...
-    @property
-    def target_architecture(self) -> TargetArchitecture | None: ...
-    @property
-    def modeling(self) -> Modeling | None: ...
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def weight_bytes_after(self) -> int: ...
-    @property
-    def parameters_after(self) -> int: ...
-
-
-def write_sidecar_files(plan: Described, folder: Path) -> None:
+def write_sidecar_files(plan: Plan, folder: Path) -> None:
     """Write the index, the config, the modelling file if one is needed, and a copy of every other file of the source,
     in which only the name of a tokenizer class may change.
 
@@ -61,14 +40,14 @@ def write_sidecar_files(plan: Described, folder: Path) -> None:
     write_json(folder / CONFIG, plan.config)
 
 
-def _write_index(plan: Described, folder: Path) -> None:
+def _write_index(plan: Plan, folder: Path) -> None:
     """The index of a sharded result; its totals are those of the new tensors."""
-    if len(plan.shards) == 1 and plan.shards[0].file == formats.SAFETENSORS_SINGLE:
+    if len(plan.files) == 1 and plan.files[0].file == formats.SAFETENSORS_SINGLE:
         return
     metadata = dict(plan.checkpoint.index_metadata or {})
     metadata["total_size"] = plan.weight_bytes_after
     metadata["total_parameters"] = plan.parameters_after
-    weight_map = {tensor.name: shard.file for shard in plan.shards for tensor in shard.tensors}
+    weight_map = {name: file.file for file in plan.files for name in file.names}
     write_json(
         folder / formats.SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gqa_convert.checkpoint.headers import JoinedTensors, TensorEntry
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import Config
@@ -60,7 +60,7 @@ class AttentionFinder:
 
     def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
         self.family = family
-        self.entries: Mapping[str, TensorEntry] = JoinedTensors(shard.header.tensors for shard in checkpoint.shards)
+        self.entries: Mapping[str, TensorEntry] = checkpoint.entries
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
         self.config = config = decoder_config(checkpoint.config)

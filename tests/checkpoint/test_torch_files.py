@@ -73,12 +73,6 @@ def test_what_a_killed_run_left_in_its_folder_is_replaced(tmp_path: Path) -> Non
             read.append((work / ".spilled-0").read_bytes())
         assert list(work.iterdir()) == []
     assert read[0] == read[1]
-    plain, probed = open_checkpoint(write_llama(tmp_path / "plain")), tmp_path / "probed"
-    probed.mkdir()
-    (probed / ".share-probe").touch()
-    with ExitStack() as stack:
-        SourceFiles(plain, probed, stack)
-    assert list(probed.iterdir()) == []
 
 
 def refused(source: Path, kind: type[GQAConvertError], *words: str) -> None:

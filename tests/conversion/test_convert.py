@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gqa_convert.checkpoint import source_files
-from gqa_convert.checkpoint.copying import OutputFile, SourceFile
-from gqa_convert.checkpoint.shared_blocks import BLOCK
+from gqa_convert.checkpoint.copying import BLOCK, SourceFile, WrittenFile
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion import writing
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import (
@@ -112,10 +111,11 @@ def test_a_single_file_stays_a_single_file(tmp_path: Path) -> None:
     ]
 
 
-def test_where_blocks_can_be_shared_tensors_keep_their_place_in_a_block(
+def test_tensors_of_large_files_keep_their_place_in_a_block(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_files, "can_share_blocks", lambda path, scratch: True)
+    """So that a filesystem can share blocks with the source."""
+    monkeypatch.setattr(writing, "_ALIGNED_BYTES", 0)
     convert_checkpoint(source, tmp_path / "out", 1, method="mean")
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     padded = 0
@@ -133,20 +133,26 @@ def test_ranges_of_every_size_and_place(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.delattr(os, "copy_file_range")
     data = np.random.default_rng(0).bytes(5 * BLOCK + 77)
     (tmp_path / "in").write_bytes(data)
-    source = SourceFile(tmp_path / "in")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
     expected, seen = b"", []
-    out = OutputFile(tmp_path / "out", 0, seen.append)
-    for start in (0, 1, BLOCK - 1, BLOCK, BLOCK + 8):
-        for nbytes in (0, 1, 9, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
-            out.copy(source, start, nbytes)
-            out.write(b"xyz")
-            expected += data[start : start + nbytes] + b"xyz"
-    with pytest.raises(CorruptCheckpointError, match="shorter"):
+    with SourceFile(tmp_path / "in") as source, WrittenFile(tmp_path / "out", seen.append) as out:
+        for start in (0, 1, BLOCK - 1, BLOCK, BLOCK + 8):
+            for nbytes in (0, 1, 9, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+                out.copy(source, start, nbytes)
+                out.write(b"xyz")
+                expected += data[start : start + nbytes] + b"xyz"
+        assert not synced
+    assert (tmp_path / "out").read_bytes() == expected
+    assert sum(seen) == len(expected)
+    assert len(synced) == 1
+    with (
+        pytest.raises(CorruptCheckpointError, match="shorter"),
+        SourceFile(tmp_path / "in") as source,
+        WrittenFile(tmp_path / "short", seen.append) as out,
+    ):
         out.copy(source, 5 * BLOCK, 1000)
-    out.close()
-    written = (tmp_path / "out").read_bytes()
-    assert written[: len(expected)] == expected
-    assert sum(seen) == len(written)
+    assert len(synced) == 1, "a file that is not whole need not be on the disk"
 
 
 def test_hashes(source: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from gqa_convert.conversion.fit.assembly import Assembly, as_heads, as_parts
 from gqa_convert.conversion.fit.fibonacci_search import least
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.precision import is_reduced, precision_of
 from gqa_convert.conversion.fit.records import Stage, StageProgress
 from gqa_convert.conversion.fit.repeated_rows import RepeatedRows
@@ -321,7 +320,7 @@ def test_weights_on_the_disk_and_spilled_activations_change_nothing(
     )
     with MergedLayers(tmp_path / "disk", {}, keep=False) as store:
         layer_walk.fit_checkpoint(plan, store, batches_for(open_model(source)), lambda *_: None, steps=8)
-        write_weights(merged_plan(plan, store), tmp_path / "disk", lambda _: None)
+        write_weights(plan, tmp_path / "disk", store.tensors(len(plan.merged_layers)), lambda _: None)
     assert (tmp_path / "memory" / "model.safetensors").read_bytes() == (
         tmp_path / "disk" / "model.safetensors"
     ).read_bytes()

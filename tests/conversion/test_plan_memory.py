@@ -8,8 +8,7 @@ import pytest
 from benchmarks.synthetic import make_llama
 from gqa_convert.checkpoint.headers import JoinedTensors
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.plan import OutputTensor, Piece, make_plan
-from gqa_convert.conversion.plan.model import MostlyCopied
+from gqa_convert.conversion.plan import OutputTensor, make_plan
 
 
 @pytest.fixture(scope="module")
@@ -49,34 +48,22 @@ def test_a_tensors_header_takes_little_memory(experts: Path) -> None:
     assert at_most < 570 * count
 
 
-def test_the_tensors_are_those_of_the_source(experts: Path) -> None:
+@pytest.mark.parametrize("limit", [None, 20_000_000])
+def test_the_tensors_are_those_of_the_source(experts: Path, limit: int | None) -> None:
     checkpoint = open_checkpoint(experts)
-    plan = make_plan(checkpoint, 4)
+    plan = make_plan(checkpoint, 4, max_shard_size=limit)
     changed = {change.name for change in plan.changes}
-    expected = [(number, name, entry) for number, name, entry in checkpoint.tensors()]
-    found = [(number, tensor) for number, shard in enumerate(plan.shards) for tensor in shard.tensors]
-    assert [(number, tensor.name) for number, tensor in found] == [(number, name) for number, name, _ in expected]
-    for (number, tensor), (_, name, entry) in zip(found, expected, strict=True):
+    expected = list(checkpoint.tensors())
+    found = list(plan.all_tensors())
+    assert [tensor.name for tensor in found] == [name for _, name, _ in expected]
+    for tensor, (_, name, entry) in zip(found, expected, strict=True):
         if name not in changed:
-            copy = OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),))
-            assert tensor == copy
-    for shard in plan.shards:
-        assert shard.nbytes == sum(tensor.nbytes for tensor in shard.tensors)
-        assert shard.totals.elements == sum(tensor.elements for tensor in shard.tensors)
-
-
-def test_a_sequence_of_copies_and_others(experts: Path) -> None:
-    entries = open_checkpoint(experts).shards[0].header.tensors
-    first, second, *rest = entries
-    other = OutputTensor(second, "F32", (1,), ())
-    tensors = MostlyCopied(0, entries, {first: None, second: other, "of another file": other})
-    assert [tensor.name for tensor in tensors] == [second, *rest]
-    assert len(tensors) == len(entries) - 1
-    assert tensors[0] is other
-    assert tensors[-1].name == rest[-1]
-    assert tensors[1:3] == tuple(tensors)[1:3]
-    assert tensors == tuple(tensors)
-    assert tensors != tuple(tensors)[1:]
+            assert tensor == OutputTensor(name, entry.dtype, entry.shape)
+            assert (tensor.nbytes, tensor.elements) == (entry.nbytes, entry.elements)
+    if limit is not None:
+        assert len(plan.files) > len(checkpoint.shards)
+        for file in plan.files:
+            assert sum(tensor.nbytes for tensor in plan.tensors(file)) <= limit
 
 
 def test_headers_joined(experts: Path) -> None:

@@ -13,7 +13,6 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit.layer_walk import fit_layers
 from gqa_convert.conversion.fit.lockstep import open_model
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.records import StageProgress
 from gqa_convert.conversion.fit.whole_model import train_together
 from gqa_convert.conversion.plan import make_plan
@@ -74,7 +73,7 @@ def fitted(
         if kl_steps:
             seen = kl_batches or batches
             train_together(plan, store, model, seen, seen[:1], note, steps=kl_steps, seed=0, rank=kl_rank)
-        write_weights(merged_plan(plan, store), out, lambda _: None)
+        write_weights(plan, out, store.tensors(len(plan.merged_layers)), lambda _: None)
     (out / "config.json").write_text(json.dumps(plan.config))
     if plan.modeling:
         (out / f"{plan.modeling.file}.py").write_bytes(

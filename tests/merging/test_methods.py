@@ -2,12 +2,11 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from gqa_convert.errors import OptionError
-from gqa_convert.merging import methods, pooling
+from gqa_convert.merging import methods
 from gqa_convert.merging.methods import (
     CALIBRATED_DEFAULT,
     CHOICES,
@@ -15,7 +14,6 @@ from gqa_convert.merging.methods import (
     METHODS,
     MergeMethod,
     Need,
-    Pooling,
     Proof,
     choose_method,
     method_help,
@@ -57,13 +55,6 @@ def test_a_method_without_a_decision_is_refused() -> None:
     for name in given:
         with pytest.raises(TypeError, match=name):
             MergeMethod(**{key: value for key, value in given.items() if key != name})  # type: ignore[arg-type]
-
-
-def test_every_pooling_has_its_arithmetic() -> None:
-    assert set(pooling._POOLINGS) == set(get_args(Pooling)), "gqa_convert/merging/pooling.py: _POOLINGS lacks one"
-    for method in METHODS.values():
-        assert method.pooling is None or method.pooling in pooling._POOLINGS
-        assert method.norm_pooling in pooling._POOLINGS
 
 
 def test_verify_proves_every_method_as_the_registry_says() -> None:

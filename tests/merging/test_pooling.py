@@ -11,17 +11,18 @@ from hypothesis.extra import numpy as arrays
 
 from gqa_convert.checkpoint.dtypes import DTYPES
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging.pooling import BlockMerger
+from gqa_convert.merging import pooling
+from gqa_convert.merging.methods import Pooling
+from gqa_convert.merging.pooling import pool_groups
 
 
-def merged(blocks: np.ndarray, method: str = "mean") -> np.ndarray:
-    merger = BlockMerger(len(blocks), blocks.dtype, blocks.shape[1])
-    merger.source[:] = blocks
-    return merger.merge(blocks.shape[1], method, "tensor x").copy()  # type: ignore[arg-type]
+def merged(heads: np.ndarray, method: Pooling = "mean") -> np.ndarray:
+    """All heads as one."""
+    return pool_groups(heads, 1, method, heads.dtype, "x")[0][0]
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
-@pytest.mark.parametrize("heads", [2, 3, 4, 12])
+@pytest.mark.parametrize("heads", [3, 12])
 def test_the_mean_is_the_exact_mean_to_within_a_rounding(name: str, heads: int) -> None:
     dtype = DTYPES[name]
     blocks = np.random.default_rng(heads).standard_normal((heads, 50)).astype(dtype)
@@ -42,33 +43,43 @@ def test_tied_heads_merge_without_loss(head: np.ndarray, copies: int) -> None:
 
 
 def test_float32_sums_are_kept_in_float64() -> None:
-    blocks = np.array([[1e8], [1.0], [-1e8], [1.0]], np.float32)
-    assert merged(blocks)[0] == np.float32(0.5)
+    heads = np.array([[1e8], [1.0], [-1e8], [1.0]], np.float32)
+    assert merged(heads)[0] == np.float32(0.5)
+    assert pool_groups(heads[:2], 1, "mean", DTYPES["BF16"], "x")[0].dtype == DTYPES["BF16"]
 
 
 def test_halves_near_their_largest_do_not_overflow() -> None:
     assert merged(np.full((4, 3), 65504, np.float16)).tolist() == [65504.0] * 3
-    top = np.full((4, 3), 3.0e38, ml_dtypes.bfloat16)
-    assert np.isfinite(top.astype(np.float32)).all()
+
+
+def test_contiguous_heads_share_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the blocks that are merged at a time."""
+    heads = np.random.default_rng(0).standard_normal((6, 700, 3)).astype(np.float32)
+    monkeypatch.setattr(pooling, "_BLOCK_NUMBERS", 1)
+    found, squared_error, squared_norm = pool_groups(heads, 2, "mean", heads.dtype, "x")
+    expected = heads.reshape(2, 3, 700, 3).astype(np.float64).mean(1)
+    assert np.array_equal(found, expected.astype(np.float32))
+    lost = heads.astype(np.float64) - found.repeat(3, axis=0)
+    assert squared_error == pytest.approx((lost**2).sum())
+    assert squared_norm == pytest.approx((heads.astype(np.float64) ** 2).sum())
 
 
 def test_first_takes_head_zero_and_reports_its_error() -> None:
-    blocks = np.array([[1.0, 2.0], [4.0, 6.0]], np.float32)
-    merger = BlockMerger(2, blocks.dtype, 2)
-    merger.source[:] = blocks
-    assert merger.merge(2, "first", "t").tolist() == [1.0, 2.0]
-    assert merger.squared_error == pytest.approx(9 + 16)
-    assert merger.squared_norm == pytest.approx(1 + 4 + 16 + 36)
+    heads = np.array([[1.0, 2.0], [4.0, 6.0]], np.float32)
+    found, squared_error, squared_norm = pool_groups(heads, 1, "first", heads.dtype, "x")
+    assert found.tolist() == [[1.0, 2.0]]
+    assert squared_error == pytest.approx(9 + 16)
+    assert squared_norm == pytest.approx(1 + 4 + 16 + 36)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("method", ["mean", "first"])
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_numbers_that_are_none_are_refused(bad: float, method: str, name: str) -> None:
-    blocks = np.ones((3, 5), DTYPES[name])
-    blocks[2, 4] = bad
-    with pytest.raises(NonFiniteError, match="tensor"):
-        merged(blocks, method)
+@pytest.mark.parametrize("name", ["BF16", "F32"])
+def test_numbers_that_are_none_are_refused(bad: float, method: Pooling, name: str) -> None:
+    heads = np.ones((3, 5), DTYPES[name])
+    heads[2, 4] = bad
+    with pytest.raises(NonFiniteError, match="tensor x"):
+        merged(heads, method)
 
 
 def test_large_finite_numbers_are_no_infinities() -> None:

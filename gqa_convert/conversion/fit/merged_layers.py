@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from gqa_convert.checkpoint.atomic_files import atomic_file, sync
 from gqa_convert.checkpoint.dtypes import DTYPES
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, build_header, header_length, parse_header
+from gqa_convert.checkpoint.headers import LENGTH_BYTES, Header, TensorEntry, build_header, header_length, parse_header
 from gqa_convert.checkpoint.locks import lock_folder
-from gqa_convert.checkpoint.source import Shard
 from gqa_convert.conversion.fit.records import (
     LayerRecord,
     TrainingRecord,
@@ -147,14 +146,13 @@ class MergedLayers:
             for array in arrays:
                 file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
-    def shards(self, count: int) -> list[Shard]:
-        """The files of the first `count` layers, those that there are, as weight files with absolute names."""
-        found = []
+    def tensors(self, count: int) -> dict[str, tuple[Path, TensorEntry]]:
+        """The tensors of the first `count` layers, those that there are, by name: the file and the entry of each."""
+        found: dict[str, tuple[Path, TensorEntry]] = {}
         for number in range(count):
             header = self._header(number)
             if header is not None:
-                status = self._file(number).stat()
-                found.append(Shard(str(self._file(number)), status.st_size, header, False, status.st_mtime_ns))
+                found |= {name: (self._file(number), entry) for name, entry in header.tensors.items()}
         return found
 
     def _file(self, number: int) -> Path:

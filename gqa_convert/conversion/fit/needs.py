@@ -49,7 +49,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     if not plan.merge_method.merges_layers:
         return _needs(plan, _NUMPY_BASE + (32 << 20), plan.disk_bytes)
     changed = {change.name for change in plan.changes}
-    stored = sum(tensor.nbytes for shard in plan.shards for tensor in shard.tensors if tensor.name in changed)
+    stored = sum(tensor.nbytes for tensor in plan.all_tensors() if tensor.name in changed)
     if options.source is None:
         rows = max(
             (layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers

@@ -1,5 +1,6 @@
-"""Merges the layers of a plan, for methods that work on whole layers, and makes the plan that writes them."""
+"""Merges the layers of a plan, for methods that work on whole layers."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Any
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.devices import chosen_device
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.conversion.fit.calibrated import CalibrationOptions, calibrate, steps_per_layer, steps_together
 from gqa_convert.conversion.fit.from_weights import merge_layers
 from gqa_convert.conversion.fit.merged_layers import MergedLayers
-from gqa_convert.conversion.fit.merged_plan import merged_plan
 from gqa_convert.conversion.fit.records import LayerDone, Stage, StageProgress
 from gqa_convert.conversion.plan import Plan
 
@@ -20,9 +21,10 @@ __all__ = ["LayerDone", "Merged", "merge_whole_layers"]
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The plan to write, and what its record says of the merge."""
+    """The tensors of merged layers, and what the record says of the merge."""
 
-    plan: Plan
+    tensors: Mapping[str, tuple[Path, TensorEntry]] = field(default_factory=dict)
+    """By name: the safetensors file and the entry of each. Empty where the writer merges."""
     errors: dict[str, float] | None = None
     """By name; None where the writer merges, and measures the errors itself."""
     calibration: CalibrationRecord | None = None
@@ -36,7 +38,7 @@ class Merged:
 def merge_whole_layers(
     plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_layer: LayerDone
 ) -> Merged:
-    """Merge every layer of a plan whose method works on whole layers; return any other plan unchanged.
+    """Merge every layer of a plan whose method works on whole layers; of any other plan none.
 
     Args:
         plan: of a local checkpoint.
@@ -50,11 +52,11 @@ def merge_whole_layers(
         GQAConvertError: one of its subclasses.
     """
     if not plan.merge_method.merges_layers:
-        return Merged(plan)
+        return Merged()
     if options.source is None:
         store = stack.enter_context(MergedLayers(out, _fingerprint(plan), keep=False))
         errors = merge_layers(plan, store, on_layer)
-        return Merged(merged_plan(plan, store), errors, None, _head_order(plan, store))
+        return Merged(store.tensors(len(plan.merged_layers)), errors, None, _head_order(plan, store))
     return _merge_on_text(plan, out, options, stack, on_layer)
 
 
@@ -92,7 +94,7 @@ def _merge_on_text(plan: Plan, out: Path, options: CalibrationOptions, stack: Ex
     record = replace(record, kl=Divergence(fitted.divergence, fitted.divergence))
     if training := store.finished():
         record = replace(record, kl_steps=training.kl_steps, kl_rank=training.kl_rank, kl=training.kl)
-    return Merged(merged_plan(plan, store), dict(fitted.errors), record, _head_order(plan, store), device)
+    return Merged(store.tensors(len(plan.merged_layers)), dict(fitted.errors), record, _head_order(plan, store), device)
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:

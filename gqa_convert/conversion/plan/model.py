@@ -1,19 +1,18 @@
 """What a plan consists of."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Final
 
-from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.headers import DTYPE_BITS
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.translation.description import TranslatedTensor
 from gqa_convert.families.engines import ignores_scaled_positions, listed_in, run_in
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
-from gqa_convert.families.layouts import Role
+from gqa_convert.families.layouts import Role, Section
 from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.target_architectures import TargetArchitecture
 from gqa_convert.families.target_choice import engines_for
@@ -21,100 +20,71 @@ from gqa_convert.families.tensor_parallel import ParallelDegrees, parallel_degre
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod, Pooling
 
+if TYPE_CHECKING:
+    from gqa_convert.merging.absorption_limits import AbsorptionLimits
+
 _ENTRY_BYTES: Final = 120
 """Of a tensor in a file's header beside its name, at most."""
+_SMALL_FILES_BYTES: Final = 65536
+"""Of the files that a conversion writes beside the weights and the carried files, at most."""
+_CACHES: Final[Mapping[str, AttentionKind]] = {
+    "kv_bytes_per_token": "decoder",
+    "cross_kv_bytes_per_encoder_token": "cross",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of output bytes: copied from one source range, or merged from several of the same length.
+class Regrouping:
+    """How the heads of one output tensor come from heads of the source."""
 
-    `ranges` holds (shard number, byte offset in that file); `pooling` is None for a copy.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    nbytes: int
-    pooling: Pooling | None = None
+    sources: tuple[str, ...]
+    """The source's tensors, joined along their first axis; more than one where each head has a tensor of its own."""
+    sections: tuple[Section, ...]
+    """Where heads lie in them."""
+    groups: int
+    """Heads of each section of the output whose heads are merged."""
+    pooling: Pooling | None
+    """How several heads become one; None where heads are only repeated."""
+    transposed: bool = False
+    """Whether heads lie along the second axis (Conv1D)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the result and the pieces whose bytes, one behind the other, are its own.
+    """A tensor of the result.
 
-    Where heads lie along the last axis (Conv1D), the pieces are those of one row; each of the `rows` is made of them,
-    and the ranges move on by `stride` bytes from one to the next. A tensor of a translation that takes arithmetic has
-    no pieces, but its description; a tensor whose heads a method merges layer by layer has none until that is done.
+    Its numbers are those of the source's tensor of the same name, or are regrouped from heads. A tensor of a layer that
+    a method merges as a whole has neither: its layer's file has it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    rows: int = 1
-    stride: int = 0
-    translated: TranslatedTensor | None = None
-    unit_rows: bool = False
-    """Each row of the one piece is divided by its length on the way."""
+    regrouping: Regrouping | None = None
 
     @property
     def elements(self) -> int:
-        return _count(self.shape)
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        if self.translated:
-            return self.translated.nbytes
-        if not self.pieces:
-            return self.elements * ITEM_BYTES[self.dtype]
-        return self.rows * sum(piece.nbytes for piece in self.pieces)
+        return self.elements * DTYPE_BITS[self.dtype] // 8
 
 
-def copied(name: str, shard: int, entry: TensorEntry) -> OutputTensor:
-    """A tensor of the source as it is.
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A weight file of the result.
 
-    Args:
-        name: of the tensor.
-        shard: the number of its file.
-        entry: of the file's header.
-    """
-    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((shard, entry.start),), entry.nbytes),))
-
-
-class MostlyCopied(Sequence[OutputTensor]):
-    """The tensors of one file of the source, most of them copied.
-
-    Copies are made when they are looked at: five objects for each of a hundred thousand experts would take more memory
-    than the headers.
-
-    Args:
-        shard: the number of the file.
-        entries: of its header.
-        planned: by name, the tensors that are no copies, and None for those that the result lacks; of any file.
+    Tensors are named here and described by `Plan.tensors`: a description of each of a hundred thousand experts would
+    take more memory than the headers.
     """
 
-    def __init__(
-        self, shard: int, entries: Mapping[str, TensorEntry], planned: Mapping[str, OutputTensor | None]
-    ) -> None:
-        self._shard, self._entries = shard, entries
-        self._planned = {name: planned[name] for name in planned.keys() & entries.keys()}
-
-    def __iter__(self) -> Iterator[OutputTensor]:
-        planned, shard = self._planned, self._shard
-        for name, entry in self._entries.items():
-            tensor = planned[name] if name in planned else copied(name, shard, entry)
-            if tensor is not None:
-                yield tensor
-
-    def __len__(self) -> int:
-        return len(self._entries) - sum(tensor is None for tensor in self._planned.values())
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index] if index != 0 else next(iter(self))
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
+    file: str
+    names: Collection[str]
+    """Of the tensors, in the order of their bytes."""
+    metadata: Mapping[str, str]
+    copy_of: int | None = None
+    """The number of the source's file that this one equals byte for byte; None if it equals none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,41 +102,6 @@ class TensorChange:
 
 
 @dataclass(frozen=True)
-class OutputShard:
-    """One output file."""
-
-    file: str
-    tensors: Sequence[OutputTensor]
-    metadata: dict[str, str]
-    whole_copy_of: int | None = None
-    """The number of the source shard that this file equals byte for byte, if it does."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.totals.nbytes
-
-    @cached_property
-    def totals(self) -> "ShardTotals":
-        """Sums over the tensors."""
-        nbytes = elements = header_bytes = 0
-        for tensor in self.tensors:
-            nbytes += tensor.nbytes
-            elements += tensor.elements
-            header_bytes += len(tensor.name) + _ENTRY_BYTES
-        return ShardTotals(nbytes, elements, header_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTotals:
-    """Sums over the tensors of an output file."""
-
-    nbytes: int
-    elements: int
-    header_bytes: int
-    """About."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a conversion will do."""
 
@@ -176,51 +111,54 @@ class Plan:
     """The modelling file that travels with the result; None where stock classes load it."""
     target_architecture: TargetArchitecture | None
     """The stock model type that the source is translated to; None where it keeps its own."""
+    layers: tuple[AttentionLayer, ...]
     layer_groups: tuple[int, ...]
-    """N of each of `layers`."""
+    """N of each layer."""
+    limits: tuple["AbsorptionLimits", ...]
+    """What may be folded in each layer; empty for methods that fold nothing."""
     method: str
     seed: int
     heads: int
     source_kv_heads: int
     """Where the source's layers differ, of the one with the most."""
-    layers: tuple[AttentionLayer, ...]
     changes: tuple[TensorChange, ...]
-    shards: tuple[OutputShard, ...]
+    changed: Mapping[str, OutputTensor]
+    """By name, the tensors of the result that are not tensors of the source as they are."""
+    files: tuple[OutputFile, ...]
     config: JsonObject
     """The result's config.json."""
     warnings: tuple[str, ...]
+    result_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """By name, the types of tensors that the source holds in float32 and the result in another type."""
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all layers have the same N."""
-        return len(set(self.layer_groups)) == 1
+    def tensors(self, file: OutputFile) -> Iterator[OutputTensor]:
+        """The tensors of a file of the result, in the order of their bytes."""
+        entries = self.checkpoint.entries
+        for name in file.names:
+            if name in self.changed:
+                yield self.changed[name]
+            else:
+                entry = entries[name]
+                yield OutputTensor(name, self.result_dtypes.get(name, entry.dtype), entry.shape)
 
-    @property
-    def groups(self) -> int:
-        """The N of all layers.
-
-        Raises:
-            ValueError: layers differ; their numbers are in `layer_groups`.
-        """
-        (groups,) = set(self.layer_groups)
-        return groups
+    def all_tensors(self) -> Iterator[OutputTensor]:
+        """The tensors of all files."""
+        for file in self.files:
+            yield from self.tensors(file)
 
     @property
     def stated_groups(self) -> int | list[int]:
         """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
-        if self.is_uniform:
-            return self.groups
+        if len(set(self.layer_groups)) == 1:
+            return self.layer_groups[0]
         numbered = zip(self.layers, self.layer_groups, strict=True)
         return [groups for _, groups in sorted(numbered, key=lambda pair: pair[0].number)]
 
     @property
     def merged_layers(self) -> tuple[tuple[AttentionLayer, int], ...]:
-        """The layers on which a method works that merges whole layers, each with its N. Where layers differ, those that
-        keep their K/V heads are copied.
-        """
+        """The layers whose K/V heads become fewer, each with its N."""
         pairs = zip(self.layers, self.layer_groups, strict=True)
-        every = self.is_uniform and not self.family.is_layerwise
-        return tuple(pair for pair in pairs if every or pair[1] != pair[0].kv_heads)
+        return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
 
     @property
     def effective_method(self) -> str:
@@ -230,8 +168,10 @@ class Plan:
     @property
     def merge_method(self) -> MergeMethod:
         """The registry's record of the effective method."""
-        methods = {change.method for change in self.changes} - {COPY.name}
-        return COPY if not methods else REPEAT if methods == {REPEAT.name} else METHODS[self.method]
+        if self.merged_layers:
+            return METHODS[self.method]
+        pairs = zip(self.layers, self.layer_groups, strict=True)
+        return REPEAT if any(groups > layer.kv_heads for layer, groups in pairs) else COPY
 
     @property
     def route(self) -> str:
@@ -247,10 +187,8 @@ class Plan:
     def loads_in(self) -> frozenset[str]:
         """Engines that have loaded a result of this kind without custom code."""
         if self.modeling:
-            config = self.config
-            return frozenset(
-                each for each in run_in(config["model_type"]) if not ignores_scaled_positions(each, config)
-            )
+            engines = run_in(self.config["model_type"])
+            return frozenset(engine for engine in engines if not ignores_scaled_positions(engine, self.config))
         if self.target_architecture:
             return engines_for(self.checkpoint.config, self.target_architecture)
         return frozenset({"transformers"}) if self.family.modeling else self.family.engines
@@ -262,7 +200,7 @@ class Plan:
 
     @property
     def weight_bytes_after(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
+        return sum(tensor.nbytes for tensor in self.all_tensors())
 
     @property
     def parameters_before(self) -> int:
@@ -270,45 +208,34 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return sum(shard.totals.elements for shard in self.shards)
+        return sum(tensor.elements for tensor in self.all_tensors())
 
     @property
     def disk_bytes(self) -> int:
         """What the result takes on disk, headers and carried files included, to within a few KiB."""
-        headers = sum(shard.totals.header_bytes for shard in self.shards)
-        return (
-            self.weight_bytes_after
-            + headers
-            + sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
-            + 65536
-        )
+        headers = sum(len(name) + _ENTRY_BYTES for file in self.files for name in file.names)
+        carried = sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
+        return self.weight_bytes_after + headers + carried + _SMALL_FILES_BYTES
 
     def cache_bytes_per_token(self, after: bool, attention_kind: AttentionKind = "decoder") -> int:
-        """K/V-cache bytes that one token takes over all attention layers of a place, in the type of the projections.
+        """K/V-cache bytes that one token takes over all attention layers of a kind, in the type of the projections.
 
         A token of the text takes those of `decoder`, a token of an encoder's output those of `cross`.
         """
-        return sum(
-            (groups if after else layer.kv_heads)
-            * (layer.key_head_dim + layer.value_head_dim)
-            * ITEM_BYTES[layer.dtype]
-            for layer, groups in zip(self.layers, self.layer_groups, strict=True)
-            if layer.attention_kind == attention_kind
-        )
+        total = 0
+        for layer, groups in zip(self.layers, self.layer_groups, strict=True):
+            if layer.attention_kind == attention_kind:
+                total += (groups if after else layer.kv_heads) * _head_bytes(layer)
+        return total
 
     def cache_bytes(self) -> dict[str, BeforeAfter]:
         """The bytes before and after of each cache that there is."""
-        attention_kinds: dict[str, AttentionKind] = {
-            "kv_bytes_per_token": "decoder",
-            "cross_kv_bytes_per_encoder_token": "cross",
-        }
-        sizes = {
-            key: BeforeAfter(
-                self.cache_bytes_per_token(False, attention_kind), self.cache_bytes_per_token(True, attention_kind)
-            )
-            for key, attention_kind in attention_kinds.items()
-        }
-        return {key: both for key, both in sizes.items() if both.before}
+        found = {}
+        for key, kind in _CACHES.items():
+            both = BeforeAfter(self.cache_bytes_per_token(False, kind), self.cache_bytes_per_token(True, kind))
+            if both.before:
+                found[key] = both
+        return found
 
     def cache_bytes_at(self, tokens: int) -> BeforeAfter:
         """The K/V cache of a text of `tokens` tokens, in bytes: a layer with a sliding window holds no more than that."""
@@ -316,9 +243,8 @@ class Plan:
         for layer, groups in zip(self.layers, self.layer_groups, strict=True):
             if layer.attention_kind == "decoder":
                 held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
-                head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-                before += layer.kv_heads * head_bytes * held
-                after += groups * head_bytes * held
+                before += layer.kv_heads * _head_bytes(layer) * held
+                after += groups * _head_bytes(layer) * held
         return BeforeAfter(before, after)
 
     def tensor_parallel_degrees(self) -> ParallelDegrees:
@@ -337,10 +263,7 @@ class Plan:
             "groups": self.stated_groups,
             "method": self.effective_method,
             "attention_layers": len(self.layers),
-            "changes": [
-                {"name": c.name, "before": list(c.before), "after": list(c.after), "dtype": c.dtype, "method": c.method}
-                for c in self.changes
-            ],
+            "changes": [_change_as_json(change) for change in self.changes],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
             **{key: asdict(both) for key, both in self.cache_bytes().items()},
@@ -356,8 +279,16 @@ class Plan:
         }
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _head_bytes(layer: AttentionLayer) -> int:
+    """Of a token's key and value in one K/V head."""
+    return (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
+
+
+def _change_as_json(change: TensorChange) -> JsonObject:
+    return {
+        "name": change.name,
+        "before": list(change.before),
+        "after": list(change.after),
+        "dtype": change.dtype,
+        "method": change.method,
+    }

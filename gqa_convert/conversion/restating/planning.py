@@ -11,8 +11,9 @@ from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.item_bytes import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.plan import OutputShard, OutputTensor, Piece
 from gqa_convert.conversion.plan.tensors import safetensors_name
+from gqa_convert.conversion.restating.piece_tensors import PieceTensor
+from gqa_convert.conversion.restating.pieces import PieceFile
 from gqa_convert.conversion.restating.remote_code_types import RESTATED, Module, Restated
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError, UnsupportedFormatError
 from gqa_convert.families import layouts
@@ -30,23 +31,26 @@ class StockPlan:
 
     checkpoint: Checkpoint
     record: Restated
-    shards: tuple[OutputShard, ...]
+    files: tuple[PieceFile, ...]
     config: JsonObject
     notes: tuple[str, ...]
     target_architecture: None = None
     modeling: None = None
 
+    def tensors(self, file: PieceFile) -> tuple[PieceTensor, ...]:
+        return file.tensors
+
     @property
     def weight_bytes_after(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
+        return sum(tensor.nbytes for shard in self.files for tensor in shard.tensors)
 
     @property
     def parameters_after(self) -> int:
-        return sum(tensor.elements for shard in self.shards for tensor in shard.tensors)
+        return sum(tensor.elements for shard in self.files for tensor in shard.tensors)
 
     @property
     def disk_bytes(self) -> int:
-        headers = sum(len(tensor.name) + 120 for shard in self.shards for tensor in shard.tensors)
+        headers = sum(len(tensor.name) + 120 for shard in self.files for tensor in shard.tensors)
         return (
             self.weight_bytes_after
             + headers
@@ -100,7 +104,7 @@ def plan_stock(checkpoint: Checkpoint) -> StockPlan:
             stock[record.bias_key] = bool(biased)
     else:
         shards = [
-            OutputShard(
+            PieceFile(
                 shard.file,
                 tuple(_whole(name, number, entry) for name, entry in shard.header.tensors.items()),
                 dict(shard.header.metadata),
@@ -140,8 +144,8 @@ def _has_unit_head(checkpoint: Checkpoint, record: Restated) -> bool:
     return checkpoint.config.get("vocab_size") == vocabulary
 
 
-def _whole(name: str, number: int, entry: TensorEntry) -> OutputTensor:
-    return OutputTensor(name, entry.dtype, entry.shape, (Piece(((number, entry.start),), entry.nbytes),))
+def _whole(name: str, number: int, entry: TensorEntry) -> PieceTensor:
+    return PieceTensor(name, entry.dtype, entry.shape, ((number, entry.start, entry.nbytes),))
 
 
 class _Restater:
@@ -152,11 +156,11 @@ class _Restater:
         self.checkpoint = checkpoint
         self.entries = {name: (number, entry) for number, name, entry in checkpoint.tensors()}
         self.claimed: set[str] = set()
-        self.outputs: dict[str, list[OutputTensor]] = {}
+        self.outputs: dict[str, list[PieceTensor]] = {}
         """The tensors of the result by the source tensor that they come from."""
         self.biased = self._attention_biased()
 
-    def shards(self) -> list[OutputShard]:
+    def shards(self) -> list[PieceFile]:
         record = self.record
         head = record.outside[-1]
         for module in record.outside:
@@ -177,7 +181,7 @@ class _Restater:
                     "the config and the weights do not belong together"
                 )
         return [
-            OutputShard(
+            PieceFile(
                 shard.file,
                 tuple(out for name in shard.header.tensors for out in self.outputs.get(name, ())),
                 dict(shard.header.metadata),
@@ -244,9 +248,7 @@ class _Restater:
                 )
             row_bytes = entry.nbytes // rows
             for section, part in zip(cut, ("q_proj", "k_proj", "v_proj"), strict=True):
-                pieces = tuple(
-                    Piece(((number, entry.start + start * row_bytes),), width * row_bytes) for start in section.starts
-                )
+                pieces = tuple((number, entry.start + start * row_bytes, width * row_bytes) for start in section.starts)
                 shape = (section.rows, *columns)
-                output = OutputTensor(f"{stock_base}{module.stock}.{part}.{kind}", entry.dtype, shape, pieces)
+                output = PieceTensor(f"{stock_base}{module.stock}.{part}.{kind}", entry.dtype, shape, pieces)
                 self.outputs.setdefault(name, []).append(output)

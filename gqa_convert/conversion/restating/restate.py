@@ -16,9 +16,10 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import open_checkpoint, open_local, whole_folder
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.restating.dequantised import write_dequantised_checkpoint
+from gqa_convert.conversion.restating.pieces import write_pieces
 from gqa_convert.conversion.restating.planning import StockPlan, plan_stock
 from gqa_convert.conversion.sidecar_files import write_json, write_sidecar_files
-from gqa_convert.conversion.writing import Progress, write_weights
+from gqa_convert.conversion.writing import Progress
 from gqa_convert.errors import GQAConvertError, RemoteCodeError
 from gqa_convert.families.loading import read_config
 from gqa_convert.families.table import find_family
@@ -97,8 +98,8 @@ def restate_checkpoint(
     sweep(Path(os.path.realpath(out)).parent)
     with ExitStack() as stack:
         staged = stack.enter_context(StagedFolder(out))
-        write_weights(plan, staged.path, progress)
-        write_sidecar_files(plan, staged.path)
+        write_pieces(plan, staged.path, {}, progress)
+        write_sidecar_files(plan, staged.path)  # type: ignore[arg-type]
         made = RestatedCheckpoint(
             checkpoint.source_id,
             checkpoint.revision,

@@ -150,7 +150,7 @@ def _merge(run: Run, first: int, count: int, source: _StridedReader) -> tuple[Ar
     """The merged rows and, if several heads are merged, those heads as [heads, numbers]; both in the accumulation
     dtype.
 
-    Unlike `BlockMerger`, this does not round the result.
+    This does not round the result.
     """
     rows = source(run.sources[0], first, count)
     wide = accumulation_dtype(rows.dtype)
@@ -160,7 +160,7 @@ def _merge(run: Run, first: int, count: int, source: _StridedReader) -> tuple[Ar
     heads[0] = rows.reshape(-1)
     for head, place in zip(heads[1:], run.sources[1:], strict=True):
         head[:] = source(place, first, count).reshape(-1)
-    return pool(heads, run.pooling, np.empty(rows.size, wide)).reshape(rows.shape), heads
+    return pool(heads, run.pooling).reshape(rows.shape), heads
 
 
 def _rounded(wide: Array, tensor: TranslatedTensor) -> Array:

@@ -1,0 +1,88 @@
+"""The config.json of a result: the source's, with the new number of K/V heads."""
+
+import copy
+
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.families.family import Family, Modeling
+from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.layerwise import restate
+from gqa_convert.families.legacy_config_keys import legacy_config_keys
+from gqa_convert.families.wrappers import decoder_config, decoder_section, with_kv_heads
+
+
+def converted_config(
+    config: JsonObject, family: Family, modeling: Modeling | None, groups: int, *, encoder: bool
+) -> JsonObject:
+    """The config of a result whose layers have one number of K/V heads.
+
+    The family's own keys state it, and the keys of ChatGLM2's convention, for old clients and new.
+
+    Args:
+        config: the source's.
+        family: the source's.
+        modeling: the modelling file of the result, if there is one.
+        groups: K/V heads of each layer.
+        encoder: whether an encoder's self-attention has them too.
+    """
+    if family.wrapped:
+        return _composite_config(config, family, groups)
+    result = copy.deepcopy(config)
+    if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys
+        for dotted in family.kv_heads_keys:
+            *sections, key = dotted.split(".")
+            section = result
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[key] = groups
+        if encoder:
+            result[family.encoder_kv_heads_key] = groups
+    result |= _convention(groups)
+    if modeling is None:  # else transformers 5 alone loads it
+        return result | legacy_config_keys(result)
+    return result | _modeling_keys(config, modeling)
+
+
+def layerwise_config(
+    config: JsonObject, modeling: Modeling, finder: AttentionFinder, counts: tuple[int, ...]
+) -> JsonObject:
+    """The config of a result that states the K/V heads of each layer.
+
+    Args:
+        config: the source's.
+        modeling: the modelling file of the result.
+        finder: of the source's layers.
+        counts: K/V heads of each.
+    """
+    numbered = sorted(zip(finder.layers, counts, strict=True), key=lambda pair: pair[0].number)
+    by_layer = tuple(count for _, count in numbered)
+    return restate(modeling, config, by_layer) | _modeling_keys(config, modeling)
+
+
+def _convention(groups: int) -> JsonObject:
+    return {"multi_query_attention": True, "multi_query_group_num": groups}
+
+
+def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonObject:
+    """The config of a model around a decoder, whose section has the keys."""
+    result = with_kv_heads(config, family, dict.fromkeys(family.kv_heads_keys, groups) | _convention(groups))
+    legacy = legacy_config_keys(decoder_config(result))
+    section = decoder_section(result)
+    if section is None:
+        return result | legacy
+    result[section] = legacy | result[section]
+    return result | legacy_config_keys(result)
+
+
+def _modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
+    """The config keys that lead transformers to a modelling file and to the source's tokenizer."""
+    names = [name for _, name in modeling.classes]
+    stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
+    auto_map = config.get("auto_map", {})
+    kept = {auto: target for auto, target in auto_map.items() if not auto.startswith(("AutoConfig", "AutoModel"))}
+    tokenizer = config.get("tokenizer_class")
+    return {
+        "model_type": modeling.model_type,
+        "architectures": [name for name in stated if name in names] or [names[min(2, len(names) - 1)]],
+        "auto_map": kept | modeling.auto_map,
+        "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
+    }
